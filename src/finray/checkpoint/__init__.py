@@ -1,0 +1,5 @@
+"""The checkpoint room: the manifest, writing and committing, finding and verifying, retention."""
+
+from finray.checkpoint.store import Checkpoint, CheckpointStore, directory_name
+
+__all__ = ["Checkpoint", "CheckpointStore", "directory_name"]

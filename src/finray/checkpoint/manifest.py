@@ -1,0 +1,79 @@
+"""The manifest that makes a directory a checkpoint: every file with its size and SHA-256, written last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from finray.errors import CheckpointError
+
+FORMAT_VERSION = 1
+NAME = "manifest.json"
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def build(folder: Path, *, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+    """The manifest of a directory as it stands."""
+    files = [
+        {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": file_digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != NAME
+    ]
+    content = {"format_version": FORMAT_VERSION, "step": step, "metrics": metrics, "files": files}
+    return {**content, "seal": _seal(content)}
+
+
+def write(folder: Path, content: dict[str, Any]) -> None:
+    """Write a manifest that :func:`build` made."""
+    (folder / NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Read a manifest and check its own seal.
+
+    Raises:
+        CheckpointError: it is missing, cut off or changed.
+    """
+    path = folder / NAME
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        seal = content.pop("seal")
+    except FileNotFoundError:
+        raise CheckpointError("is missing", where=str(path)) from None
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise CheckpointError("is not a whole manifest", where=str(path)) from None
+    if seal != _seal(content):
+        raise CheckpointError("was changed after it was written", where=str(path))
+    if content["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(f"has format version {content['format_version']}, not {FORMAT_VERSION}", where=str(path))
+    return content
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Read a manifest and check every file it lists.
+
+    Raises:
+        CheckpointError: names the first file that is missing, cut off or changed.
+    """
+    content = read(folder)
+    for entry in content["files"]:
+        path = folder / entry["path"]
+        if not path.is_file():
+            raise CheckpointError("is missing", where=str(path))
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise CheckpointError(f"has {size} bytes instead of {entry['bytes']}", where=str(path))
+        if file_digest(path) != entry["sha256"]:
+            raise CheckpointError("has other bytes than were written", where=str(path))
+    return content

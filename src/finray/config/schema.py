@@ -1,0 +1,241 @@
+"""The configuration: one small frozen model per section, every field with a default, a reason and one line of help.
+
+The reference page and ``finray config docs`` are generated from the ``description`` of each field, so a field that
+is not described does not exist.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Ratio = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A group of fields: frozen, with no unknown keys, and finite numbers only."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
+    )
+
+
+class RunConfig(Section):
+    """Names the run and says where it is kept."""
+
+    name: str = Field("run", description="Name of the run; its directory is `run.output_dir/run.name`.")
+    output_dir: str = Field("runs", description="Directory that holds runs and prepared data sets.")
+    seed: int = Field(17, ge=0, lt=2**63, description="Seed of everything random: order, splits, dropout, new weights.")
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_path_segment(cls, value: str) -> str:
+        if not NAME_PATTERN.match(value):
+            raise ValueError("becomes a directory: use letters, digits, '.', '_' and '-', and start with one of the first two")
+        return value
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    name: str = Field(description="A model directory, a `.gguf` file, or a Hugging Face model id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
+    task: Literal["causal_lm"] = Field("causal_lm", description="What the model learns to do.")
+    chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template.")
+    attention: Literal["auto", "packed", "flash_attention_2"] = Field(
+        "auto",
+        description="Attention over variable-length packs. `auto` takes FlashAttention 2 on a GPU where it is installed, "
+        "else finray's own (`packed`).",
+    )
+    trust_remote_code: bool = Field(False, description="Run code shipped with the model. Off unless you have read that code.")
+
+
+class AdapterConfig(Section):
+    """Which weights are trained."""
+
+    method: Literal["lora", "none"] = Field("lora", description="`lora` trains adapters, `none` every weight.")
+    rank: PositiveInt = Field(16, description="Rank r of the LoRA matrices.")
+    alpha: float = Field(32.0, gt=0, description="LoRA scaling numerator; updates are scaled by alpha / rank.")
+    dropout: Ratio = Field(0.0, description="Dropout on the input of the LoRA matrices.")
+    target_modules: str | list[str] = Field(
+        "all-linear", description="`all-linear`, a regular expression, or a list of module name endings."
+    )
+
+
+class DataConfig(Section):
+    """Where examples come from and how they become tokens."""
+
+    source: str = Field(description="A file, directory, glob, or Hugging Face data set name.")
+    subset: str | None = Field(None, description="Configuration (subset) of a Hugging Face data set.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face data set.")
+    train_split: str = Field("train", description="Named split used for training, where the source has splits.")
+    eval_source: str | None = Field(None, description="A second source, used for evaluation only.")
+    eval_split: str | None = Field(None, description="Named split of the source used for evaluation.")
+    eval_ratio: Ratio = Field(0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`.")
+    format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
+        "auto", description="How a row is read. `auto` decides from the columns and says what it decided."
+    )
+    field_mapping: dict[str, str] = Field(
+        default_factory=dict, description="Column to read for `messages`, `prompt`, `completion` or `text`."
+    )
+    train_on: Literal["completion", "last_assistant", "all"] = Field(
+        "completion",
+        description="Supervised tokens: the completion (in a chat: every assistant message), only the last assistant "
+        "message, or all tokens. A message with `train: false` is never supervised.",
+    )
+    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Most tokens in a row, and in a pack.")
+    on_too_long: Literal["truncate", "drop", "error"] = Field(
+        "truncate", description="What happens to a conversation longer than `data.max_length`. Plain text is cut into pieces."
+    )
+    packing: bool = Field(True, description="Join rows into packs of up to `data.max_length` tokens. Rows never see each other.")
+
+    @field_validator("field_mapping")
+    @classmethod
+    def _known_fields(cls, value: dict[str, str]) -> dict[str, str]:
+        unknown = sorted(set(value) - {"messages", "prompt", "completion", "text"})
+        if unknown:
+            raise ValueError(f"unknown field {', '.join(unknown)}; use messages, prompt, completion or text")
+        return value
+
+
+class TrainConfig(Section):
+    """The optimisation."""
+
+    epochs: float | None = Field(None, gt=0, description="Passes over the data (1 when neither this nor `max_steps` is set).")
+    max_steps: PositiveInt | None = Field(None, description="Optimizer steps; replaces `epochs`.")
+    global_batch_size: PositiveInt = Field(
+        8, description="Packs (rows without packing) per optimizer step, over all workers and accumulation."
+    )
+    micro_batch_size: PositiveInt = Field(
+        1, description="Packs (or rows) per forward pass and worker. Accumulation is derived from it."
+    )
+    learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay after warm-up.")
+    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up; replaces `warmup_ratio`.")
+    warmup_ratio: Ratio = Field(0.03, description="Share of all steps spent on warm-up.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay; never applied to norms and biases.")
+    adam_beta1: Ratio = Field(0.9, description="AdamW decay of the first moment.")
+    adam_beta2: Ratio = Field(0.999, description="AdamW decay of the second moment.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this; null to leave it.")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Arithmetic of forward and backward. `auto` is bf16 where the hardware has it, else fp32."
+    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError("set epochs or max_steps, not both")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError("min_learning_rate is larger than learning_rate")
+        return self
+
+
+class ParallelConfig(Section):
+    """How the work is shared between workers."""
+
+    strategy: Literal["ddp"] = Field("ddp", description="`ddp`: a full model per worker, gradients summed.")
+
+
+class CheckpointConfig(Section):
+    """When state is saved and how long it is kept."""
+
+    every_steps: PositiveInt = Field(100, description="Optimizer steps between checkpoints; the last step always has one.")
+    keep_last: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest evaluation loss.")
+
+
+class EvaluationConfig(Section):
+    """Evaluation during training, and `finray evaluate` after it."""
+
+    every_steps: PositiveInt | None = Field(None, description="Optimizer steps between evaluations; null for the end only.")
+    max_rows: PositiveInt | None = Field(None, description="Evaluate at most this many rows.")
+    max_new_tokens: PositiveInt = Field(128, description="Tokens generated per answer by `finray evaluate`.")
+    batch_size: PositiveInt = Field(16, description="Prompts generated at a time by `finray evaluate`.")
+
+
+class TrackingConfig(Section):
+    """Where metrics go. `metrics.jsonl` is always written."""
+
+    tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
+    log_every: PositiveInt = Field(1, description="Optimizer steps between records; metrics in between are averaged.")
+    record_samples: bool = Field(
+        False, description="Record the ids of the rows seen in each step (a digest of them is always recorded)."
+    )
+
+
+class ClusterConfig(Section):
+    """What the run asks of Ray."""
+
+    address: str | None = Field(None, description="Ray address; null joins `RAY_ADDRESS`, else starts Ray on this machine.")
+    num_workers: PositiveInt = Field(1, description="Training workers.")
+    cpus_per_worker: PositiveInt | None = Field(None, description="CPUs per worker; null shares the machine's evenly.")
+    use_gpu: bool | Literal["auto"] = Field("auto", description="One GPU per worker. `auto`: when the cluster has enough.")
+    max_failures: int = Field(3, ge=0, description="Times Ray may restart the workers from the last checkpoint.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers. No secrets.")
+
+    @field_validator("env")
+    @classmethod
+    def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
+        from finray.config.redact import is_secret_name
+
+        secret = sorted(name for name in value if is_secret_name(name))
+        if secret:
+            raise ValueError(f"{', '.join(secret)} looks like a secret: set it in the environment of the workers' nodes instead")
+        return value
+
+
+class Config(Section):
+    """The whole configuration of a run."""
+
+    run: RunConfig = Field(default_factory=RunConfig, description="Names the run and says where it is kept.")
+    model: ModelConfig = Field(description="Which model is trained.")
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig, description="Which weights are trained.")
+    data: DataConfig = Field(description="Where examples come from and how they become tokens.")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="The optimisation.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="How work is shared between workers.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved and kept.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation during and after training.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where metrics go.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the run asks of Ray.")
+
+    @model_validator(mode="after")
+    def _one_evaluation_set(self) -> Config:
+        data = self.data
+        named = [
+            name
+            for name, value in (
+                ("eval_source", data.eval_source),
+                ("eval_split", data.eval_split),
+                ("eval_ratio", data.eval_ratio),
+            )
+            if value
+        ]
+        if len(named) > 1:
+            raise ValueError(f"data: {' and '.join(named)} each choose the evaluation rows; keep one")
+        if self.evaluation.every_steps is not None and not named:
+            raise ValueError(
+                "evaluation.every_steps: there is nothing to evaluate on; set data.eval_ratio, data.eval_split or data.eval_source"
+            )
+        return self
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether any rows are held out for evaluation."""
+        return bool(self.data.eval_source or self.data.eval_split or self.data.eval_ratio)
+
+    def plain(self) -> dict[str, Any]:
+        """The configuration as JSON types."""
+        return self.model_dump(mode="json")
+
+
+def sections() -> dict[str, type[Section]]:
+    """Section name to its model, in the order of the file."""
+    return {name: field.annotation for name, field in Config.model_fields.items() if field.annotation is not None}

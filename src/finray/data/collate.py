@@ -1,0 +1,74 @@
+"""Rows laid end to end: one sequence per micro-batch, with no padding.
+
+Attention and positions restart at every row; only positions whose next token is learned appear among the targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch of T tokens in S rows with K targets.
+
+    Attributes:
+        tokens_1T: int64 token ids.
+        positions_1T: int64 position of each token within its row.
+        lengths: tokens per row, S entries.
+        starts_S1: int32 cumulative lengths, from 0 to T (the ``cu_seqlens`` of variable-length attention).
+        at_K: int64 positions in the sequence whose next token is learned.
+        targets_K: int64 the tokens to predict there.
+        rows: row numbers in the prepared split.
+    """
+
+    tokens_1T: torch.Tensor
+    positions_1T: torch.Tensor
+    lengths: tuple[int, ...]
+    starts_S1: torch.Tensor
+    at_K: torch.Tensor
+    targets_K: torch.Tensor
+    rows: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return int(self.tokens_1T.shape[1])
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device; copies do not wait where the memory is pinned."""
+        if device.type == "cpu":
+            return self
+        moved = (
+            tensor.pin_memory().to(device, non_blocking=True)
+            for tensor in (self.tokens_1T, self.positions_1T, self.starts_S1, self.at_K, self.targets_K)
+        )
+        tokens, positions, starts, at, targets = moved
+        return Batch(tokens, positions, self.lengths, starts, at, targets, self.rows)
+
+
+def collate(rows: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]], numbers: Sequence[int]) -> Batch:
+    """Join rows of (ids, mask) into a batch."""
+    lengths = tuple(len(ids) for ids, _ in rows)
+    starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    tokens = np.concatenate([ids for ids, _ in rows]).astype(np.int64)
+    mask = np.concatenate([mask for _, mask in rows]).astype(bool)
+    # The first token of a row is predicted by nothing; without this the last token of the row before would try.
+    mask[starts[:-1]] = False
+    positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts[:-1].astype(np.int64), lengths)
+    learned = np.flatnonzero(mask)
+    return Batch(
+        tokens_1T=torch.from_numpy(tokens)[None],
+        positions_1T=torch.from_numpy(positions)[None],
+        lengths=lengths,
+        starts_S1=torch.from_numpy(starts),
+        at_K=torch.from_numpy(learned - 1),
+        targets_K=torch.from_numpy(tokens[learned]),
+        rows=tuple(numbers),
+    )

@@ -1,0 +1,99 @@
+"""The errors finray raises on purpose.
+
+Every message says what happened, where (dotted config path, file and row, or directory) and how to repair it. The
+command line prints the message alone and exits with :attr:`FinrayError.exit_code`; nothing else is a clean exit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FinrayError(Exception):
+    """Something a user can act on.
+
+    Args:
+        message: what happened, in one sentence.
+        where: a dotted config path, ``file:row`` or a directory.
+        repair: what to do about it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, where: str | None = None, repair: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.repair = repair
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{head}\n  repair: {self.repair}" if self.repair else head
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keyword-only arguments do not survive the default protocol, and errors cross process borders under Ray.
+        return _rebuild, (type(self), self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The error as plain JSON types; :func:`from_dict` reads it back."""
+        return {"kind": type(self).__name__, "message": self.message, "where": self.where, "repair": self.repair}
+
+
+class ConfigError(FinrayError):
+    """The configuration is wrong; ``problems`` lists everything that is, not only the first."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        where: str | None = None,
+        repair: str | None = None,
+        problems: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(message, where=where, repair=repair)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"  - {problem}" for problem in self.problems)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As :meth:`FinrayError.to_dict`, with the problems."""
+        return {**super().to_dict(), "problems": list(self.problems)}
+
+
+class DataError(FinrayError):
+    """A data set cannot be read, converted, or learned from."""
+
+
+class ModelError(FinrayError):
+    """A model, tokenizer or adapter cannot be loaded, changed or saved."""
+
+
+class CheckpointError(FinrayError):
+    """A checkpoint is damaged, missing, or could not be written."""
+
+
+class ClusterError(FinrayError):
+    """The cluster cannot be reached or cannot place the run."""
+
+
+class TrainingError(FinrayError):
+    """Training cannot go on: a loss that is not finite, or workers that fail again and again."""
+
+
+_KINDS: dict[str, type[FinrayError]] = {
+    kind.__name__: kind
+    for kind in (FinrayError, ConfigError, DataError, ModelError, CheckpointError, ClusterError, TrainingError)
+}
+
+
+def from_dict(data: dict[str, Any]) -> FinrayError:
+    """Rebuild the error that :meth:`FinrayError.to_dict` wrote (subclasses elsewhere come back as their base)."""
+    kind = _KINDS.get(data["kind"], FinrayError)
+    extra = {"problems": tuple(data["problems"])} if kind is ConfigError else {}
+    return kind(data["message"], where=data["where"], repair=data["repair"], **extra)
+
+
+def _rebuild(kind: type[FinrayError], data: dict[str, Any]) -> FinrayError:
+    extra = {"problems": tuple(data["problems"])} if issubclass(kind, ConfigError) else {}
+    return kind(data["message"], where=data["where"], repair=data["repair"], **extra)

@@ -1,0 +1,1 @@
+"""The model room: loading, adapters, attention for packed rows, tasks, export."""

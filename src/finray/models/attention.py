@@ -1,0 +1,159 @@
+"""Attention over rows laid end to end, registered with Transformers as ``finray_packed``.
+
+A forward pass sees one sequence of T tokens that is really S rows. On a GPU torch's variable-length attention does
+the work; on a CPU, and wherever that kernel cannot express what the model asks for, each row is attended to alone.
+Either way no score between two rows is ever computed, so nothing can leak from one example into the next.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+NAME = "finray_packed"
+
+
+def register() -> None:
+    """Make ``attn_implementation="finray_packed"`` known to Transformers.
+
+    It is not registered as a mask: without an entry there, Transformers builds none, and this function needs none.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segment_lengths: tuple[int, ...] | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each row.
+
+    Args:
+        module: the attention module (unused; Transformers passes it).
+        query: (1, H, T, D).
+        key: (1, H_kv, T, D) with H a multiple of H_kv.
+        value: (1, H_kv, T, D).
+        attention_mask: must be None; rows are told by their lengths.
+        scaling: factor of the scores; ``D ** -0.5`` when None.
+        dropout: probability of dropping a score, in training.
+        sliding_window: a token sees at most this many tokens, itself included.
+        softcap: scores are capped to ``softcap * tanh(score / softcap)`` (Gemma 2).
+        segment_lengths: tokens per row, adding up to T.
+        cu_seq_lens_q: int32 cumulative lengths, S + 1 entries, on the device.
+        max_length_q: the longest row.
+
+    Returns:
+        (1, T, H, D) and None.
+
+    Raises:
+        RuntimeError: the model did not hand the row lengths down to its attention.
+    """
+    if segment_lengths is None:
+        raise RuntimeError(f"{type(module).__name__} does not pass row lengths on to its attention")
+    if attention_mask is not None:
+        raise RuntimeError(f"{type(module).__name__} builds a mask of its own, which packed rows cannot honour")
+    kernel = _varlen_kernel() if query.is_cuda else None
+    fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None and query.shape[-1] <= 256
+    if kernel is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
+        return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    outputs = []
+    start = 0
+    for length in segment_lengths:
+        span = slice(start, start + length)
+        part = _attend(
+            query[:, :, span], key[:, :, span], value[:, :, span],
+            scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap,
+        )  # fmt: skip
+        outputs.append(part.transpose(1, 2))
+        start += length
+    return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).contiguous(), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Causal attention of one row; all of (1, heads, L, D)."""
+    length = query.shape[2]
+    windowed = window is not None and window < length
+    grouped = query.shape[1] != key.shape[1]
+    if softcap is None and not windowed:
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        )
+    distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+    visible = distance >= 0
+    if windowed and window is not None:
+        visible &= distance < window
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        )
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
+    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
+    weights = F.dropout(scores.float().softmax(-1).to(query.dtype), p=dropout)
+    return weights @ value.repeat_interleave(groups, 1)
+
+
+Kernel = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor
+]
+
+
+@lru_cache(maxsize=1)
+def _varlen_kernel() -> Kernel | None:
+    """torch's variable-length attention with the arguments this version of torch has, or None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    if "window_size" not in known or "scale" not in known:
+        return None
+
+    def kernel(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        starts: torch.Tensor,
+        longest: int,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1 if window else -1, 0)}
+        if groups > 1 and "enable_gqa" in known:
+            options["enable_gqa"] = True
+        elif groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        output: torch.Tensor = varlen_attn(*flat, starts, starts, longest, longest, **options)
+        return output[None]
+
+    return kernel

@@ -1,0 +1,137 @@
+"""The causal language-model task: next-token loss over packed rows, logits only where there is a label."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.errors import ModelError
+from finray.models import adapters, attention
+from finray.models.head import loss_sum, plain_head
+from finray.models.loading import DTYPES, choose_attention, load_causal_lm
+
+
+class PackedRows(Protocol):
+    """What the task reads of a batch; see ``finray.data.collate.Batch``."""
+
+    tokens_1T: torch.Tensor
+    positions_1T: torch.Tensor
+    lengths: tuple[int, ...]
+    starts_S1: torch.Tensor
+    at_K: torch.Tensor
+    targets_K: torch.Tensor
+
+
+class CausalLM:
+    """A causal language model in training.
+
+    Attributes:
+        model: what is wrapped, saved and counted: the PEFT model, or the Transformers model itself.
+        precision: ``fp32`` or ``bf16``.
+    """
+
+    def __init__(self, model: Any, *, precision: str, attention_name: str, device: torch.device) -> None:
+        self.model = model
+        self.precision = precision
+        self._device = device
+        self._attention = attention_name
+        self._inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._body = getattr(self._inner, self._inner.base_model_prefix)
+        self._head = plain_head(self._inner)
+        self._head_is_proven = False
+
+    @classmethod
+    def build(
+        cls, model: ModelConfig, adapter: AdapterConfig, *, precision: str, seed: int, device: torch.device
+    ) -> CausalLM:
+        """Load the model, add adapters, and put it on the device.
+
+        Frozen weights are stored in the arithmetic's dtype; weights that are trained are fp32.
+        """
+        name = choose_attention(model, device)
+        dtype = DTYPES[precision] if adapter.method != "none" else torch.float32
+        loaded = load_causal_lm(model, dtype=dtype, attention_name=name)
+        if adapter.method == "lora":
+            loaded.requires_grad_(False)
+            loaded = adapters.add_lora(loaded, adapter, seed=seed)
+        loaded.config.use_cache = False
+        return cls(loaded.to(device), precision=precision, attention_name=name, device=device)
+
+    def checkpoint_activations(self) -> None:
+        """Recompute activations in the backward pass."""
+        self._inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def loss_sum(self, batch: PackedRows) -> torch.Tensor:
+        """Cross-entropy summed over the batch's K targets (fp32 scalar, nats)."""
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
+            if not self._head_is_proven:
+                self._prove_head(batch)
+            if self._head is None:
+                logits = self._forward(self._inner, batch, logits_to_keep=batch.at_K).logits[0]
+                return F.cross_entropy(logits.float(), batch.targets_K, reduction="sum")
+            hidden = self._forward(self._body, batch).last_hidden_state[0]
+            return loss_sum(self._head, hidden.index_select(0, batch.at_K), batch.targets_K)
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that are trained, by name, in a fixed order."""
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """(trainable, all) parameters."""
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
+        return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights that were trained, as PEFT or Transformers reads them."""
+        if self.model is self._inner:
+            self.model.save_pretrained(folder)
+        else:
+            adapters.save_adapter(self.model, folder)
+
+    def restore(self, folder: Path) -> None:
+        """Read back what :meth:`save` wrote."""
+        if self.model is not self._inner:
+            adapters.restore_adapter(self.model, folder)
+            return
+        from safetensors.torch import load_file
+
+        tensors = {name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()}
+        missing, unexpected = self.model.load_state_dict(tensors, strict=False)
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        if unexpected or set(missing) - tied:
+            raise ModelError("the weights are not those of this model", where=str(folder))
+
+    def _forward(self, module: Any, batch: PackedRows, **options: Any) -> Any:
+        longest = max(batch.lengths)
+        if self._attention == attention.NAME:
+            options["segment_lengths"] = batch.lengths
+        return module(
+            input_ids=batch.tokens_1T,
+            position_ids=batch.positions_1T,
+            use_cache=False,
+            cu_seq_lens_q=batch.starts_S1,
+            cu_seq_lens_k=batch.starts_S1,
+            max_length_q=longest,
+            max_length_k=longest,
+            **options,
+        )
+
+    @torch.no_grad()
+    def _prove_head(self, batch: PackedRows) -> None:
+        """Compare our head with the model's own on the first batch; a head we do not understand is left to the model."""
+        self._head_is_proven = True
+        if self._head is None:
+            return
+        training = self.model.training
+        self.model.eval()
+        some = batch.at_K[:8]
+        theirs = self._forward(self._inner, batch, logits_to_keep=some).logits[0].float()
+        hidden = self._forward(self._body, batch).last_hidden_state[0]
+        ours = self._head.logits(hidden.index_select(0, some))
+        self.model.train(training)
+        if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=2e-2, atol=2e-2):
+            self._head = None

@@ -1,0 +1,136 @@
+"""The language-model head and its loss, only where there is a label, a chunk at a time.
+
+For K labelled positions and a vocabulary of V the logits would take 4·K·V bytes, and their gradient as much again:
+at 128 k words more than the rest of the model. Here the loss and the gradient of each chunk are worked out together
+and its logits thrown away, at no extra floating-point work (the softmax gradient is ``p - onehot``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Elements of one chunk of logits: 128 MiB in fp32, far below the activations, far above what keeps the cores busy.
+CHUNK_ELEMENTS = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How hidden states become logits.
+
+    Attributes:
+        weight_VH: projection.
+        bias_V: added to the logits, or None.
+        scale: factor of the logits (Cohere, Granite).
+        softcap: logits are capped to ``softcap * tanh(logits / softcap)`` (Gemma 2), or None.
+    """
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+        """Logits (K, V) in fp32."""
+        weight = self.weight_VH.to(hidden_KH.dtype)
+        bias = None if self.bias_V is None else self.bias_V.to(hidden_KH.dtype)
+        logits = torch.nn.functional.linear(hidden_KH, weight, bias).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+def plain_head(model: Any) -> Head | None:
+    """The head of a Transformers causal LM, or None when it is more than a projection (adapted, or wrapped)."""
+    layer = model.get_output_embeddings()
+    if type(layer) is not torch.nn.Linear:
+        return None
+    config = model.config.get_text_config()
+    scale = 1.0
+    if getattr(config, "logit_scale", None) is not None:
+        scale = float(config.logit_scale)
+    elif getattr(config, "logits_scaling", None) is not None:
+        scale = 1.0 / float(config.logits_scaling)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(layer.weight, layer.bias, scale, None if softcap is None else float(softcap))
+
+
+def loss_sum(head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, chunk: int | None = None) -> torch.Tensor:
+    """Cross-entropy summed over K targets (fp32 scalar, in nats).
+
+    Args:
+        head: the projection.
+        hidden_KH: hidden states at the labelled positions.
+        targets_K: int64 targets.
+        chunk: positions worked on at a time; chosen from the vocabulary when None.
+    """
+    if chunk is None:
+        chunk = max(16, CHUNK_ELEMENTS // head.weight_VH.shape[0])
+    device = hidden_KH.device.type
+    if torch.is_autocast_enabled(device):
+        hidden_KH = hidden_KH.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        result: torch.Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            hidden_KH, head.weight_VH, head.bias_V, targets_K, head, chunk
+        )
+    return result
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Loss and gradients in one pass; the backward only scales what the forward kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_KH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_K: torch.Tensor,
+        head: Head,
+        chunk: int,
+    ) -> torch.Tensor:
+        needs = ctx.needs_input_grad
+        weight = weight_VH.to(hidden_KH.dtype)
+        total = torch.zeros((), dtype=torch.float32, device=hidden_KH.device)
+        grad_hidden = torch.empty_like(hidden_KH) if needs[0] else None
+        grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None
+        grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
+        for start in range(0, len(targets_K), chunk):
+            span = slice(start, start + chunk)
+            hidden, targets = hidden_KH[span], targets_K[span, None]
+            logits = head.logits(hidden)
+            top = torch.logsumexp(logits, dim=-1, keepdim=True)
+            total += (top - logits.gather(1, targets)).sum()
+            if not any(needs[:3]):
+                continue
+            slope = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
+            grad = logits.sub_(top).exp_()
+            grad.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=grad.dtype))
+            if slope is not None:
+                grad *= slope
+            if head.scale != 1.0:
+                grad *= head.scale
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+            low = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(low, weight, out=grad_hidden[span])
+            if grad_weight is not None:
+                grad_weight += low.T @ hidden
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias = ctx.saved_tensors
+        return (
+            None if hidden is None else hidden * grad_output.to(hidden.dtype),
+            None if weight is None else (weight * grad_output).to(ctx.dtypes[0]),
+            None if bias is None else (bias * grad_output).to(ctx.dtypes[1]),
+            None,
+            None,
+            None,
+        )

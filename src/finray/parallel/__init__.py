@@ -1,0 +1,1 @@
+"""The strategy room: one strategy per file, behind the protocol in ``base``."""

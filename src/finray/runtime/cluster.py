@@ -1,0 +1,112 @@
+"""Connecting to Ray, and whether a run's workers can be placed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from finray.config.schema import ClusterConfig
+from finray.errors import ClusterError
+
+OBJECT_STORE_BYTES = 256 * 2**20
+# glibc maps every large tensor afresh and gives it back at once; on virtual machines the page faults cost more than
+# the arithmetic. These must be set before a process starts. Other C libraries ignore them.
+ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What each worker gets."""
+
+    num_workers: int
+    cpus_per_worker: int
+    use_gpu: bool
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """As Ray wants it."""
+        return {"CPU": float(self.cpus_per_worker), **({"GPU": 1.0} if self.use_gpu else {})}
+
+
+@contextmanager
+def connected(cluster: ClusterConfig) -> Iterator[Any]:
+    """Ray, connected to the configured cluster or started on this machine; left as it was found.
+
+    A Ray that finray starts asks for a token, has no dashboard, and listens for this machine alone.
+
+    Raises:
+        ClusterError: the cluster cannot be reached.
+    """
+    address = cluster.address or os.environ.get("RAY_ADDRESS")
+    # Ray Train asks workers for news every two seconds by default, and a report waits for that.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    # Ray 2.60 warns about a change of defaults that does not concern us.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if address is None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        if os.environ["RAY_AUTH_MODE"] == "token":
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray
+
+    if ray.is_initialized():
+        yield ray
+        return
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": bool(os.environ.get("FINRAY_VERBOSE"))}
+    if address is None:
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    else:
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"Ray cannot be reached: {str(error).splitlines()[0]}",
+            where=f"cluster.address={address}",
+            repair="start it with `ray start --head`, or leave cluster.address out to use this machine",
+        ) from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def place(cluster: ClusterConfig, available: dict[str, float]) -> Placement:
+    """How workers are placed on a cluster that has ``available`` resources.
+
+    Raises:
+        ClusterError: they do not fit.
+    """
+    cpus, gpus = int(available.get("CPU", 0)), int(available.get("GPU", 0))
+    wanted = cluster.num_workers
+    use_gpu = gpus >= wanted if cluster.use_gpu == "auto" else cluster.use_gpu
+    if use_gpu and gpus < wanted:
+        raise ClusterError(
+            f"{wanted} workers want a GPU each, the cluster has {gpus}",
+            where="cluster.num_workers",
+            repair=f"set cluster.num_workers to at most {gpus}, or cluster.use_gpu to false" if gpus else "set cluster.use_gpu to false",
+        )
+    each = cluster.cpus_per_worker if cluster.cpus_per_worker is not None else max(1, cpus // wanted)
+    if wanted * each > cpus:
+        raise ClusterError(
+            f"{wanted} workers of {each} CPU{'s' if each > 1 else ''} do not fit: the cluster has {cpus}",
+            where="cluster.num_workers",
+            repair=f"set cluster.num_workers to at most {cpus // each}" if cpus >= each else "set cluster.cpus_per_worker lower",
+        )
+    return Placement(wanted, each, use_gpu)
+
+
+def worker_environment(cluster: ClusterConfig, placement: Placement) -> dict[str, str]:
+    """Environment variables of the workers: allocator and threads from the placement, then the user's own."""
+    return {
+        "GLIBC_TUNABLES": ALLOCATOR,
+        "OMP_NUM_THREADS": str(placement.cpus_per_worker),
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        **cluster.env,
+    }

@@ -1,0 +1,200 @@
+"""A run from the outside: connect, check, prepare, train under Ray Train, finish."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finray.checkpoint import CheckpointStore, directory_name, manifest
+from finray.config.schema import Config
+from finray.errors import FinrayError, TrainingError, from_dict
+from finray.runtime import cluster as clusters
+from finray.runtime.prepare import check_inputs, preparation_report, prepare_on_ray
+from finray.runtime.relay import Listener, start_mailbox
+from finray.runtime.rundir import RunDir, open_run
+
+Handle = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class TrainResult:
+    """A finished run.
+
+    Attributes:
+        run_dir: the run directory.
+        final: the finished model.
+        chosen_step: the checkpoint that became final.
+        summary: losses, seconds by phase, tokens/s, peak memory.
+    """
+
+    run_dir: Path
+    final: Path
+    chosen_step: int
+    summary: dict[str, Any] = field(default_factory=dict)
+
+
+def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record: None) -> TrainResult:
+    """Run or continue a fine-tuning.
+
+    Args:
+        config: the run's configuration.
+        fresh: move an earlier run of this name aside first.
+        handle: shown records (notes, header, metrics, warnings) as they come.
+
+    Raises:
+        FinrayError: with what happened, where, and the repair.
+    """
+    clock = _Clock()
+    check_inputs(config)
+
+    def say(message: str) -> None:
+        handle({"kind": "note", "step": 0, "message": message})
+
+    with open_run(config, fresh=fresh, say=say) as run:
+        config = _with_absolute_paths(config)
+        with clusters.connected(config.cluster) as ray:
+            placement = clusters.place(config.cluster, ray.cluster_resources())
+            env = clusters.worker_environment(config.cluster, placement)
+            clock.lap("start_ray")
+            prepared = prepare_on_ray(ray, config, env=env)
+            for line in preparation_report(prepared):
+                say(line)
+            clock.lap("prepare")
+            outcome = _fit(ray, config, run, prepared, placement, env, handle)
+            clock.lap("workers")
+        chosen = _finish(config, run)
+    summary = outcome["summary"]
+    phases = summary["phases"]
+    laps = clock.laps
+    inside = sum(phases[name] for name in ("load", "train", "evaluate", "checkpoint"))
+    summary["phases"] = {
+        "start_ray": laps["start_ray"],
+        "prepare": laps["prepare"],
+        "start_workers": max(0.0, laps["workers"] - inside),
+        **phases,
+        "total": clock.total,
+    }
+    return TrainResult(run.path, run.final, chosen, summary)
+
+
+def _fit(
+    ray: Any,
+    config: Config,
+    run: RunDir,
+    prepared: Path,
+    placement: clusters.Placement,
+    env: dict[str, str],
+    handle: Handle,
+) -> dict[str, Any]:
+    """Train under Ray Train; returns rank 0's value."""
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    from finray.runtime.worker import train_worker
+
+    mailbox = start_mailbox(ray)
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={
+            "config": config.plain(),
+            "prepared": str(prepared),
+            "run_dir": str(run.path),
+            "threads": placement.cpus_per_worker,
+            "mailbox": mailbox,
+        },
+        scaling_config=ScalingConfig(
+            num_workers=placement.num_workers, use_gpu=placement.use_gpu, resources_per_worker=placement.resources
+        ),
+        run_config=RunConfig(
+            name=run.path.name,
+            storage_path=str(run.path.parent),
+            failure_config=FailureConfig(max_failures=config.cluster.max_failures),
+            worker_runtime_env={"env_vars": env},
+            logging_config=LoggingConfig(log_level="INFO" if os.environ.get("FINRAY_VERBOSE") else "ERROR"),
+        ),
+        torch_config=TorchConfig(backend="nccl" if placement.use_gpu else "gloo"),
+    )
+    with Listener(ray, mailbox, handle):
+        try:
+            outcome: dict[str, Any] = trainer.fit().return_value
+        except TrainingFailedError as error:
+            raise _explain(error, run) from None
+    if "failure" in outcome:
+        raise from_dict(outcome["failure"])
+    return outcome
+
+
+def _explain(error: Exception, run: RunDir) -> FinrayError:
+    """The cause of a failed run: finray's own error where there is one, else the first worker's."""
+    failures = list(getattr(error, "worker_failures", {}).values()) or [error]
+    for failure in failures:
+        for cause in (failure, getattr(failure, "_original_exception", None), failure.__cause__):
+            if isinstance(cause, FinrayError):
+                return cause
+    lines = [line for line in str(failures[0]).strip().splitlines() if line.strip()]
+    return TrainingError(
+        f"the workers failed: {lines[-1].strip() if lines else type(failures[0]).__name__}",
+        where=str(run.path),
+        repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on from the last checkpoint",
+    )
+
+
+def _finish(config: Config, run: RunDir) -> int:
+    """Make ``final/`` from the best checkpoint, or from the last where nothing was evaluated."""
+    store = CheckpointStore(run.path)
+    best = store.best() if config.checkpoint.keep_best else None
+    chosen = best if best is not None else store.steps()[-1]
+    source = run.path / directory_name(chosen)
+    content = manifest.verify(source)
+    scratch = run.path / f".tmp-final-{os.getpid()}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch, ignore=shutil.ignore_patterns("training_state", manifest.NAME))
+    sealed = manifest.build(scratch, step=chosen, metrics=content["metrics"])
+    manifest.write(scratch, sealed)
+    shutil.rmtree(run.final, ignore_errors=True)
+    os.replace(scratch, run.final)
+    return chosen
+
+
+def _with_absolute_paths(config: Config) -> Config:
+    """Local paths made absolute, because workers have another working directory."""
+
+    def absolute(value: str) -> str:
+        path = Path(value).expanduser()
+        return str(path.absolute()) if path.exists() or set("*?[") & set(value) else value
+
+    data = config.data.model_copy(
+        update={
+            "source": absolute(config.data.source),
+            "eval_source": None if config.data.eval_source is None else absolute(config.data.eval_source),
+        }
+    )
+    template = config.model.chat_template
+    model = config.model.model_copy(
+        update={"name": absolute(config.model.name), "chat_template": None if template is None else absolute(template)}
+    )
+    run = config.run.model_copy(update={"output_dir": str(RunDir.of(config).path.parent)})
+    return config.model_copy(update={"data": data, "model": model, "run": run})
+
+
+class _Clock:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self._started = self._last = time.perf_counter()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._started

@@ -1,0 +1,98 @@
+"""Live progress: a Rich bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+PLAIN_EVERY_S = 2.0
+
+
+class ConsoleTracker:
+    """Shows records as they come.
+
+    Args:
+        console: where to.
+        total_steps: length of the run.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, console: Console, *, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._total = total_steps
+        self._clock = clock
+        self._last_line = -PLAIN_EVERY_S
+        self._first: tuple[int, float] | None = None
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}"),
+                TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._progress.add_task("training", total=total_steps, line="")
+
+    def __enter__(self) -> ConsoleTracker:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Show one record; lines that come faster than one can read are left out, the last step's never."""
+        if record["kind"] == "eval":
+            self._console.print(
+                f"step {record['step']}/{self._total}  eval loss {record['eval_loss']:.4f}  "
+                f"perplexity {record['perplexity']:.3f}",
+                highlight=False,
+            )
+            return
+        if record["kind"] != "train":
+            self._console.print(str(record.get("message", "")), highlight=False)
+            return
+        line = describe(record)
+        now = self._clock()
+        if self._first is None or record["step"] < self._first[0]:
+            self._first = (record["step"], now)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=record["step"], line=line)
+        elif now - self._last_line >= PLAIN_EVERY_S or record["step"] == self._total:
+            self._last_line = now
+            self._console.print(f"step {record['step']}/{self._total}  {line}  {self._eta(record['step'], now)}", highlight=False)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _eta(self, step: int, now: float) -> str:
+        if self._first is None or step <= self._first[0]:
+            return "eta --"
+        left = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
+        return f"eta {duration(left)}"
+
+
+def describe(record: dict[str, Any]) -> str:
+    """The numbers of a training record in one line."""
+    return (
+        f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  "
+        f"{record['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``1h02m``, ``3m05s`` or ``12s``."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"

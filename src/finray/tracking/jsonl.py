@@ -1,0 +1,54 @@
+"""Metrics as JSON lines, one record a line, in ``metrics.jsonl``: the run's own record of every step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+class JsonlTracker:
+    """Appends records to a file.
+
+    Args:
+        path: the file.
+        resume_step: records after this step are dropped first: those steps will be done again. The file is replaced,
+            not cut, so that a process that was left over keeps writing to the old one.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
+        with scratch.open("w", encoding="utf-8") as stream:
+            for record in read_records(path):
+                if record.get("step", 0) <= resume_step:
+                    stream.write(json.dumps(record) + "\n")
+        os.replace(scratch, path)
+        self._stream = path.open("a", encoding="utf-8")
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one record; it is on its way to the disk when this returns."""
+        self._stream.write(json.dumps(record) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a file; a last line that a killed process left unfinished is passed over."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record

@@ -1,0 +1,252 @@
+"""Puts one rank's loop together from a config, a prepared dataset and a run directory; needs no Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finray.checkpoint import CheckpointStore
+from finray.checkpoint.fence import Fence
+from finray.config.schema import Config
+from finray.data.order import Order, derive_key, total_steps
+from finray.data.packing import PackPlan, one_row_each, plan_packs
+from finray.data.prepared import PreparedDataset
+from finray.models.causal_lm import CausalLM
+from finray.models.loading import load_tokenizer, resolve_precision
+from finray.parallel.base import Strategy
+from finray.tracking.base import Tracker
+from finray.tracking.jsonl import FILE as METRICS_FILE
+from finray.tracking.jsonl import JsonlTracker
+from finray.training.feed import Feed, evaluation_batches
+from finray.training.loop import Loop, peak_memory
+from finray.training.optimizer import Optimizer
+from finray.training.state import TrainState
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """A loop ready to run, and what the run header says of it."""
+
+    loop: Loop
+    header: dict[str, Any]
+
+
+def assemble(
+    config: Config,
+    *,
+    prepared: Path,
+    run_dir: Path,
+    strategy: Strategy,
+    notify: Callable[[dict[str, Any]], None] = lambda record: None,
+    reported: Callable[[Path, dict[str, float]], None] = lambda path, metrics: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Assembled:
+    """Build model, data, optimizer and trackers, and restore the newest valid checkpoint if there is one.
+
+    Args:
+        config: the run's configuration.
+        prepared: directory of the prepared dataset.
+        run_dir: the run directory.
+        strategy: how the ranks share the work.
+        notify: shown records (header, warnings, metrics), on rank 0.
+        reported: called on every rank after each checkpoint.
+        clock: seconds, monotonic.
+
+    Raises:
+        FinrayError: something cannot be loaded, or every checkpoint is damaged.
+    """
+    started = clock()
+    first = strategy.rank == 0
+    fence = Fence(run_dir)
+    store = CheckpointStore(run_dir, fence=fence.check)
+    if first:
+        fence.take()
+    precision = resolve_precision(config.train.precision, strategy.device)
+    task = CausalLM.build(
+        config.model, config.adapter, precision=precision, seed=derive_key(config.run.seed, "adapter"), device=strategy.device
+    )
+    if config.train.gradient_checkpointing:
+        task.checkpoint_activations()
+    optimizer = Optimizer(task.trainable(), config.train)
+    state = _restore(config, store, task, optimizer, strategy, notify)
+    strategy.prepare(task.model)
+    data = _data(config, prepared, strategy)
+    loop = Loop(
+        config=config,
+        task=task,
+        strategy=strategy,
+        optimizer=optimizer,
+        feed=data.feed,
+        evaluation=data.evaluation,
+        total_steps=data.total_steps,
+        epoch_items=len(data.plan),
+        state=state,
+        store=store,
+        trackers=_trackers(config, run_dir, state.step, notify) if first else [],
+        save_extras=_extras(config) if first else lambda folder: None,
+        reported=reported,
+        clock=clock,
+    )
+    loop.phases["load"] = clock() - started
+    header = _header(config, task, data, state, strategy, precision)
+    if first:
+        notify(header)
+    return Assembled(loop, header)
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    plan: PackPlan
+    feed: Feed
+    evaluation: list[Any] | None
+    total_steps: int
+    rows: int
+    tokens: int
+    supervised: int
+    eval_rows: int
+
+
+def _data(config: Config, prepared: Path, strategy: Strategy) -> _Data:
+    train, held_out = PreparedDataset(prepared).splits(eval_ratio=config.data.eval_ratio, seed=config.run.seed)
+    make_plan = plan_packs if config.data.packing else one_row_each
+    plan = make_plan(train.lengths, config.data.max_length)
+    steps, total = total_steps(
+        len(plan),
+        epochs=config.train.epochs,
+        max_steps=config.train.max_steps,
+        global_batch_size=config.train.global_batch_size,
+    )
+    feed = Feed(
+        train,
+        plan,
+        Order(len(plan), seed=config.run.seed, total=total),
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+    )
+    evaluation = None
+    eval_rows = 0
+    if held_out is not None:
+        lengths = held_out.lengths[: config.evaluation.max_rows]
+        eval_rows = len(lengths)
+        # Packed even where training is not: the loss of a row does not depend on its neighbours.
+        batches = evaluation_batches(
+            held_out,
+            plan_packs(lengths, config.data.max_length),
+            micro_batch_size=1,
+            rank=strategy.rank,
+            world_size=strategy.world_size,
+        )
+        evaluation = list(batches)
+    return _Data(
+        plan, feed, evaluation, steps, len(train), int(train.lengths.sum()), int(train.supervised.sum()), eval_rows
+    )
+
+
+def _restore(
+    config: Config,
+    store: CheckpointStore,
+    task: CausalLM,
+    optimizer: Optimizer,
+    strategy: Strategy,
+    notify: Callable[[dict[str, Any]], None],
+) -> TrainState:
+    """Rank 0 chooses and verifies the checkpoint; every rank reads it."""
+    found = None
+    if strategy.rank == 0:
+        found = store.latest(lambda message: notify({"kind": "warning", "step": 0, "message": message}))
+    path = strategy.share(str(found.path) if found is not None else None)
+    if path is None:
+        return TrainState(random_key=derive_key(config.run.seed, "dropout"))
+    task.restore(Path(path))
+    return TrainState.load(Path(path), optimizer)
+
+
+def _trackers(
+    config: Config, run_dir: Path, step: int, notify: Callable[[dict[str, Any]], None]
+) -> list[Tracker]:
+    trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume_step=step), _Notifier(notify)]
+    if config.tracking.tensorboard:
+        from finray.tracking.tensorboard import TensorBoardTracker
+
+        trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step=step))
+    return trackers
+
+
+@dataclass(frozen=True, slots=True)
+class _Notifier:
+    """Passes records on to whoever shows the run."""
+
+    notify: Callable[[dict[str, Any]], None]
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.notify({key: value for key, value in record.items() if key != "samples"})
+
+    def close(self) -> None:
+        return
+
+
+def _extras(config: Config) -> Callable[[Path], None]:
+    tokenizer = load_tokenizer(config.model)
+
+    def save(folder: Path) -> None:
+        tokenizer.save_pretrained(str(folder))
+
+    return save
+
+
+def _header(
+    config: Config, task: CausalLM, data: _Data, state: TrainState, strategy: Strategy, precision: str
+) -> dict[str, Any]:
+    trainable, parameters = task.parameter_counts()
+    micro = -(-config.train.global_batch_size // config.train.micro_batch_size)
+    return {
+        "kind": "header",
+        "step": state.step,
+        "total_steps": data.total_steps,
+        "model": config.model.name,
+        "parameters": parameters,
+        "trainable": trainable,
+        "precision": precision,
+        "rows": data.rows,
+        "tokens": data.tokens,
+        "supervised": data.supervised,
+        "eval_rows": data.eval_rows,
+        "packing": config.data.packing,
+        "packs": len(data.plan),
+        "fill": data.plan.fill,
+        "world_size": strategy.world_size,
+        "device": _device_name(strategy.device),
+        "threads": torch.get_num_threads(),
+        "global_batch_size": config.train.global_batch_size,
+        "micro_batch_size": config.train.micro_batch_size,
+        "accumulation": -(-micro // strategy.world_size),
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def summary(assembled: Assembled) -> dict[str, Any]:
+    """What a finished run says of itself; collective, so called on every rank."""
+    loop = assembled.loop
+    peaks = loop.strategy.gather(peak_memory(loop.strategy.device))
+    state = loop.state
+    return {
+        "step": state.step,
+        "total_steps": loop.total_steps,
+        "tokens": state.tokens,
+        "supervised": state.supervised,
+        "train_seconds": state.seconds,
+        "tokens_per_s": state.tokens / state.seconds if state.seconds else 0.0,
+        "best_eval_loss": state.best_eval_loss,
+        "phases": loop.phases,
+        "peak_memory_bytes": peaks,
+    }

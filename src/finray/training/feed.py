@@ -1,0 +1,131 @@
+"""The data of each optimizer step, worked out one step ahead in a thread of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from finray.data.collate import Batch, collate
+from finray.data.order import Order, micro_batches
+from finray.data.packing import PackPlan
+from finray.data.prepared import PreparedSplit
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """One rank's share of an optimizer step, and what is known of the whole.
+
+    Attributes:
+        shares: (index of the micro-batch within the step, batch).
+        supervised: targets of the whole step, over all ranks: what the loss is divided by.
+        tokens: tokens of the whole step.
+        samples: rows of the whole step, in order.
+        items: packs (or rows) of the whole step; the cursor moves by this much.
+    """
+
+    shares: list[tuple[int, Batch]]
+    supervised: int
+    tokens: int
+    samples: tuple[int, ...]
+    items: int
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that two steps share exactly when they saw the same rows in the same order."""
+        return hashlib.sha256(",".join(map(str, self.samples)).encode()).hexdigest()[:16]
+
+
+class Feed:
+    """Makes :class:`StepData` from the prepared rows.
+
+    Args:
+        split: the training rows.
+        plan: how rows form packs.
+        order: the stream of packs.
+        global_batch_size: packs per step.
+        micro_batch_size: packs per forward pass.
+        rank: this process.
+        world_size: number of processes.
+    """
+
+    def __init__(
+        self,
+        split: PreparedSplit,
+        plan: PackPlan,
+        order: Order,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._split = split
+        self._plan = plan
+        self._order = order
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._rank = rank
+        self._world_size = world_size
+
+    def at(self, position: int) -> StepData:
+        """The step that starts at a position of the stream: a pure function of it."""
+        items = self._order.batch(position, self._global_batch_size)
+        shares = micro_batches(
+            items, micro_batch_size=self._micro_batch_size, rank=self._rank, world_size=self._world_size
+        )
+        samples = tuple(row for item in items for row in self._plan.pack(item))
+        return StepData(
+            shares=[(share.index, pack_batch(self._split, self._plan, share.items)) for share in shares],
+            supervised=int(self._split.supervised[list(samples)].sum()),
+            tokens=int(self._split.lengths[list(samples)].sum()),
+            samples=samples,
+            items=len(items),
+        )
+
+
+def pack_batch(split: PreparedSplit, plan: PackPlan, items: tuple[int, ...]) -> Batch:
+    """The rows of some packs as one batch."""
+    rows = [row for item in items for row in plan.pack(item)]
+    return collate([split.row(row) for row in rows], rows)
+
+
+class Ahead:
+    """Hands out the data of consecutive positions, always working on the next one.
+
+    Attributes:
+        waited: seconds the caller has waited for data.
+    """
+
+    def __init__(self, make: Callable[[int], StepData], position: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._make = make
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-feed")
+        self._next: Future[StepData] = self._pool.submit(make, position)
+        self._position = position
+        self.waited = 0.0
+
+    def take(self, *, last: bool) -> StepData:
+        """The data at the cursor, which moves on."""
+        start = self._clock()
+        data = self._next.result()
+        self.waited += self._clock() - start
+        self._position += data.items
+        if not last:
+            self._next = self._pool.submit(self._make, self._position)
+        return data
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def evaluation_batches(
+    split: PreparedSplit, plan: PackPlan, *, micro_batch_size: int, rank: int, world_size: int
+) -> Iterator[Batch]:
+    """One rank's share of the evaluation rows, in packs."""
+    packs = list(range(len(plan)))
+    for share in micro_batches(packs, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size):
+        yield pack_batch(split, plan, share.items)

@@ -1,0 +1,236 @@
+"""The loop: bookkeeping around the step. It knows nothing of Ray, of tasks, or of strategies by name."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from finray.checkpoint import CheckpointStore
+from finray.config.schema import Config
+from finray.data.collate import Batch
+from finray.errors import FinrayError, from_dict
+from finray.parallel.base import Strategy
+from finray.tracking.base import Tracker
+from finray.training.feed import Ahead, Feed, StepData
+from finray.training.optimizer import Optimizer
+from finray.training.schedule import learning_rate
+from finray.training.state import TrainState
+from finray.training.step import StepResult, Task, evaluate, train_step
+
+
+class SavedTask(Task, Protocol):
+    """A task that can be put in training mode and saved."""
+
+    model: Any
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights."""
+
+
+@dataclass
+class Loop:
+    """One rank's part of a run.
+
+    Attributes:
+        config: the run's configuration.
+        task: model and loss.
+        strategy: how ranks share the work.
+        optimizer: over the task's trainable parameters.
+        feed: the data of each step.
+        evaluation: this rank's evaluation batches, or None when nothing is held out.
+        total_steps: optimizer steps of the run.
+        epoch_items: packs (or rows) in an epoch.
+        state: where the run stands.
+        store: where checkpoints go (used on rank 0).
+        trackers: where metrics go (empty on other ranks).
+        save_extras: writes what else belongs in a checkpoint (tokenizer, template).
+        reported: called on every rank after each checkpoint, with its directory and metrics.
+        clock: seconds, monotonic.
+    """
+
+    config: Config
+    task: SavedTask
+    strategy: Strategy
+    optimizer: Optimizer
+    feed: Feed
+    evaluation: list[Batch] | None
+    total_steps: int
+    epoch_items: int
+    state: TrainState
+    store: CheckpointStore
+    trackers: list[Tracker]
+    save_extras: Callable[[Path], None]
+    reported: Callable[[Path, dict[str, float]], None]
+    clock: Callable[[], float] = time.perf_counter
+    phases: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0})
+    last_eval: float | None = None
+
+    def __post_init__(self) -> None:
+        self._window = _Window()
+
+    def run(self) -> None:
+        """Train from where the state stands to the end.
+
+        Raises:
+            FinrayError: on every rank alike.
+        """
+        if self.state.step >= self.total_steps:
+            return
+        self.task.model.train()
+        ahead = Ahead(self.feed.at, self.state.position, clock=self.clock)
+        try:
+            while self.state.step < self.total_steps:
+                started = self.clock()
+                waited = ahead.waited
+                data = ahead.take(last=self.state.step + 1 == self.total_steps)
+                rate = learning_rate(self.config.train, update=self.state.updates, total=self.total_steps)
+                result = train_step(
+                    self.task,
+                    self.strategy,
+                    self.optimizer,
+                    data,
+                    self.state,
+                    learning_rate=rate,
+                    max_grad_norm=self.config.train.max_grad_norm,
+                )
+                seconds = self.clock() - started
+                self._advance(data, seconds)
+                self.phases["data_wait"] += ahead.waited - waited
+                self._window.add(data, result, seconds, ahead.waited - waited)
+                self._after_step(data, rate)
+        finally:
+            ahead.close()
+
+    def _advance(self, data: StepData, seconds: float) -> None:
+        state = self.state
+        state.step += 1
+        state.updates += 1
+        state.position += data.items
+        state.tokens += data.tokens
+        state.supervised += data.supervised
+        state.seconds += seconds
+        self.phases["train"] += seconds
+
+    def _after_step(self, data: StepData, rate: float) -> None:
+        config, step = self.config, self.state.step
+        last = step == self.total_steps
+        if last or step % config.tracking.log_every == 0:
+            self._log({"kind": "train", **self._record(data, rate)})
+            self._window = _Window()
+        every = config.evaluation.every_steps
+        saving = last or step % config.checkpoint.every_steps == 0
+        self.last_eval = None
+        if self.evaluation is not None and (last or (every is not None and step % every == 0)):
+            self._evaluate(self.evaluation)
+        if saving:
+            self._save()
+
+    def _record(self, data: StepData, rate: float) -> dict[str, Any]:
+        window = self._window
+        record = {
+            "step": self.state.step,
+            "epoch": round(self.state.position / self.epoch_items, 6),
+            "loss": window.loss,
+            "grad_norm": window.grad_norm,
+            "lr": rate,
+            "tokens": self.state.tokens,
+            "supervised": window.supervised,
+            "samples_digest": data.digest,
+            "tokens_per_s": round(window.tokens / max(window.seconds, 1e-9), 3),
+            "data_wait_s": round(window.waited, 6),
+            "peak_memory_bytes": peak_memory(self.strategy.device),
+            "seconds": round(self.state.seconds, 6),
+        }
+        if self.config.tracking.record_samples:
+            record["samples"] = list(window.samples)
+        return record
+
+    def _evaluate(self, batches: list[Batch]) -> None:
+        started = self.clock()
+        self.task.model.eval()
+        loss, targets = evaluate(self.task, self.strategy, batches)
+        self.task.model.train()
+        seconds = self.clock() - started
+        self.phases["evaluate"] += seconds
+        self.last_eval = loss
+        if self.state.best_eval_loss is None or loss < self.state.best_eval_loss:
+            self.state.best_eval_loss = loss
+        self._log(
+            {
+                "kind": "eval",
+                "step": self.state.step,
+                "eval_loss": loss,
+                "perplexity": math.exp(min(loss, 700.0)),
+                "eval_targets": targets,
+                "eval_seconds": round(seconds, 6),
+            }
+        )
+
+    def _save(self) -> None:
+        started = self.clock()
+        metrics = {} if self.last_eval is None else {"eval_loss": self.last_eval}
+        path: Path | None = None
+        failure: dict[str, Any] | None = None
+        if self.strategy.rank == 0:
+            try:
+                path = self.store.write(self.state.step, self._fill, metrics=metrics)
+                keep = self.config.checkpoint
+                self.store.prune(keep_last=keep.keep_last, keep_best=keep.keep_best)
+            except FinrayError as error:
+                failure = error.to_dict()
+        # A failed write must stop every rank: a rank that went on would wait for this one for ever.
+        path, failure = self.strategy.share((path, failure))
+        if failure is not None:
+            raise from_dict(failure)
+        assert path is not None
+        self.reported(path, {"step": float(self.state.step), **metrics})
+        self.phases["checkpoint"] += self.clock() - started
+
+    def _fill(self, folder: Path) -> None:
+        self.task.save(folder)
+        self.save_extras(folder)
+        self.state.save(folder, self.optimizer)
+
+    def _log(self, record: dict[str, Any]) -> None:
+        for tracker in self.trackers:
+            tracker.log(record)
+
+
+@dataclass
+class _Window:
+    """Means and sums since the last record."""
+
+    loss: float = 0.0
+    supervised: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    grad_norm: float = 0.0
+    samples: list[int] = field(default_factory=list)
+
+    def add(self, data: StepData, result: StepResult, seconds: float, waited: float) -> None:
+        self.supervised += data.supervised
+        # A running mean: for a window of one step it is that step's loss to the last bit.
+        self.loss += (result.loss - self.loss) * (data.supervised / self.supervised)
+        self.tokens += data.tokens
+        self.seconds += seconds
+        self.waited += waited
+        self.grad_norm = result.grad_norm
+        self.samples.extend(data.samples)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak memory of this process in bytes: the GPU's allocator where there is one, else resident memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

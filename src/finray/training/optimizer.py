@@ -1,0 +1,67 @@
+"""AdamW (Loshchilov & Hutter 2019) over named parameters, and its state as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from finray.config.schema import TrainConfig
+from finray.errors import CheckpointError
+
+
+class Optimizer:
+    """Updates named parameters; norms and biases (anything below two dimensions) have no weight decay.
+
+    Args:
+        parameters: name to parameter, in a fixed order.
+        train: the train section.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> None:
+        self.parameters = dict(parameters)
+        decayed = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
+        plain = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": train.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=train.learning_rate,
+            betas=(train.adam_beta1, train.adam_beta2),
+            eps=train.adam_epsilon,
+            fused=True,
+        )
+
+    def update(self, learning_rate: float) -> None:
+        """One update from the gradients, which are freed."""
+        for group in self._adam.param_groups:
+            group["lr"] = learning_rate
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The moments and update counts as ``<parameter>/<kind>`` tensors."""
+        return {
+            f"{name}/{kind}": value
+            for name, parameter in self.parameters.items()
+            for kind, value in self._adam.state.get(parameter, {}).items()
+        }
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put back what :meth:`state` gave.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters.
+        """
+        grouped: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in state.items():
+            name, kind = key.rsplit("/", 1)
+            grouped.setdefault(name, {})[kind] = value
+        if grouped and grouped.keys() != self.parameters.keys():
+            raise CheckpointError("the optimizer state belongs to other parameters")
+        for name, values in grouped.items():
+            parameter = self.parameters[name]
+            # Update counts stay where AdamW's fused kernel wants them: beside the parameter.
+            self._adam.state[parameter] = {kind: value.to(parameter.device) for kind, value in values.items()}
