@@ -142,7 +142,9 @@ def _best_settings(precision: str) -> Settings:
     """What TRL offers that was measured to be faster on a CPU and to train equally.
 
     Not here, since they did not help or do not apply: packing (other rows to a step, and no faster than padding-free),
-    `loss_type` (the plain "nll" is already the one computed in tiles), Liger's and the Hub's kernels (Triton).
+    `loss_type` (the plain "nll" is already the one computed in tiles), Liger's and the Hub's kernels (Triton), fp32
+    base weights under autocast (the same speed, more memory). `torch_compile` was not through six steps in 280 seconds
+    on one core, where the rest takes about a minute; what it comes to on long runs was not measured.
     """
     bf16 = precision == "bf16"
     return {

@@ -220,9 +220,7 @@ def pick(rng: random.Random, options: Sequence[str]) -> str:
 
 def shuffled(rng: random.Random, options: Sequence[str]) -> list[str]:
     """Return ``options`` in a random order."""
-    return [
-        option for _, option in sorted((rng.random(), option) for option in options)
-    ]
+    return [option for _, option in sorted((rng.random(), option) for option in options)]
 
 
 def deal(rng: random.Random, options: Sequence[str], count: int) -> list[str]:
@@ -233,9 +231,7 @@ def deal(rng: random.Random, options: Sequence[str], count: int) -> list[str]:
     return dealt[:count]
 
 
-def make_merchants(
-    rng: random.Random, words: Words, coined: list[str], count: int
-) -> list[str]:
+def make_merchants(rng: random.Random, words: Words, coined: list[str], count: int) -> list[str]:
     """Return ``count`` different merchant names; ``coined`` words are used up."""
     pools = {"first": words.firsts, "second": words.seconds, "suffix": words.suffixes}
 
@@ -324,9 +320,7 @@ def check(train: Sequence[Row], validation: Sequence[Row]) -> None:
         shared = words_of(row.merchant) & train_words
         assert not shared, f"merchant words in both splits: {sorted(shared)}"
         assert row.amount not in train_amounts, f"amount in both splits: {row.amount}"
-        assert skeleton(row) not in train_skeletons, (
-            f"phrasing in both splits: {row.note}"
-        )
+        assert skeleton(row) not in train_skeletons, f"phrasing in both splits: {row.note}"
     assert len(train_skeletons) == len(TRAIN_TEMPLATES)
     assert len({skeleton(row) for row in validation}) == len(VALIDATION_TEMPLATES)
     for row in (*train, *validation):

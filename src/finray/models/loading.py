@@ -84,7 +84,6 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
-    check_exists(model.name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**_source(model))
     except (OSError, ValueError, ImportError, KeyError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -56,6 +57,9 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
         handle({"kind": "note", "step": 0, "message": message})
 
     with open_run(config, fresh=fresh, say=say) as run:
+        if run.summary_file.is_file():
+            say("the run is finished already; --fresh begins anew")
+            return TrainResult(run.path, run.final, **json.loads(run.summary_file.read_text(encoding="utf-8")))
         config = _with_absolute_paths(config)
         with clusters.connected(config.cluster) as ray:
             placement = clusters.place(config.cluster, ray.cluster_resources())
@@ -68,18 +72,21 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
             outcome = _fit(ray, config, run, prepared, placement, env, handle)
             clock.lap("workers")
         chosen = _finish(config, run)
-    summary = outcome["summary"]
-    phases = summary["phases"]
-    laps = clock.laps
-    inside = sum(phases[name] for name in ("load", "train", "evaluate", "checkpoint"))
-    summary["phases"] = {
-        "start_ray": laps["start_ray"],
-        "prepare": laps["prepare"],
-        "start_workers": max(0.0, laps["workers"] - inside),
-        **phases,
+        summary = {**outcome["summary"], "phases": _phases(clock, outcome["summary"]["phases"])}
+        run.finish({"chosen_step": chosen, "summary": summary})
+    return TrainResult(run.path, run.final, chosen, summary)
+
+
+def _phases(clock: _Clock, inside: dict[str, float]) -> dict[str, float]:
+    """Seconds by phase, those of the driver around those of rank 0."""
+    working = sum(inside[name] for name in ("load", "train", "evaluate", "checkpoint"))
+    return {
+        "start_ray": clock.laps["start_ray"],
+        "prepare": clock.laps["prepare"],
+        "start_workers": max(0.0, clock.laps["workers"] - working),
+        **inside,
         "total": clock.total,
     }
-    return TrainResult(run.path, run.final, chosen, summary)
 
 
 def _fit(

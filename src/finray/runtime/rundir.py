@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -40,6 +42,17 @@ class RunDir:
     def final(self) -> Path:
         """The finished model."""
         return self.path / FINAL
+
+    @property
+    def summary_file(self) -> Path:
+        """The summary of a finished run; there is none before."""
+        return self.path / "summary.json"
+
+    def finish(self, outcome: dict[str, Any]) -> None:
+        """Write the summary, which marks the run as finished."""
+        scratch = self.path / f".summary.{os.getpid()}"
+        scratch.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
+        os.replace(scratch, self.summary_file)
 
     @classmethod
     def of(cls, config: Config) -> RunDir:

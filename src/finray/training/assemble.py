@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from finray.config.schema import Config
 from finray.data.order import Order, derive_key, total_steps
 from finray.data.packing import PackPlan, one_row_each, plan_packs
 from finray.data.prepared import PreparedDataset
+from finray.models.artifacts import NOTES
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import load_tokenizer, resolve_precision
 from finray.parallel.base import Strategy
@@ -88,7 +90,7 @@ def assemble(
         state=state,
         store=store,
         trackers=_trackers(config, run_dir, state.step, notify) if first else [],
-        save_extras=_extras(config) if first else lambda folder: None,
+        save_extras=_extras(config, prepared) if first else lambda folder: None,
         reported=reported,
         clock=clock,
     )
@@ -192,11 +194,13 @@ class _Notifier:
         return
 
 
-def _extras(config: Config) -> Callable[[Path], None]:
+def _extras(config: Config, prepared: Path) -> Callable[[Path], None]:
     tokenizer = load_tokenizer(config.model)
+    notes = {"base_model": config.model.name, "format": PreparedDataset(prepared).manifest["formats"]["train"]}
 
     def save(folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))
+        (folder / NOTES).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
 
     return save
 
@@ -246,6 +250,8 @@ def summary(assembled: Assembled) -> dict[str, Any]:
         "supervised": state.supervised,
         "train_seconds": state.seconds,
         "tokens_per_s": state.tokens / state.seconds if state.seconds else 0.0,
+        "first_loss": loop.first_loss,
+        "final_loss": loop.final_loss,
         "best_eval_loss": state.best_eval_loss,
         "phases": loop.phases,
         "peak_memory_bytes": peaks,

@@ -70,6 +70,8 @@ class Loop:
     clock: Callable[[], float] = time.perf_counter
     phases: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0})
     last_eval: float | None = None
+    first_loss: float | None = None
+    final_loss: float | None = None
 
     def __post_init__(self) -> None:
         self._window = _Window()
@@ -101,6 +103,8 @@ class Loop:
                 )
                 seconds = self.clock() - started
                 self._advance(data, seconds)
+                self.first_loss = result.loss if self.first_loss is None else self.first_loss
+                self.final_loss = result.loss
                 self.phases["data_wait"] += ahead.waited - waited
                 self._window.add(data, result, seconds, ahead.waited - waited)
                 self._after_step(data, rate)

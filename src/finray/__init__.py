@@ -1,0 +1,51 @@
+"""finray: fine-tune language models on Ray.
+
+The Python API, of which the command line is a thin shell:
+
+    from finray import load_config, train
+    result = train(load_config("finray.yaml", ["train.max_steps=100"]))
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from finray.config.load import load_config
+    from finray.errors import FinrayError
+    from finray.runtime.driver import TrainResult, train
+    from finray.runtime.inference import evaluate, export_model, generate_text
+    from finray.runtime.prepare import prepare_here as prepare
+
+_HOMES = {
+    "load_config": ("finray.config.load", "load_config"),
+    "FinrayError": ("finray.errors", "FinrayError"),
+    "TrainResult": ("finray.runtime.driver", "TrainResult"),
+    "train": ("finray.runtime.driver", "train"),
+    "prepare": ("finray.runtime.prepare", "prepare_here"),
+    "evaluate": ("finray.runtime.inference", "evaluate"),
+    "export_model": ("finray.runtime.inference", "export_model"),
+    "generate_text": ("finray.runtime.inference", "generate_text"),
+}
+__all__ = [
+    "FinrayError",
+    "TrainResult",
+    "__version__",
+    "evaluate",
+    "export_model",
+    "generate_text",
+    "load_config",
+    "prepare",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, so that `finray config show` does not import torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'finray' has no attribute '{name}'")
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(module), attribute)

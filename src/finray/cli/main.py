@@ -1,0 +1,165 @@
+"""The command line: parse, call the API, print. Nothing is decided here.
+
+Exit codes: 0 done, 2 something the user can repair (one message, no traceback), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from finray.cli import config as config_commands
+from finray.cli import show
+from finray.config.load import load_config
+from finray.config.redact import redact_text
+from finray.errors import ConfigError, FinrayError
+
+app = typer.Typer(
+    name="finray",
+    help="Fine-tune language models on Ray.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(config_commands.app, name="config")
+app.command("init")(config_commands.init)
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
+RunPath = Annotated[Path, typer.Argument(help="Run, checkpoint or model directory.", show_default=False)]
+BaseModel = Annotated[str | None, typer.Option(help="Base model of an adapter, where the recorded one has moved.")]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run of this name aside and begin anew.")] = False,
+) -> None:
+    """Fine-tune a model. The same command continues a run that was stopped."""
+    from finray.runtime.driver import train as run_training
+
+    settings = load_config(config, overrides or [])
+    console = show.console()
+    with show.RunView(console) as view:
+        result = run_training(settings, fresh=fresh, handle=view.handle)
+    show.training_summary(console, result)
+
+
+@app.command()
+def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Tokenise the data of a config, without training."""
+    from finray.runtime.prepare import check_inputs, preparation_report, prepare_here
+
+    settings = load_config(config, overrides or [])
+    check_inputs(settings)
+    folder = prepare_here(settings)
+    console = show.console()
+    console.print(f"prepared: {folder}", highlight=False, soft_wrap=True)
+    for line in preparation_report(folder):
+        console.print(line, highlight=False)
+
+
+@app.command()
+def generate(
+    model: RunPath,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Option(help="File of prompts: one a line, or JSONL with prompt or messages.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message put before each prompt.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write JSONL here instead of printing.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: int = 0,
+    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    raw: Annotated[bool | None, typer.Option(help="Give prompts to the model without its chat template.")] = None,
+    base: BaseModel = None,
+) -> None:
+    """Answer prompts with a trained model."""
+    from finray.cli.prompts import read_prompts
+    from finray.evaluation.generate import Sampling
+    from finray.runtime.inference import generate_text
+
+    asked = read_prompts(prompts or [], file, system=system)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    answers = generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
+    show.answers(show.console(), asked, answers, output)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many rows.")] = None,
+    samples: Annotated[int, typer.Option(min=0, help="Answers shown side by side.")] = 3,
+) -> None:
+    """Compare the tuned model with its base on the held-out rows."""
+    from finray.runtime.inference import evaluate as run_evaluation
+
+    console = show.console()
+    with show.Steps(console) as steps:
+        comparison = run_evaluation(run, max_rows=max_rows, progress=steps.update)
+    show.comparison(console, comparison, samples=samples)
+
+
+@app.command()
+def export(
+    run: RunPath,
+    output: Annotated[Path, typer.Option(help="Directory to make.")],
+    merge: Annotated[bool, typer.Option("--merge/--adapter", help="Fold the adapter into the model, or keep it apart.")] = True,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16, of the merged weights.")] = "bf16",
+    base: BaseModel = None,
+) -> None:
+    """Write a model that plain Transformers or PEFT loads, and prove that it does."""
+    from finray.runtime.inference import export_model
+
+    if dtype not in ("fp32", "bf16"):
+        raise ConfigError(f"`{dtype}` is no storage dtype", where="--dtype", repair="use fp32 or bf16")
+    exported = export_model(run, output, merge=merge, dtype=dtype, base=base)
+    what = f"model in {exported.dtype}" if exported.merged else "adapter"
+    show.console().print(
+        f"wrote the {what} to {exported.folder}\n"
+        f"read back: logits differ by {exported.difference:.1e} of their spread",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command("import-gguf")
+def import_gguf(
+    file: Annotated[Path, typer.Argument(help="GGUF file.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="Directory to make.", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+) -> None:
+    """Turn a GGUF file into a model directory, with dequantised weights in safetensors."""
+    from finray.models.gguf import convert
+
+    convert(file, output, dtype=dtype)
+    show.console().print(f"wrote {output}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from finray import __version__
+
+    show.console().print(__version__, highlight=False)
+
+
+def main() -> None:
+    """Entry point: run the application and turn finray's errors into one message."""
+    try:
+        app()
+    except FinrayError as error:
+        Console(stderr=True).print(f"error: {redact_text(str(error))}", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; the same command goes on from the last checkpoint", highlight=False)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What the command line prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finray.errors import DataError
+from finray.runtime.driver import TrainResult
+from finray.runtime.inference import Comparison, Prompt
+from finray.tracking.console import ConsoleTracker, duration
+
+
+def console() -> Console:
+    """Standard output; wide where it is not a terminal, so that lines stay whole in a log."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+class RunView:
+    """Shows the records of a run as they come: notes, the header, progress, warnings."""
+
+    def __init__(self, target: Console) -> None:
+        self._console = target
+        self._progress: ConsoleTracker | None = None
+
+    def __enter__(self) -> RunView:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress is not None:
+            self._progress.close()
+
+    def handle(self, record: dict[str, Any]) -> None:
+        """Show one record."""
+        if record["kind"] == "header":
+            self._header(record)
+        elif record["kind"] in ("train", "eval"):
+            if self._progress is not None:
+                self._progress.log(record)
+        else:
+            style = "bold yellow" if "warning" in record["kind"] or record["message"].startswith("warning") else None
+            text = record["message"] if record["kind"] == "note" else f"{record['kind']}: {record['message']}"
+            self._console.print(text, style=style, highlight=False, soft_wrap=True)
+
+    def _header(self, record: dict[str, Any]) -> None:
+        if self._progress is not None:
+            self._progress.close()
+            self._console.print("the workers were restarted", style="bold yellow", highlight=False)
+        for line in header_lines(record):
+            self._console.print(line, highlight=False, soft_wrap=True)
+        self._progress = ConsoleTracker(self._console, total_steps=record["total_steps"])
+        self._progress.__enter__()
+
+
+def header_lines(record: dict[str, Any]) -> list[str]:
+    """The run header: model, trainable share, data, placement, effective batch, and where the run stands."""
+    share = record["trainable"] / record["parameters"]
+    unit = "packs" if record["packing"] else "rows"
+    lines = [
+        f"model      {record['model']}  {record['parameters'] / 1e6:,.1f} M parameters, "
+        f"{record['trainable'] / 1e6:,.2f} M trained ({share:.2%}), {record['precision']}",
+        f"data       {record['rows']:,} rows, {record['tokens']:,} tokens ({record['supervised'] / record['tokens']:.0%} "
+        f"learned)" + (f" in {record['packs']:,} packs ({record['fill']:.1%} full)" if record["packing"] else "")
+        + (f"; {record['eval_rows']:,} rows held out" if record["eval_rows"] else ""),
+        f"placement  {record['world_size']} x {record['device']}"
+        + (f", {record['threads']} thread{'s' if record['threads'] > 1 else ''} each" if record["device"] == "CPU" else ""),
+        f"batch      {record['global_batch_size']} {unit} = {record['world_size']} workers x {record['micro_batch_size']} "
+        f"micro-batch x {record['accumulation']} accumulation",
+    ]
+    if record["step"]:
+        lines.append(f"resuming   at step {record['step']} of {record['total_steps']}")
+    return lines
+
+
+def training_summary(target: Console, result: TrainResult) -> None:
+    """What came out, how long each phase took, and what to do next."""
+    numbers = result.summary
+    phases = numbers["phases"]
+    table = Table(title="run finished", show_header=False, title_justify="left")
+    table.add_row("steps", f"{numbers['step']:,}")
+    if numbers["final_loss"] is not None:
+        table.add_row("loss", f"{numbers['first_loss']:.4f} at the first step, {numbers['final_loss']:.4f} at the last")
+    if numbers["best_eval_loss"] is not None:
+        table.add_row("best eval loss", f"{numbers['best_eval_loss']:.4f}")
+    table.add_row("tokens", f"{numbers['tokens']:,} ({numbers['tokens_per_s']:,.0f} tokens/s)")
+    table.add_row("peak memory", ", ".join(f"{peak / 2**30:.2f} GiB" for peak in numbers["peak_memory_bytes"]) + " by worker")
+    shown = ("start_ray", "prepare", "start_workers", "load", "train", "evaluate", "checkpoint", "total")
+    table.add_row("time", ", ".join(f"{name.replace('_', ' ')} {duration(phases[name])}" for name in shown))
+    table.add_row("waiting for data", f"{phases['data_wait']:.2f} s")
+    table.add_row("final model", f"{result.final} (step {result.chosen_step})")
+    target.print(table)
+    for line in (
+        f'finray generate {result.run_dir} "your prompt"',
+        f"finray evaluate {result.run_dir}",
+        f"finray export {result.run_dir} --output DIR",
+    ):
+        target.print(f"next: {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+class Steps:
+    """One line of progress for each part of an evaluation."""
+
+    def __init__(self, target: Console) -> None:
+        self._console = target
+        self._status = target.status("evaluating") if target.is_terminal else None
+
+    def __enter__(self) -> Steps:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def update(self, what: str, done: int, total: int) -> None:
+        """Show how far a part has come."""
+        if self._status is not None:
+            self._status.update(f"{what}: {done}/{total}")
+        elif done == total:
+            self._console.print(f"{what}: {total} rows", highlight=False)
+
+
+def comparison(target: Console, result: Comparison, *, samples: int) -> None:
+    """Scores of base and tuned model, and some answers side by side."""
+    table = Table(title=f"{result.rows} held-out rows", title_justify="left")
+    for column in ("", "base", "tuned"):
+        table.add_column(column, justify="left" if not column else "right")
+    table.add_row("exact match", f"{result.base.exact_match:.1%}", f"{result.tuned.exact_match:.1%}")
+    table.add_row("loss", f"{result.base.loss:.4f}", f"{result.tuned.loss:.4f}")
+    table.add_row("perplexity", f"{result.base.perplexity:.3f}", f"{result.tuned.perplexity:.3f}")
+    target.print(table)
+    for prediction in result.predictions[:samples]:
+        target.rule(style="dim")
+        for label, key in (("prompt", "prompt"), ("expected", "reference"), ("base", "base"), ("tuned", "tuned")):
+            target.print(f"[bold]{label:>9}[/bold] ", end="")
+            target.print(str(prediction[key]).strip(), markup=False, highlight=False, soft_wrap=True)
+    target.print(f"\npredictions: {result.folder / 'predictions.jsonl'}", highlight=False, soft_wrap=True)
+
+
+def answers(target: Console, prompts: Sequence[Prompt], texts: Sequence[str], output: Path | None) -> None:
+    """Print answers, or write them as JSONL."""
+    if output is None:
+        for text in texts:
+            target.print(text, markup=False, highlight=False, soft_wrap=True)
+        return
+    rows = [
+        {**({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}), "answer": text}
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    try:
+        output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"the answers cannot be written: {error.strerror}", where=str(output)) from None
+    target.print(f"wrote {len(rows)} answers to {output}", highlight=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""The evaluation room: generation back ends, metrics. It knows nothing of training."""

@@ -1,0 +1,67 @@
+"""Finding and loading what a run left: an adapter or a whole model, in a run, checkpoint or model directory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finray.config.schema import ModelConfig
+from finray.errors import ModelError
+from finray.models.adapters import SETTINGS, load_adapter
+from finray.models.loading import load_causal_lm
+
+NOTES = "finray.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A directory with trained weights.
+
+    Attributes:
+        folder: the directory.
+        base: for an adapter, the model it belongs to; None for a whole model.
+        notes: what finray wrote down beside the weights (``format`` of the training rows), if it did.
+    """
+
+    folder: Path
+    base: str | None
+    notes: dict[str, Any]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the weights are an adapter."""
+        return self.base is not None
+
+
+def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
+    """Look at a directory of weights.
+
+    Args:
+        folder: the directory.
+        base: overrides the base model that an adapter names.
+
+    Raises:
+        ModelError: there are no weights.
+    """
+    notes_file = folder / NOTES
+    notes: dict[str, Any] = json.loads(notes_file.read_text(encoding="utf-8")) if notes_file.is_file() else {}
+    if (folder / SETTINGS).is_file():
+        named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        return Artifact(folder, base or notes.get("base_model") or named, notes)
+    if (folder / "config.json").is_file():
+        return Artifact(folder, None, notes)
+    raise ModelError(
+        "the directory holds neither an adapter nor a model", where=str(folder), repair="name a run, checkpoint or model directory"
+    )
+
+
+def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
+    """The trained model, ready for inference; an adapter is not merged."""
+    if artifact.base is None:
+        return load_causal_lm(ModelConfig(name=str(artifact.folder)), dtype=dtype).eval()
+    model = load_causal_lm(ModelConfig(name=artifact.base), dtype=dtype)
+    return load_adapter(model, artifact.folder)

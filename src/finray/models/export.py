@@ -1,0 +1,98 @@
+"""Finished models for other tools: merged or as an adapter, proven by reading back what was written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finray.config.schema import ModelConfig
+from finray.errors import ModelError
+from finray.models.adapters import SETTINGS, WEIGHTS, load_adapter
+from finray.models.artifacts import NOTES, Artifact, load_artifact
+from finray.models.loading import DTYPES, load_causal_lm, load_tokenizer
+
+# Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+_PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written, and how far its logits lie from those of base + adapter (relative to their spread)."""
+
+    folder: Path
+    merged: bool
+    dtype: str
+    difference: float
+
+
+def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Exported:
+    """Write a model directory that plain Transformers (or PEFT, for an adapter) loads.
+
+    Args:
+        artifact: what was trained.
+        output: directory to make; it must not exist, or be empty.
+        merge: fold the adapter into the base weights.
+        dtype: ``fp32`` or ``bf16``, of the merged weights.
+
+    Raises:
+        ModelError: the output is in the way, cannot be written, or does not give the same logits when read back.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ModelError("the output directory is not empty", where=str(output), repair="name a new directory")
+    scratch = output.with_name(f".tmp-{output.name}-{os.getpid()}")
+    try:
+        scratch.mkdir(parents=True)
+        result = _export(artifact, scratch, output, merge=merge and artifact.is_adapter, dtype=dtype)
+        if output.exists():
+            output.rmdir()
+        os.replace(scratch, output)
+    except OSError as error:
+        raise ModelError(f"the model cannot be written: {error.strerror or error}", where=str(output)) from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return result
+
+
+def _export(artifact: Artifact, scratch: Path, output: Path, *, merge: bool, dtype: str) -> Exported:
+    tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
+    probe = torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
+    trained = load_artifact(artifact, dtype=torch.float32)
+    expected = _logits(trained, probe)
+    if artifact.is_adapter and not merge:
+        for name in (WEIGHTS, SETTINGS, NOTES):
+            if (artifact.folder / name).is_file():
+                shutil.copy2(artifact.folder / name, scratch / name)
+        base = load_causal_lm(ModelConfig(name=str(artifact.base)), dtype=torch.float32)
+        again = load_adapter(base, scratch)
+        used = "fp32"
+    else:
+        whole = trained.merge_and_unload(safe_merge=True) if merge else trained
+        used = dtype
+        whole.to(DTYPES[dtype]).save_pretrained(str(scratch))
+        again = load_causal_lm(ModelConfig(name=str(scratch)), dtype=torch.float32).eval()
+    tokenizer.save_pretrained(str(scratch))
+    difference = _difference(expected, _logits(again, probe))
+    if not difference <= TOLERANCE[used]:
+        raise ModelError(
+            f"the written model gives other logits than the trained one (relative difference {difference:.2e}, "
+            f"at most {TOLERANCE[used]:.0e} is rounding)",
+            where=str(output),
+            repair="nothing was kept; try --dtype fp32, or report this with the model's name",
+        )
+    return Exported(output, merge or not artifact.is_adapter, used, difference)
+
+
+@torch.no_grad()
+def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(input_ids=tokens).logits.float()
+    return result
+
+
+def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    return float((expected - actual).abs().max() / expected.std())
