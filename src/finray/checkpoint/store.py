@@ -82,7 +82,7 @@ class CheckpointStore:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {message}",
                 where=str(target),
-                repair="make room or fix the permissions, then run the same command: it goes on from the last checkpoint",
+                repair="make room or mend permissions; the same command then goes on from the last checkpoint",
             ) from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -38,7 +38,9 @@ BaseModel = Annotated[str | None, typer.Option(help="Base model of an adapter, w
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run of this name aside and begin anew.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move an earlier run of this name aside and begin anew.")
+    ] = False,
 ) -> None:
     """Fine-tune a model. The same command continues a run that was stopped."""
     from finray.runtime.driver import train as run_training
@@ -68,7 +70,9 @@ def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
 def generate(
     model: RunPath,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
-    file: Annotated[Path | None, typer.Option(help="File of prompts: one a line, or JSONL with prompt or messages.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="File of prompts: one a line, or JSONL with prompt or messages.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message put before each prompt.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSONL here instead of printing.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
@@ -109,7 +113,9 @@ def evaluate(
 def export(
     run: RunPath,
     output: Annotated[Path, typer.Option(help="Directory to make.")],
-    merge: Annotated[bool, typer.Option("--merge/--adapter", help="Fold the adapter into the model, or keep it apart.")] = True,
+    merge: Annotated[
+        bool, typer.Option("--merge/--adapter", help="Fold the adapter into the model, or keep it apart.")
+    ] = True,
     dtype: Annotated[str, typer.Option(help="fp32 or bf16, of the merged weights.")] = "bf16",
     base: BaseModel = None,
 ) -> None:
@@ -121,8 +127,7 @@ def export(
     exported = export_model(run, output, merge=merge, dtype=dtype, base=base)
     what = f"model in {exported.dtype}" if exported.merged else "adapter"
     show.console().print(
-        f"wrote the {what} to {exported.folder}\n"
-        f"read back: logits differ by {exported.difference:.1e} of their spread",
+        f"wrote the {what} to {exported.folder}\nread back: logits differ by {exported.difference:.1e} of their spread",
         highlight=False,
         soft_wrap=True,
     )

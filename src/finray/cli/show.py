@@ -33,7 +33,9 @@ class RunView:
     def __enter__(self) -> RunView:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._progress is not None:
             self._progress.close()
 
@@ -66,13 +68,18 @@ def header_lines(record: dict[str, Any]) -> list[str]:
     lines = [
         f"model      {record['model']}  {record['parameters'] / 1e6:,.1f} M parameters, "
         f"{record['trainable'] / 1e6:,.2f} M trained ({share:.2%}), {record['precision']}",
-        f"data       {record['rows']:,} rows, {record['tokens']:,} tokens ({record['supervised'] / record['tokens']:.0%} "
-        f"learned)" + (f" in {record['packs']:,} packs ({record['fill']:.1%} full)" if record["packing"] else "")
+        f"data       {record['rows']:,} rows, {record['tokens']:,} tokens "
+        f"({record['supervised'] / record['tokens']:.0%} learned)"
+        + (f" in {record['packs']:,} packs ({record['fill']:.1%} full)" if record["packing"] else "")
         + (f"; {record['eval_rows']:,} rows held out" if record["eval_rows"] else ""),
         f"placement  {record['world_size']} x {record['device']}"
-        + (f", {record['threads']} thread{'s' if record['threads'] > 1 else ''} each" if record["device"] == "CPU" else ""),
-        f"batch      {record['global_batch_size']} {unit} = {record['world_size']} workers x {record['micro_batch_size']} "
-        f"micro-batch x {record['accumulation']} accumulation",
+        + (
+            f", {record['threads']} thread{'s' if record['threads'] > 1 else ''} each"
+            if record["device"] == "CPU"
+            else ""
+        ),
+        f"batch      {record['global_batch_size']} {unit} = {record['world_size']} workers "
+        f"x {record['micro_batch_size']} micro-batch x {record['accumulation']} accumulation",
     ]
     if record["step"]:
         lines.append(f"resuming   at step {record['step']} of {record['total_steps']}")
@@ -90,7 +97,9 @@ def training_summary(target: Console, result: TrainResult) -> None:
     if numbers["best_eval_loss"] is not None:
         table.add_row("best eval loss", f"{numbers['best_eval_loss']:.4f}")
     table.add_row("tokens", f"{numbers['tokens']:,} ({numbers['tokens_per_s']:,.0f} tokens/s)")
-    table.add_row("peak memory", ", ".join(f"{peak / 2**30:.2f} GiB" for peak in numbers["peak_memory_bytes"]) + " by worker")
+    table.add_row(
+        "peak memory", ", ".join(f"{peak / 2**30:.2f} GiB" for peak in numbers["peak_memory_bytes"]) + " by worker"
+    )
     shown = ("start_ray", "prepare", "start_workers", "load", "train", "evaluate", "checkpoint", "total")
     table.add_row("time", ", ".join(f"{name.replace('_', ' ')} {duration(phases[name])}" for name in shown))
     table.add_row("waiting for data", f"{phases['data_wait']:.2f} s")
@@ -116,11 +125,13 @@ class Steps:
             self._status.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._status is not None:
             self._status.stop()
 
-    def update(self, what: str, done: int, total: int) -> None:
+    def update(self, what: str, done: int, *, total: int) -> None:
         """Show how far a part has come."""
         if self._status is not None:
             self._status.update(f"{what}: {done}/{total}")

@@ -186,7 +186,9 @@ def _describe_all(items: Iterable[Any]) -> list[str]:
 
 def _describe(item: Any) -> tuple[str, str]:
     """One problem of pydantic's as dotted path and reason, with a suggestion for a key that does not exist."""
-    location = [str(part) for part in item["loc"] if not str(part).startswith(("literal[", "list[", "bool", "function-"))]
+    location = [
+        str(part) for part in item["loc"] if not str(part).startswith(("literal[", "list[", "bool", "function-"))
+    ]
     # Members of a union carry the name of the branch that failed; the field's path is what the user wrote.
     path = ".".join(location[:2]) if location and location[0] in sections() else ".".join(location)
     kind = item["type"]

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-_NAME = re.compile(r"(^|[_\-.])(token|secret|passw(or)?d|passphrase|api_?key|access_?key|credentials?|private_?key)($|[_\-.])", re.I)
+_NAME = re.compile(
+    r"(^|[_\-.])(token|secret|passw(or)?d|passphrase|api_?key|access_?key|credentials?|private_?key)($|[_\-.])", re.I
+)
 _VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}|xox[abpr]-[A-Za-z0-9-]{10,})\b"
+    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
+    r"|xox[abpr]-[A-Za-z0-9-]{10,})\b"
 )
 _URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)@")
 

@@ -36,7 +36,9 @@ class RunConfig(Section):
     @classmethod
     def _is_a_path_segment(cls, value: str) -> str:
         if not NAME_PATTERN.match(value):
-            raise ValueError("becomes a directory: use letters, digits, '.', '_' and '-', and start with one of the first two")
+            raise ValueError(
+                "becomes a directory: use letters, digits, '.', '_' and '-', and start with one of the first two"
+            )
         return value
 
 
@@ -49,10 +51,12 @@ class ModelConfig(Section):
     chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template.")
     attention: Literal["auto", "packed", "flash_attention_2"] = Field(
         "auto",
-        description="Attention over variable-length packs. `auto` takes FlashAttention 2 on a GPU where it is installed, "
+        description="Attention over packed rows. `auto` takes FlashAttention 2 on a GPU where it is installed, "
         "else finray's own (`packed`).",
     )
-    trust_remote_code: bool = Field(False, description="Run code shipped with the model. Off unless you have read that code.")
+    trust_remote_code: bool = Field(
+        False, description="Run code shipped with the model. Off unless you have read that code."
+    )
 
 
 class AdapterConfig(Section):
@@ -76,7 +80,9 @@ class DataConfig(Section):
     train_split: str = Field("train", description="Named split used for training, where the source has splits.")
     eval_source: str | None = Field(None, description="A second source, used for evaluation only.")
     eval_split: str | None = Field(None, description="Named split of the source used for evaluation.")
-    eval_ratio: Ratio = Field(0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`.")
+    eval_ratio: Ratio = Field(
+        0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`."
+    )
     format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
         "auto", description="How a row is read. `auto` decides from the columns and says what it decided."
     )
@@ -90,9 +96,12 @@ class DataConfig(Section):
     )
     max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Most tokens in a row, and in a pack.")
     on_too_long: Literal["truncate", "drop", "error"] = Field(
-        "truncate", description="What happens to a conversation longer than `data.max_length`. Plain text is cut into pieces."
+        "truncate",
+        description="What happens to a conversation longer than `data.max_length`. Plain text is cut into pieces.",
     )
-    packing: bool = Field(True, description="Join rows into packs of up to `data.max_length` tokens. Rows never see each other.")
+    packing: bool = Field(
+        True, description="Join rows into packs of up to `data.max_length` tokens. Rows never see each other."
+    )
 
     @field_validator("field_mapping")
     @classmethod
@@ -106,7 +115,9 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """The optimisation."""
 
-    epochs: float | None = Field(None, gt=0, description="Passes over the data (1 when neither this nor `max_steps` is set).")
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the data (1 when neither this nor `max_steps` is set)."
+    )
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps; replaces `epochs`.")
     global_batch_size: PositiveInt = Field(
         8, description="Packs (rows without packing) per optimizer step, over all workers and accumulation."
@@ -123,11 +134,15 @@ class TrainConfig(Section):
     adam_beta1: Ratio = Field(0.9, description="AdamW decay of the first moment.")
     adam_beta2: Ratio = Field(0.999, description="AdamW decay of the second moment.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="Clip the global gradient norm to this; null to leave it.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Clip the global gradient norm to this; null to leave it."
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Arithmetic of forward and backward. `auto` is bf16 where the hardware has it, else fp32."
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
@@ -147,7 +162,9 @@ class ParallelConfig(Section):
 class CheckpointConfig(Section):
     """When state is saved and how long it is kept."""
 
-    every_steps: PositiveInt = Field(100, description="Optimizer steps between checkpoints; the last step always has one.")
+    every_steps: PositiveInt = Field(
+        100, description="Optimizer steps between checkpoints; the last step always has one."
+    )
     keep_last: PositiveInt = Field(2, description="Newest checkpoints kept.")
     keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest evaluation loss.")
 
@@ -155,7 +172,9 @@ class CheckpointConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation during training, and `finray evaluate` after it."""
 
-    every_steps: PositiveInt | None = Field(None, description="Optimizer steps between evaluations; null for the end only.")
+    every_steps: PositiveInt | None = Field(
+        None, description="Optimizer steps between evaluations; null for the end only."
+    )
     max_rows: PositiveInt | None = Field(None, description="Evaluate at most this many rows.")
     max_new_tokens: PositiveInt = Field(128, description="Tokens generated per answer by `finray evaluate`.")
     batch_size: PositiveInt = Field(16, description="Prompts generated at a time by `finray evaluate`.")
@@ -174,10 +193,14 @@ class TrackingConfig(Section):
 class ClusterConfig(Section):
     """What the run asks of Ray."""
 
-    address: str | None = Field(None, description="Ray address; null joins `RAY_ADDRESS`, else starts Ray on this machine.")
+    address: str | None = Field(
+        None, description="Ray address; null joins `RAY_ADDRESS`, else starts Ray on this machine."
+    )
     num_workers: PositiveInt = Field(1, description="Training workers.")
     cpus_per_worker: PositiveInt | None = Field(None, description="CPUs per worker; null shares the machine's evenly.")
-    use_gpu: bool | Literal["auto"] = Field("auto", description="One GPU per worker. `auto`: when the cluster has enough.")
+    use_gpu: bool | Literal["auto"] = Field(
+        "auto", description="One GPU per worker. `auto`: when the cluster has enough."
+    )
     max_failures: int = Field(3, ge=0, description="Times Ray may restart the workers from the last checkpoint.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of the workers. No secrets.")
 
@@ -188,7 +211,9 @@ class ClusterConfig(Section):
 
         secret = sorted(name for name in value if is_secret_name(name))
         if secret:
-            raise ValueError(f"{', '.join(secret)} looks like a secret: set it in the environment of the workers' nodes instead")
+            raise ValueError(
+                f"{', '.join(secret)} looks like a secret: set it in the environment of the workers' nodes instead"
+            )
         return value
 
 
@@ -202,7 +227,9 @@ class Config(Section):
     train: TrainConfig = Field(default_factory=TrainConfig, description="The optimisation.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="How work is shared between workers.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved and kept.")
-    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Evaluation during and after training.")
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="Evaluation during and after training."
+    )
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where metrics go.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the run asks of Ray.")
 
@@ -222,7 +249,8 @@ class Config(Section):
             raise ValueError(f"data: {' and '.join(named)} each choose the evaluation rows; keep one")
         if self.evaluation.every_steps is not None and not named:
             raise ValueError(
-                "evaluation.every_steps: there is nothing to evaluate on; set data.eval_ratio, data.eval_split or data.eval_source"
+                "evaluation.every_steps: there is nothing to evaluate on; "
+                "set data.eval_ratio, data.eval_split or data.eval_source"
             )
         return self
 
@@ -238,4 +266,5 @@ class Config(Section):
 
 def sections() -> dict[str, type[Section]]:
     """Section name to its model, in the order of the file."""
-    return {name: field.annotation for name, field in Config.model_fields.items() if field.annotation is not None}
+    kinds = ((name, field.annotation) for name, field in Config.model_fields.items())
+    return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Section)}

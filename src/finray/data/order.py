@@ -99,7 +99,9 @@ def micro_batches(batch: list[int], *, micro_batch_size: int, rank: int, world_s
     return pieces[rank::world_size]
 
 
-def total_steps(count: int, *, epochs: float | None, max_steps: int | None, global_batch_size: int) -> tuple[int, int | None]:
+def total_steps(
+    count: int, *, epochs: float | None, max_steps: int | None, global_batch_size: int
+) -> tuple[int, int | None]:
     """Optimizer steps of a run, and the length of the stream in items (None when steps alone decide)."""
     if max_steps is not None:
         return max_steps, None

@@ -7,7 +7,6 @@ Hugging Face data sets (by name, or directories that ``datasets`` wrote) go thro
 from __future__ import annotations
 
 import csv
-import glob
 import hashlib
 import json
 from collections.abc import Iterator
@@ -80,15 +79,23 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
             )
         return Source(name, tuple(_of_split(files, split)), split=split)
     if _GLOB_CHARACTERS & set(name):
-        files = sorted(Path(item) for item in glob.glob(name, recursive=True) if Path(item).is_file())
+        files = sorted(item for item in _glob(name) if item.is_file())
         if not files:
-            raise DataError("the pattern matches no file", where=name, repair="check data.source and the working directory")
+            raise DataError(
+                "the pattern matches no file", where=name, repair="check data.source and the working directory"
+            )
         for item in files:
             _check_suffix(item)
         return Source(name, tuple(files))
     if path.is_absolute() or name.startswith(("./", "../", "~")) or path.suffix.lower() in SUFFIXES:
         raise DataError("the file does not exist", where=name, repair="check data.source and the working directory")
     return Source(name, subset=subset, revision=revision, split=split)
+
+
+def _glob(pattern: str) -> Iterator[Path]:
+    path = Path(pattern).expanduser()
+    anchor = Path(path.anchor) if path.is_absolute() else Path()
+    return anchor.glob(str(path.relative_to(path.anchor)) if path.is_absolute() else str(path))
 
 
 def read(source: Source) -> Iterator[Row]:
@@ -140,7 +147,9 @@ def _check_suffix(path: Path) -> None:
 
 
 def _of_split(files: list[Path], split: str) -> list[Path]:
-    named = [file for file in files if file.stem == split or file.stem.startswith((f"{split}-", f"{split}_", f"{split}."))]
+    named = [
+        file for file in files if file.stem == split or file.stem.startswith((f"{split}-", f"{split}_", f"{split}."))
+    ]
     others = [
         file for file in files if file.stem.split("-")[0].split("_")[0].split(".")[0] in ("train", "validation", "test")
     ]
@@ -171,7 +180,9 @@ def _load_datasets(source: Source) -> Any:
             if isinstance(loaded, datasets.DatasetDict):
                 if source.split not in loaded:
                     raise DataError(
-                        f"no split is called `{source.split}`", where=source.name, repair=f"there are: {', '.join(loaded)}"
+                        f"no split is called `{source.split}`",
+                        where=source.name,
+                        repair=f"there are: {', '.join(loaded)}",
                     )
                 loaded = loaded[source.split]
         else:
@@ -237,9 +248,7 @@ def _read_json_lines(path: Path) -> Iterator[Row]:
 
 def _checked(path: Path, number: int, value: Any) -> Row:
     if not isinstance(value, dict):
-        raise DataError(
-            f"the row is a {type(value).__name__}, not an object with columns", where=f"{path}:{number}"
-        )
+        raise DataError(f"the row is a {type(value).__name__}, not an object with columns", where=f"{path}:{number}")
     return Row(str(path), number, value)
 
 

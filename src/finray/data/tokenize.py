@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from finray.data.formats import Chat, Completion, Example, Text
@@ -118,7 +119,9 @@ class Tokenizer:
             return _Job(text, ((0, len(text)),))
         learned = {index for index in wanted if chat.messages[index].train}
         rendered = self.renderer.render_with_spans(chat.messages, learned=learned.__contains__)
-        needs_end = bool(rendered.spans) and not rendered.ends[-1] and not rendered.text[rendered.spans[-1][1] :].strip()
+        needs_end = (
+            bool(rendered.spans) and not rendered.ends[-1] and not rendered.text[rendered.spans[-1][1] :].strip()
+        )
         return _Job(rendered.text, rendered.spans, suffix=self._eos() if needs_end else ())
 
     def _eos(self) -> tuple[int, ...]:
@@ -149,13 +152,13 @@ class Tokenizer:
     def _masked_apart(self, job: _Job) -> tuple[list[int], list[int]]:
         """Tokenise at the borders of learned spans, so that no token straddles one."""
         borders = [0, *(border for span in job.spans for border in span), len(job.text)]
-        pieces = [job.text[start:stop] for start, stop in zip(borders, borders[1:], strict=False)]
+        pieces = [job.text[start:stop] for start, stop in pairwise(borders)]
         encoded = self._backend.encode_batch(pieces, add_special_tokens=False)
         ids = [token for piece in encoded for token in piece.ids]
         mask = [index % 2 for index, piece in enumerate(encoded) for _ in piece.ids]
         if self._decode(ids) != self._decode(self._backend.encode(job.text, add_special_tokens=False).ids):
             raise DataError(
-                "a token joins the end of the prompt with the start of the answer, and this tokenizer cannot be split there",
+                "a token joins the end of the prompt with the start of the answer, and this tokenizer cannot split it",
                 repair="end the prompt with a newline, or move the space between them to one side",
             )
         return ids, mask

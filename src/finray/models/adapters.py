@@ -92,4 +92,6 @@ def load_adapter(model: Any, folder: Path) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder)).eval()
     except (ValueError, RuntimeError, OSError) as error:
-        raise ModelError(f"the adapter does not fit the model: {str(error).splitlines()[0]}", where=str(folder)) from None
+        raise ModelError(
+            f"the adapter does not fit the model: {str(error).splitlines()[0]}", where=str(folder)
+        ) from None

@@ -55,7 +55,9 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     if (folder / "config.json").is_file():
         return Artifact(folder, None, notes)
     raise ModelError(
-        "the directory holds neither an adapter nor a model", where=str(folder), repair="name a run, checkpoint or model directory"
+        "the directory holds neither an adapter nor a model",
+        where=str(folder),
+        repair="name a run, checkpoint or model directory",
     )
 
 

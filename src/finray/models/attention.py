@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 NAME = "finray_packed"
 
@@ -121,9 +121,7 @@ def _attend(
     return weights @ value.repeat_interleave(groups, 1)
 
 
-Kernel = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor
-]
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor]
 
 
 @lru_cache(maxsize=1)
@@ -153,7 +151,8 @@ def _varlen_kernel() -> Kernel | None:
         elif groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        output: torch.Tensor = varlen_attn(*flat, starts, starts, longest, longest, **options)
+        attend: Any = varlen_attn
+        output: torch.Tensor = attend(*flat, starts, starts, longest, longest, **options)
         return output[None]
 
     return kernel

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
@@ -18,12 +18,29 @@ from finray.models.loading import DTYPES, choose_attention, load_causal_lm
 class PackedRows(Protocol):
     """What the task reads of a batch; see ``finray.data.collate.Batch``."""
 
-    tokens_1T: torch.Tensor
-    positions_1T: torch.Tensor
-    lengths: tuple[int, ...]
-    starts_S1: torch.Tensor
-    at_K: torch.Tensor
-    targets_K: torch.Tensor
+    @property
+    def tokens_1T(self) -> torch.Tensor:
+        """int64 token ids."""
+
+    @property
+    def positions_1T(self) -> torch.Tensor:
+        """int64 positions within rows."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens per row."""
+
+    @property
+    def starts_S1(self) -> torch.Tensor:
+        """int32 cumulative lengths."""
+
+    @property
+    def at_K(self) -> torch.Tensor:
+        """int64 labelled positions."""
+
+    @property
+    def targets_K(self) -> torch.Tensor:
+        """int64 targets."""
 
 
 class CausalLM:
@@ -99,7 +116,11 @@ class CausalLM:
             return
         from safetensors.torch import load_file
 
-        tensors = {name: tensor for file in sorted(folder.glob("model*.safetensors")) for name, tensor in load_file(file).items()}
+        tensors = {
+            name: tensor
+            for file in sorted(folder.glob("model*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
         missing, unexpected = self.model.load_state_dict(tensors, strict=False)
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         if unexpected or set(missing) - tied:
@@ -122,7 +143,7 @@ class CausalLM:
 
     @torch.no_grad()
     def _prove_head(self, batch: PackedRows) -> None:
-        """Compare our head with the model's own on the first batch; a head we do not understand is left to the model."""
+        """Compare our head with the model's own on the first batch; one we do not understand is left to the model."""
         self._head_is_proven = True
         if self._head is None:
             return

@@ -124,7 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         return (
             None if hidden is None else hidden * grad_output.to(hidden.dtype),

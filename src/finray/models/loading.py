@@ -16,6 +16,18 @@ from finray.models import attention
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def quiet() -> None:
+    """Keep Transformers' bars and advice out of finray's output; errors still come."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    # PEFT reads a name that Transformers has renamed.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+
+
 def check_exists(name: str) -> None:
     """Find a wrong model path early, without importing Transformers or asking a hub.
 
@@ -28,16 +40,20 @@ def check_exists(name: str) -> None:
             raise ModelError(
                 "the directory holds no `config.json`", where=f"model.name={name}", repair="name a model directory"
             )
-    elif path.suffix == ".gguf" or path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1:
-        if not path.is_file():
-            raise ModelError(
-                "the model does not exist", where=f"model.name={name}", repair="check the path and the working directory"
-            )
+    elif _is_path(name, path) and not path.is_file():
+        raise ModelError(
+            "the model does not exist", where=f"model.name={name}", repair="check the path and the working directory"
+        )
+
+
+def _is_path(name: str, path: Path) -> bool:
+    """Whether a name can only be a path: Hub ids have one slash at most, and no dots in front."""
+    return path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
 @lru_cache(maxsize=1)
 def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16, AMX, or Arm's BF16); elsewhere it is slower than fp32."""
+    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16, AMX, Arm's BF16); elsewhere fp32 is faster."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -84,6 +100,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
+    quiet()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**_source(model))
     except (OSError, ValueError, ImportError, KeyError) as error:
@@ -93,7 +110,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
             tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
         except OSError as error:
             raise ModelError(
-                f"the chat template cannot be read: {error.strerror}", where=f"model.chat_template={model.chat_template}"
+                f"the chat template cannot be read: {error.strerror}",
+                where=f"model.chat_template={model.chat_template}",
             ) from None
     return tokenizer
 
@@ -112,6 +130,7 @@ def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
     from transformers import AutoModelForCausalLM
 
     check_exists(model.name)
+    quiet()
     attention.register()
     options = {} if attention_name is None else {"attn_implementation": attention_name}
     try:
@@ -124,7 +143,11 @@ def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
 def forget_gguf(model: Any) -> Any:
     """A model read from GGUF is dequantised, yet still calls itself quantised and refuses to be saved; mend that."""
     quantization = getattr(model.config, "quantization_config", None)
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else getattr(quantization, "quant_method", None)
+    method = (
+        quantization.get("quant_method")
+        if isinstance(quantization, dict)
+        else getattr(quantization, "quant_method", None)
+    )
     if quantization is not None and str(getattr(method, "value", method)) == "gguf":
         del model.config.quantization_config
         model.hf_quantizer = None

@@ -89,14 +89,18 @@ def place(cluster: ClusterConfig, available: dict[str, float]) -> Placement:
         raise ClusterError(
             f"{wanted} workers want a GPU each, the cluster has {gpus}",
             where="cluster.num_workers",
-            repair=f"set cluster.num_workers to at most {gpus}, or cluster.use_gpu to false" if gpus else "set cluster.use_gpu to false",
+            repair=f"set cluster.num_workers to at most {gpus}, or cluster.use_gpu to false"
+            if gpus
+            else "set cluster.use_gpu to false",
         )
     each = cluster.cpus_per_worker if cluster.cpus_per_worker is not None else max(1, cpus // wanted)
     if wanted * each > cpus:
         raise ClusterError(
             f"{wanted} workers of {each} CPU{'s' if each > 1 else ''} do not fit: the cluster has {cpus}",
             where="cluster.num_workers",
-            repair=f"set cluster.num_workers to at most {cpus // each}" if cpus >= each else "set cluster.cpus_per_worker lower",
+            repair=f"set cluster.num_workers to at most {cpus // each}"
+            if cpus >= each
+            else "set cluster.cpus_per_worker lower",
         )
     return Placement(wanted, each, use_gpu)
 

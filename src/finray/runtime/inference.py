@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,16 @@ from finray.models.loading import DTYPES, load_causal_lm, load_tokenizer, resolv
 from finray.runtime.prepare import prepare_here
 from finray.runtime.rundir import RunDir, saved_config
 
-Progress = Callable[[str, int, int], None]
+
+class Progress(Protocol):
+    """Told how far a part of an evaluation has come."""
+
+    def __call__(self, what: str, done: int, *, total: int) -> None:
+        """``done`` of ``total`` rows of the part ``what``."""
+
+
+def _silent(what: str, done: int, *, total: int) -> None:
+    """No progress."""
 
 
 def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
@@ -38,7 +48,9 @@ def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
         FinrayError: nothing is there, or it is damaged.
     """
     if not path.is_dir():
-        raise ModelError("the directory does not exist", where=str(path), repair="name a run, checkpoint or model directory")
+        raise ModelError(
+            "the directory does not exist", where=str(path), repair="name a run, checkpoint or model directory"
+        )
     run = RunDir(path.resolve())
     folder = run.path
     if run.config_file.is_file():
@@ -144,7 +156,7 @@ class Comparison:
     folder: Path
 
 
-def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress = lambda what, done, total: None) -> Comparison:
+def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress = _silent) -> Comparison:
     """Generate on a run's held-out rows with the base and the tuned model, and score both.
 
     The rows are read from the prepared dataset, so prompts are the very tokens of training up to the last answer.
@@ -154,7 +166,9 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
     """
     run = RunDir(run_path.resolve())
     if not run.config_file.is_file():
-        raise ModelError("not a finray run", where=str(run_path), repair="name the directory of a run (it has a config.yaml)")
+        raise ModelError(
+            "not a finray run", where=str(run_path), repair="name the directory of a run (it has a config.yaml)"
+        )
     config = saved_config(run)
     artifact = find_artifact(run.path)
     rows = _held_out(config, config.evaluation.max_rows if max_rows is None else max_rows)
@@ -163,7 +177,7 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
     results = {}
     for name, model, context in _both(artifact, config):
         with context:
-            loss = _loss(model, rows.tokens, progress=lambda done, name=name: progress(f"{name} loss", done, len(rows.tokens)))
+            loss = _loss(model, rows.tokens, progress=partial(progress, f"{name} loss", total=len(rows.tokens)))
             answers = generate(
                 model,
                 rows.prompts,
@@ -171,7 +185,7 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
                 stop_ids=_stop_ids(tokenizer, model),
                 sampling=sampling,
                 batch_size=config.evaluation.batch_size,
-                progress=lambda done, name=name: progress(f"{name} answers", done, len(rows.prompts)),
+                progress=partial(progress, f"{name} answers", total=len(rows.prompts)),
             )
         results[name] = (loss, [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers])
     return _compare(run, tokenizer, rows, results)
@@ -234,7 +248,12 @@ def _loss(model: Any, rows: list[tuple[Any, Any]], *, progress: Callable[[int], 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     usual = inner.config._attn_implementation
     inner.set_attn_implementation(attention.NAME)
-    task = CausalLM(model, precision="bf16" if inner.dtype == torch.bfloat16 else "fp32", attention_name=attention.NAME, device=device)
+    task = CausalLM(
+        model,
+        precision="bf16" if inner.dtype == torch.bfloat16 else "fp32",
+        attention_name=attention.NAME,
+        device=device,
+    )
     total, targets = 0.0, 0
     for number, row in enumerate(rows):
         batch = collate([row], [number])
@@ -281,7 +300,7 @@ def _pad_id(tokenizer: Any) -> int:
 
 
 def _stop_ids(tokenizer: Any, model: Any) -> list[int]:
-    """Every token that ends an answer: the tokenizer's EOS, and those of the model's generation config (end of turn)."""
+    """Every token that ends an answer: the tokenizer's EOS, and those of the generation config (end of turn)."""
     stop = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
     configured = model.generation_config.eos_token_id
     if configured is not None:

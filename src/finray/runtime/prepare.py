@@ -7,7 +7,7 @@ from typing import Any
 
 from finray.config.load import build_config
 from finray.config.schema import Config
-from finray.data.prepared import PreparedDataset, Preparation, plan_sources, prepare, tokenizer_digest
+from finray.data.prepared import Preparation, PreparedDataset, plan_sources, prepare, tokenizer_digest
 from finray.data.tokenize import Tokenizer
 from finray.errors import FinrayError, from_dict
 from finray.models.loading import check_exists, load_tokenizer

@@ -145,5 +145,7 @@ def _begin_or_continue(config: Config, run: RunDir, *, fresh: bool, say: Callabl
 
 def _free_name(path: Path) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    candidates = [path.with_name(f"{path.name}.before-{stamp}{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
+    candidates = [
+        path.with_name(f"{path.name}.before-{stamp}{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 100)))
+    ]
     return next(candidate for candidate in candidates if not candidate.exists())

@@ -45,7 +45,9 @@ class ConsoleTracker:
             self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def log(self, record: dict[str, Any]) -> None:
@@ -68,7 +70,9 @@ class ConsoleTracker:
             self._progress.update(self._task, completed=record["step"], line=line)
         elif now - self._last_line >= PLAIN_EVERY_S or record["step"] == self._total:
             self._last_line = now
-            self._console.print(f"step {record['step']}/{self._total}  {line}  {self._eta(record['step'], now)}", highlight=False)
+            self._console.print(
+                f"step {record['step']}/{self._total}  {line}  {self._eta(record['step'], now)}", highlight=False
+            )
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -17,14 +17,14 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, *, resume_step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def log(self, record: dict[str, Any]) -> None:
         """Write one record."""
         for name, value in record.items():
             if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()

@@ -70,7 +70,11 @@ def assemble(
         fence.take()
     precision = resolve_precision(config.train.precision, strategy.device)
     task = CausalLM.build(
-        config.model, config.adapter, precision=precision, seed=derive_key(config.run.seed, "adapter"), device=strategy.device
+        config.model,
+        config.adapter,
+        precision=precision,
+        seed=derive_key(config.run.seed, "adapter"),
+        device=strategy.device,
     )
     if config.train.gradient_checkpointing:
         task.checkpoint_activations()
@@ -170,9 +174,7 @@ def _restore(
     return TrainState.load(Path(path), optimizer)
 
 
-def _trackers(
-    config: Config, run_dir: Path, step: int, notify: Callable[[dict[str, Any]], None]
-) -> list[Tracker]:
+def _trackers(config: Config, run_dir: Path, step: int, notify: Callable[[dict[str, Any]], None]) -> list[Tracker]:
     trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume_step=step), _Notifier(notify)]
     if config.tracking.tensorboard:
         from finray.tracking.tensorboard import TensorBoardTracker

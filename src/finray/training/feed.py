@@ -99,7 +99,9 @@ class Ahead:
         waited: seconds the caller has waited for data.
     """
 
-    def __init__(self, make: Callable[[int], StepData], position: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, make: Callable[[int], StepData], position: int, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._make = make
         self._clock = clock
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-feed")

@@ -68,7 +68,9 @@ class Loop:
     save_extras: Callable[[Path], None]
     reported: Callable[[Path, dict[str, float]], None]
     clock: Callable[[], float] = time.perf_counter
-    phases: dict[str, float] = field(default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0})
+    phases: dict[str, float] = field(
+        default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0}
+    )
     last_eval: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None

@@ -1,0 +1,76 @@
+# Two commands matter: `make quickstart` and `make test`. Each sets itself up in .venv and needs Python 3.11+ and make.
+PYTHON ?= python3
+MODEL  ?= .models/SmolLM2-135M-Instruct
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# pytest-xdist workers; integration tests share one Ray cluster and run in one of them.
+JOBS   ?= 2
+
+.PHONY: quickstart test check format docs bench clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make quickstart   fine-tune a small chat model on this machine and compare it with its base"
+	@echo "make test         run the tests"
+	@echo "make check        lint, types, import rules, docs"
+	@echo "make format       format the code"
+	@echo "make bench        benchmarks side by side with TRL (benchmarks/RESULTS.md)"
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finray needs Python 3.11 or newer; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# torch by itself first: the constraint names one version, and a machine may offer a build of its own for it.
+$(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) torch
+	$(PIP) --editable '.[gguf]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# A model directory is fetched; anything else (a Hub id, a directory of yours) is used as it is.
+.models/%: $(VENV)/.core
+	PYTHON=$(BIN)/python bash examples/quickstart/get_model.sh $@
+	@touch $@
+
+ifneq ($(filter .models/%,$(MODEL)),)
+MODEL_FILES := $(MODEL)
+endif
+
+quickstart: $(VENV)/.core $(MODEL_FILES)
+	$(BIN)/finray train examples/quickstart/quickstart.yaml model.name=$(MODEL)
+	$(BIN)/finray evaluate runs/quickstart
+	@echo
+	@echo 'prompt it:  $(BIN)/finray generate runs/quickstart --file examples/quickstart/prompts.jsonl'
+	@echo 'resume it:  $(BIN)/finray train examples/quickstart/quickstart.yaml model.name=$(MODEL)   (kill it half-way and see)'
+	@echo 'export it:  $(BIN)/finray export runs/quickstart --output runs/quickstart-merged'
+
+test: $(VENV)/.dev .models/SmolLM2-135M-Instruct
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/finray config docs | diff - docs/reference/config.md
+	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.dev
+	$(BIN)/finray config docs > docs/reference/config.md
+	$(BIN)/mkdocs build --strict --site-dir build/site
+
+bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
+	$(PIP) '.[bench]'
+	$(BIN)/python benchmarks/train_cpu.py
+
+clean:
+	rm -rf $(VENV) build .models
