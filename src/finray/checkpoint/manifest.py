@@ -36,7 +36,7 @@ def build(folder: Path, *, step: int, metrics: dict[str, float]) -> dict[str, An
 
 def write(folder: Path, content: dict[str, Any]) -> None:
     """Write a manifest that :func:`build` made."""
-    (folder / NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / NAME).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def read(folder: Path) -> dict[str, Any]:

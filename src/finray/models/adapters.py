@@ -29,6 +29,8 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int) -> Any:
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=adapter.target_modules,
+        # GPT-2 keeps its projections transposed.
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
     try:
         with torch.random.fork_rng(devices=[]):

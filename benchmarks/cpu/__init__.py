@@ -1,0 +1,1 @@
+"""The measurements of train_cpu.py, one to a module."""

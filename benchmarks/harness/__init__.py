@@ -1,0 +1,1 @@
+"""What the benchmarks share: rows, subprocesses, statistics and the results file."""

@@ -1,0 +1,395 @@
+"""Rows to train on: made here with Alpaca's lengths, or read from a file; and a fair sample of them.
+
+The words are drawn at random, so the losses mean nothing beyond comparing two systems on the same rows. What matters
+for speed is how long the rows are, and how unequal.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+# Tokens of prompts and answers at these percentiles, of 999 rows in Alpaca's format with answers by GPT-4 (the English
+# sample that is passed around for trying out fine-tuning), counted with SmolLM2's tokenizer.
+PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
+PROMPT_TOKENS = (4, 6, 7, 8, 11, 15, 23, 34, 44, 87, 170)
+ANSWER_TOKENS = (1, 4, 8, 11, 25, 106, 259, 362, 401, 509, 594)
+
+WORDS = [
+    "time",
+    "year",
+    "people",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "school",
+    "state",
+    "family",
+    "student",
+    "group",
+    "country",
+    "problem",
+    "hand",
+    "part",
+    "place",
+    "case",
+    "week",
+    "company",
+    "system",
+    "program",
+    "question",
+    "work",
+    "government",
+    "number",
+    "night",
+    "point",
+    "home",
+    "water",
+    "room",
+    "mother",
+    "area",
+    "money",
+    "story",
+    "fact",
+    "month",
+    "lot",
+    "right",
+    "study",
+    "book",
+    "eye",
+    "job",
+    "word",
+    "business",
+    "issue",
+    "side",
+    "kind",
+    "head",
+    "house",
+    "service",
+    "friend",
+    "father",
+    "power",
+    "hour",
+    "game",
+    "line",
+    "end",
+    "member",
+    "law",
+    "car",
+    "city",
+    "community",
+    "name",
+    "president",
+    "team",
+    "minute",
+    "idea",
+    "body",
+    "information",
+    "back",
+    "parent",
+    "face",
+    "others",
+    "level",
+    "office",
+    "door",
+    "health",
+    "person",
+    "art",
+    "war",
+    "history",
+    "party",
+    "result",
+    "change",
+    "morning",
+    "reason",
+    "research",
+    "girl",
+    "guy",
+    "moment",
+    "air",
+    "teacher",
+    "force",
+    "education",
+    "foot",
+    "boy",
+    "age",
+    "policy",
+    "music",
+    "market",
+    "sense",
+    "nation",
+    "plan",
+    "college",
+    "interest",
+    "death",
+    "experience",
+    "effect",
+    "use",
+    "class",
+    "control",
+    "field",
+    "development",
+    "role",
+    "effort",
+    "rate",
+    "heart",
+    "drug",
+    "show",
+    "leader",
+    "light",
+    "voice",
+    "wife",
+    "police",
+    "mind",
+    "price",
+    "report",
+    "decision",
+    "son",
+    "view",
+    "relationship",
+    "town",
+    "road",
+    "arm",
+    "difference",
+    "value",
+    "building",
+    "action",
+    "season",
+    "society",
+    "tax",
+    "director",
+    "position",
+    "player",
+    "record",
+    "paper",
+    "space",
+    "ground",
+    "form",
+    "event",
+    "official",
+    "matter",
+    "center",
+    "couple",
+    "site",
+    "project",
+    "base",
+    "activity",
+    "star",
+    "table",
+    "need",
+    "court",
+    "oil",
+    "situation",
+    "cost",
+    "industry",
+    "figure",
+    "street",
+    "image",
+    "phone",
+    "data",
+    "picture",
+    "practice",
+    "piece",
+    "land",
+    "product",
+    "doctor",
+    "wall",
+    "patient",
+    "worker",
+    "news",
+    "test",
+    "movie",
+    "north",
+    "love",
+    "support",
+    "technology",
+    "step",
+    "baby",
+    "computer",
+    "type",
+    "attention",
+    "film",
+    "tree",
+    "source",
+    "good",
+    "new",
+    "first",
+    "last",
+    "long",
+    "great",
+    "little",
+    "own",
+    "other",
+    "old",
+    "big",
+    "high",
+    "different",
+    "small",
+    "large",
+    "next",
+    "early",
+    "young",
+    "important",
+    "few",
+    "public",
+    "bad",
+    "same",
+    "able",
+    "be",
+    "have",
+    "do",
+    "say",
+    "get",
+    "make",
+    "go",
+    "know",
+    "take",
+    "see",
+    "come",
+    "think",
+    "look",
+    "want",
+    "give",
+    "use",
+    "find",
+    "tell",
+    "ask",
+    "work",
+    "seem",
+    "feel",
+    "try",
+    "leave",
+    "call",
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "for",
+    "with",
+    "on",
+    "at",
+    "by",
+    "from",
+    "about",
+    "into",
+    "over",
+    "after",
+    "under",
+    "between",
+    "through",
+    "during",
+]
+
+
+def _draw_length(random_source: random.Random, tokens: Sequence[int]) -> int:
+    """A length whose distribution has the given values at `PERCENTILES`, straight lines between them."""
+    at = random_source.uniform(0, 100)
+    right = min(bisect_right(PERCENTILES, at), len(PERCENTILES) - 1)
+    left = right - 1
+    share = (at - PERCENTILES[left]) / (PERCENTILES[right] - PERCENTILES[left])
+    return max(1, round(tokens[left] + share * (tokens[right] - tokens[left])))
+
+
+def _text(random_source: random.Random, tokens: int) -> str:
+    """About so many tokens: words and marks, each a token to the usual vocabularies."""
+    pieces: list[str] = []
+    while len(pieces) < tokens:
+        left = tokens - len(pieces)
+        sentence = random_source.choices(WORDS, k=min(random_source.randint(5, 14), max(1, left - 1)))
+        pieces += [f" {word}" for word in sentence] + ["."]
+    return "".join(pieces[: max(1, tokens)]).strip()
+
+
+def make_rows(count: int, *, seed: int) -> list[Row]:
+    """Rows of one question and one answer, with Alpaca's lengths."""
+    random_source = random.Random(seed)
+    return [
+        _chat(
+            _text(random_source, _draw_length(random_source, PROMPT_TOKENS)),
+            _text(random_source, _draw_length(random_source, ANSWER_TOKENS)),
+        )
+        for _ in range(count)
+    ]
+
+
+def _chat(prompt: str, answer: str) -> Row:
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a JSON array or of JSON lines, as messages.
+
+    A row may have Alpaca's columns, `prompt` and `completion` as strings, or `messages` that end with an answer to
+    one message; what has no answer is left out.
+    """
+    text = path.read_text(encoding="utf-8")
+    raw = (
+        json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines() if line]
+    )
+    rows = [_as_chat(row) for row in raw]
+    return [row for row in rows if row["messages"][-1]["content"].strip()]
+
+
+def _as_chat(row: Row) -> Row:
+    if "messages" in row:
+        return {"messages": row["messages"]}
+    if "instruction" in row:
+        parts = [row["instruction"], row.get("input") or ""]
+        return _chat("\n\n".join(part for part in parts if part), row["output"])
+    return _chat(row["prompt"], row["completion"])
+
+
+def as_text_rows(rows: Sequence[Row]) -> list[Row]:
+    """Rows as a prompt string and a completion string, without a chat template.
+
+    With a template TRL also learns the newline after the end-of-turn token, and finray does not. Of strings both
+    learn the completion and one end-of-sequence token.
+    """
+    return [
+        {
+            "prompt": "".join(f"{message['content'].strip()}\n" for message in row["messages"][:-1]),
+            "completion": row["messages"][-1]["content"].strip(),
+        }
+        for row in rows
+    ]
+
+
+def count_tokens(rows: Sequence[Row], model: Path) -> list[int]:
+    """Tokens of the contents of each row, without the chat template."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    texts = ["\n".join(message["content"] for message in row["messages"]) for row in rows]
+    return [len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def grouped_sample(rows: Sequence[Row], lengths: Sequence[int], *, batches: int, batch_size: int) -> list[list[Row]]:
+    """Batches of rows of nearly one length, spread evenly over the lengths there are.
+
+    It is what sorting a large data set by length gives, in small: a few rows grouped by themselves would be padded
+    more. Taken together the rows have the lengths of the whole.
+    """
+    by_length = sorted(range(len(rows)), key=lambda index: (lengths[index], index))
+    available = len(rows) // batch_size
+    if batches > available:
+        raise ValueError(f"{len(rows)} rows do not make {batches} batches of {batch_size}")
+    chosen = [(2 * number + 1) * available // (2 * batches) for number in range(batches)]
+    return [[rows[index] for index in by_length[at * batch_size : (at + 1) * batch_size]] for at in chosen]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> Path:
+    """Write JSON lines."""
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path

@@ -1,0 +1,78 @@
+"""Shared fixtures: tiny models and tokenizers made on the spot, one Ray cluster, and the real small chat model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from tests.support import tiny  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return tiny.train_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A two-layer Llama of width 64 with its tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tiny.save_model("llama", folder, tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The real SmolLM2-135M-Instruct, which `make test` puts in place before the tests start."""
+    folder = ROOT / ".models" / "SmolLM2-135M-Instruct"
+    assert (folder / "config.json").is_file(), "run `make .models/SmolLM2-135M-Instruct` first"
+    return folder
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> Callable[..., Path]:
+    def write(rows: list[Any], name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """One local Ray for all tests of a session; its address, which `finray` processes join through RAY_ADDRESS.
+
+    It has four CPUs by its own account, so that three workers can be placed on a machine with two cores.
+    """
+    import secrets
+
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
+    import ray
+
+    context = ray.init(
+        address="local", num_cpus=4, include_dashboard=False, object_store_memory=128 * 2**20, log_to_driver=False
+    )
+    address = context.address_info["gcs_address"]
+    os.environ["RAY_ADDRESS"] = address
+    yield address
+    ray.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that use Ray share one cluster, so they run in one of the parallel processes."""
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ray"))

@@ -1,0 +1,166 @@
+"""Checkpoints: whole or not at all; any damage is found and named; the right ones are kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finray.checkpoint import CheckpointStore, directory_name, manifest
+from finray.checkpoint.fence import Fence
+from finray.checkpoint.store import to_delete
+from finray.errors import CheckpointError
+
+FILES = ("adapter_model.safetensors", "adapter_config.json", "training_state/state.json", "training_state/optimizer.safetensors")
+
+
+def fill(step: int) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "training_state").mkdir()
+        for name in FILES:
+            (folder / name).write_bytes(f"{name} at {step} ".encode() * 50)
+
+    return write
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    store = CheckpointStore(tmp_path / "run")
+    for step in (10, 20):
+        store.write(step, fill(step), metrics={})
+    return store
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def no_warning(message: str) -> None:
+    raise AssertionError(message)
+
+
+def test_the_newest_is_found(store: CheckpointStore) -> None:
+    found = store.latest(no_warning)
+    assert found is not None
+    assert (found.step, found.path.name) == (20, "checkpoint-000020")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut, flip], ids=["missing", "truncated", "one bit flipped"])
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
+    store: CheckpointStore, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(store.run_dir / "checkpoint-000020" / name)
+    warnings: list[str] = []
+    found = store.latest(warnings.append)
+    assert found is not None
+    assert found.step == 10
+    assert len(warnings) == 1
+    assert f"checkpoint-000020/{name}" in warnings[0]
+
+
+def test_when_all_are_damaged_nothing_starts_afresh(store: CheckpointStore) -> None:
+    for step in (10, 20):
+        flip(store.run_dir / directory_name(step) / FILES[0])
+    with pytest.raises(CheckpointError, match="every checkpoint of the run is damaged") as caught:
+        store.latest(lambda message: None)
+    assert "--fresh" in str(caught.value)
+
+
+def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "run").latest(no_warning) is None
+
+
+def test_a_directory_that_was_never_finished_is_no_checkpoint(store: CheckpointStore) -> None:
+    shutil.copytree(store.run_dir / "checkpoint-000020", store.run_dir / "checkpoint-000030")
+    (store.run_dir / "checkpoint-000030" / "manifest.json").unlink()
+    warnings: list[str] = []
+    found = store.latest(warnings.append)
+    assert found is not None
+    assert found.step == 20
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_and_no_rest(store: CheckpointStore) -> None:
+    def full(folder: Path) -> None:
+        fill(30)(folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match="no space left") as caught:
+        store.write(30, full, metrics={})
+    assert "make room" in str(caught.value)
+    assert sorted(path.name for path in store.run_dir.iterdir()) == ["checkpoint-000010", "checkpoint-000020"]
+    assert store.latest(no_warning) is not None
+
+
+def test_a_full_disk_when_files_are_made_durable(store: CheckpointStore) -> None:
+    def sync(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match="no space left"):
+        CheckpointStore(store.run_dir, sync=sync).write(30, fill(30), metrics={})
+    assert store.steps() == [10, 20]
+
+
+def test_a_mistake_of_ours_is_not_dressed_up(store: CheckpointStore) -> None:
+    def wrong(folder: Path) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        store.write(30, wrong, metrics={})
+    assert store.steps() == [10, 20]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(store: CheckpointStore) -> None:
+    flip(store.run_dir / "checkpoint-000020" / FILES[0])
+    store.write(20, fill(20), metrics={})
+    found = store.latest(no_warning)
+    assert found is not None
+    assert found.step == 20
+
+
+def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, 2.2)):
+        store.write(step, fill(step), metrics={"eval_loss": loss})
+    assert store.prune(keep_last=2, keep_best=True) == [1, 3]
+    assert store.steps() == [2, 4, 5]
+    assert store.best() == 2
+    assert store.prune(keep_last=1, keep_best=False) == [2, 4]
+
+
+@given(st.lists(st.integers(1, 100), unique=True).map(sorted), st.integers(1, 5), st.none() | st.integers(1, 100))
+def test_retention_never_deletes_the_newest_or_the_best(steps: list[int], keep: int, best: int | None) -> None:
+    doomed = to_delete(steps, keep_last=keep, best=best)
+    assert not set(doomed) & set(steps[-keep:])
+    assert best not in doomed
+    assert len(steps) - len(doomed) <= keep + 1
+
+
+def test_an_attempt_that_was_overtaken_cannot_write(tmp_path: Path) -> None:
+    old, new = Fence(tmp_path), Fence(tmp_path)
+    old.take()
+    store = CheckpointStore(tmp_path, fence=old.check)
+    store.write(1, fill(1), metrics={})
+    new.take()
+    with pytest.raises(CheckpointError, match="another attempt"):
+        store.write(2, fill(2), metrics={})
+    assert store.steps() == [1]
+
+
+def test_the_manifest_lists_every_file(store: CheckpointStore) -> None:
+    content = json.loads((store.run_dir / "checkpoint-000020" / manifest.NAME).read_text())
+    assert {entry["path"] for entry in content["files"]} == set(FILES)
+    assert content["step"] == 20

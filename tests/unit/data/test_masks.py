@@ -1,0 +1,180 @@
+"""What is learned: the answers and their end-of-turn, and nothing else; on real families' template shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finray.data.formats import Chat, Completion, Message, Text
+from finray.data.tokenize import Tokenizer
+from finray.errors import DataError
+from tests.support import tiny
+
+# Shapes of families' templates, with the special tokens of the test tokenizer.
+TEMPLATES = {
+    "chatml": tiny.CHATML,
+    # Llama 3: header, blank line, trimmed content.
+    "trimmed": (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+    ),
+    # Gemma: the system message is folded into the first user turn, and the assistant has another name.
+    "folded": (
+        "{% if messages[0]['role'] == 'system' %}{% set s = messages[0]['content'] + '\n\n' %}{% set ms = messages[1:] %}"
+        "{% else %}{% set s = '' %}{% set ms = messages %}{% endif %}"
+        "{% for m in ms %}<|im_start|>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+        "{{ s if loop.first else '' }}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+    ),
+    # SmolLM2: a default system message of the template's own.
+    "default system": (
+        "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
+        "be kind<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    ),
+}
+
+
+def make(tokenizer: Any, *, train_on: str = "completion", max_length: int = 512, on_too_long: str = "truncate") -> Tokenizer:
+    return Tokenizer(tokenizer, train_on=train_on, max_length=max_length, on_too_long=on_too_long)  # type: ignore[arg-type]
+
+
+def learned_text(tokenizer: Any, chat: Any, **options: Any) -> str:
+    """Text of the learned tokens, with a bar where learning stops and starts again."""
+    (rows,) = make(tokenizer, **options).encode([chat])
+    (row,) = rows
+    parts: list[str] = []
+    last = -2
+    for at, (token, learned) in enumerate(zip(row.ids, row.mask, strict=True)):
+        if learned:
+            parts += (["|"] if at != last + 1 and parts else []) + [tokenizer.decode([token])]
+            last = at
+    return "".join(parts)
+
+
+@pytest.fixture(params=sorted(TEMPLATES))
+def templated(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
+    before = tokenizer.chat_template
+    tokenizer.chat_template = TEMPLATES[request.param]
+    yield tokenizer
+    tokenizer.chat_template = before
+
+
+def conversation(*turns: tuple[str, str]) -> Chat:
+    return Chat(tuple(Message(role, content) for role, content in turns))
+
+
+def test_answers_and_their_end_of_turn_are_learned(templated: Any) -> None:
+    chat = conversation(("system", "be small"), ("user", "what is"), ("assistant", "a dog"), ("user", "why"), ("assistant", "no"))
+    assert learned_text(templated, chat) == "a dog<|im_end|>|no<|im_end|>"
+
+
+def test_only_the_last_answer(templated: Any) -> None:
+    chat = conversation(("user", "what"), ("assistant", "a dog"), ("user", "why"), ("assistant", "no"))
+    assert learned_text(templated, chat, train_on="last_assistant") == "no<|im_end|>"
+
+
+def test_a_message_may_forbid_learning(tokenizer: Any) -> None:
+    chat = Chat((Message("user", "a"), Message("assistant", "the cat", train=False), Message("user", "b"), Message("assistant", "yes")))
+    assert learned_text(tokenizer, chat) == "yes<|im_end|>"
+
+
+def test_an_answer_that_also_stands_in_the_question_is_learned_once(templated: Any) -> None:
+    chat = conversation(("user", "a dog a dog"), ("assistant", "a dog"))
+    assert learned_text(templated, chat) == "a dog<|im_end|>"
+
+
+def test_what_is_trained_continues_the_prompt_that_is_served(tokenizer: Any) -> None:
+    chat = conversation(("user", "what is the river"), ("assistant", "water"))
+    encoder = make(tokenizer)
+    prompt = encoder.renderer.render(chat.messages[:1], add_generation_prompt=True)
+    served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ((row,),) = encoder.encode([chat])
+    assert row.ids[: len(served)] == served
+    answer = len(tokenizer("water", add_special_tokens=False)["input_ids"]) + 1
+    assert row.mask == [0] * len(served) + [1] * answer + [0] * (len(row.ids) - len(served) - answer)
+
+
+_word = st.text(alphabet="abc dé\n☃{}<|", min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(_word, _word), min_size=1, max_size=3))
+def test_random_conversations_learn_exactly_the_answers(turns: list[tuple[str, str]]) -> None:
+    """An independent check: learned text, put together again, is the answers with their end-of-turn."""
+    tokenizer = _TOKENIZER
+    chat = conversation(*((role, text) for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)))
+    ((row,),) = make(tokenizer).encode([chat])
+    assert tokenizer.decode(row.ids) == tokenizer.decode(
+        tokenizer(make(tokenizer).renderer.render(chat.messages), add_special_tokens=False)["input_ids"]
+    )
+    learned = tokenizer.decode([token for token, mask in zip(row.ids, row.mask, strict=True) if mask])
+    assert learned == "".join(f"{answer}<|im_end|>" for _, answer in turns)
+
+
+_TOKENIZER = tiny.train_tokenizer()
+
+
+def test_prompt_and_completion_are_joined_as_they_are(tokenizer: Any) -> None:
+    assert learned_text(tokenizer, Completion("one two ", "three four")) == "three four<|im_end|>"
+
+
+def test_a_token_across_the_border_is_split_there(tokenizer: Any) -> None:
+    """`the` + ` dog`: tokenised whole, the space belongs to the dog; served, it belongs to the prompt."""
+    whole = tokenizer("the dog", add_special_tokens=False)["input_ids"]
+    ((row,),) = make(tokenizer).encode([Completion("the ", "dog")])
+    served = tokenizer("the ", add_special_tokens=False)["input_ids"]
+    assert row.ids[: len(served)] == served
+    assert row.ids[:-1] != whole
+    assert tokenizer.decode([token for token, mask in zip(row.ids, row.mask, strict=True) if mask]) == "dog<|im_end|>"
+
+
+def test_all_tokens_of_text_are_learned_and_long_text_is_cut_into_pieces(tokenizer: Any) -> None:
+    (rows,) = make(tokenizer, max_length=8).encode([Text(" ".join(tiny.WORDS))])
+    whole = [*tokenizer(" ".join(tiny.WORDS), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert [token for row in rows for token in row.ids] == whole
+    assert all(all(row.mask) and len(row.ids) <= 8 for row in rows)
+    assert rows[0].supervised == 7
+
+
+def test_a_cut_off_answer_says_so(tokenizer: Any) -> None:
+    chat = conversation(("user", "one two three"), ("assistant", " ".join(tiny.WORDS)))
+    ((row,),) = make(tokenizer, max_length=16).encode([chat])
+    assert row.truncated
+    assert len(row.ids) == 16
+    assert make(tokenizer, max_length=16, on_too_long="drop").encode([chat]) == [[]]
+    with pytest.raises(DataError, match=r"data\.max_length is 16"):
+        make(tokenizer, max_length=16, on_too_long="error").encode([chat])
+
+
+def test_a_template_that_rewrites_messages_is_refused(tokenizer: Any) -> None:
+    before = tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] | upper }}<|im_end|>{% endfor %}"
+    try:
+        with pytest.raises(DataError, match="rewrites messages"):
+            make(tokenizer).encode([conversation(("user", "a"), ("assistant", "b"))])
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_a_template_that_refuses_is_quoted(tokenizer: Any) -> None:
+    before = tokenizer.chat_template
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    try:
+        with pytest.raises(DataError, match="roles must alternate"):
+            make(tokenizer).encode([conversation(("user", "a"), ("assistant", "b"))])
+    finally:
+        tokenizer.chat_template = before
+
+
+def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence(tokenizer: Any) -> None:
+    before = tokenizer.chat_template
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    try:
+        ((row,),) = make(tokenizer).encode([conversation(("user", "a"), ("assistant", "the dog"))])
+    finally:
+        tokenizer.chat_template = before
+    assert row.ids[-1] == tokenizer.eos_token_id
+    assert row.mask[-1] == 1

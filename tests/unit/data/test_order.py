@@ -1,0 +1,82 @@
+"""The order is a pure function, and a permutation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finray.data.order import Order, derive_key, micro_batches, mix, permutation, split_indices, total_steps
+
+
+def reference_splitmix(value: int) -> int:
+    """SplitMix64's next() on Python integers."""
+    mask = 2**64 - 1
+    z = (value + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20))
+def test_mix_is_splitmix64(values: list[int]) -> None:
+    assert mix(np.array(values, dtype=np.uint64)).tolist() == [reference_splitmix(value) for value in values]
+
+
+def test_order_is_pinned() -> None:
+    """Changing these numbers changes what every existing run would see on resume."""
+    assert derive_key("epoch", 17, 0) == 0xFDB21586176E4206
+    assert permutation(8, "epoch", 17, 0).tolist() == [7, 5, 0, 4, 1, 3, 2, 6]
+    assert permutation(8, "epoch", 17, 1).tolist() == [1, 4, 5, 3, 6, 0, 2, 7]
+
+
+@given(st.integers(1, 300), st.integers(0, 2**31), st.integers(0, 3))
+def test_every_epoch_holds_every_item_once(count: int, seed: int, epoch: int) -> None:
+    order = Order(count, seed=seed)
+    assert sorted(order.batch(epoch * count, count)) == list(range(count))
+
+
+@settings(max_examples=50)
+@given(
+    count=st.integers(1, 60),
+    seed=st.integers(0, 1000),
+    size=st.integers(1, 16),
+    micro=st.integers(1, 8),
+    world=st.integers(1, 5),
+    position=st.integers(0, 200),
+)
+def test_ranks_cover_the_step_whatever_the_world_size(
+    count: int, seed: int, size: int, micro: int, world: int, position: int
+) -> None:
+    batch = Order(count, seed=seed).batch(position, size)
+    shares = [micro_batches(batch, micro_batch_size=micro, rank=rank, world_size=world) for rank in range(world)]
+    pieces = sorted((piece for share in shares for piece in share), key=lambda piece: piece.index)
+    assert [item for piece in pieces for item in piece.items] == batch
+    assert [piece.index for piece in pieces] == list(range(len(pieces)))
+
+
+@given(st.integers(1, 50), st.integers(0, 100), st.integers(1, 9), st.integers(0, 30))
+def test_a_stream_read_in_other_steps_is_the_same_stream(count: int, seed: int, size: int, start: int) -> None:
+    whole = Order(count, seed=seed).batch(0, start + size)
+    assert Order(count, seed=seed).batch(start, size) == whole[start:]
+
+
+def test_the_last_step_is_short_and_nothing_is_seen_twice() -> None:
+    steps, total = total_steps(10, epochs=1, max_steps=None, global_batch_size=4)
+    order = Order(10, seed=0, total=total)
+    batches = [order.batch(step * 4, 4) for step in range(steps)]
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert sorted(item for batch in batches for item in batch) == list(range(10))
+
+
+def test_other_seeds_and_epochs_give_other_orders() -> None:
+    orders = {tuple(permutation(20, "epoch", seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+@pytest.mark.parametrize(("count", "ratio", "held_out"), [(10, 0.2, 2), (3, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0), (5, 0.0, 0)])
+def test_splits_are_exact_disjoint_and_complete(count: int, ratio: float, held_out: int) -> None:
+    kept, held = split_indices(count, eval_ratio=ratio, seed=3)
+    assert len(held) == held_out
+    assert sorted([*kept.tolist(), *held.tolist()]) == list(range(count))

@@ -1,0 +1,54 @@
+"""Packs hold every row once, never overflow, and are nearly full."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finray.data.packing import one_row_each, plan_packs
+
+
+def naive_best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """Best-fit decreasing by looking at every pack; returns the room left in each."""
+    left: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [(room, index) for index, room in enumerate(left) if room >= length]
+        if fitting:
+            _, index = min(fitting)
+            left[index] -= length
+        else:
+            left.append(capacity - length)
+    return left
+
+
+@given(st.lists(st.integers(1, 50), max_size=80))
+def test_every_row_is_packed_once_and_no_pack_overflows(lengths: list[int]) -> None:
+    plan = plan_packs(lengths, 50)
+    packs = [plan.pack(index) for index in range(len(plan))]
+    assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in pack) <= 50 for pack in packs)
+    assert plan.tokens == sum(lengths)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
+    plan = plan_packs(lengths, 50)
+    rooms = [50 - sum(lengths[row] for row in plan.pack(index)) for index in range(len(plan))]
+    assert sorted(rooms) == sorted(naive_best_fit(lengths, 50))
+
+
+def test_ten_thousand_documents_fill_their_packs() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 10_000).astype(int), 4, 2048)
+    assert plan_packs(lengths, 2048).fill > 0.98
+
+
+def test_a_row_longer_than_a_pack_is_refused() -> None:
+    with pytest.raises(ValueError, match="51 tokens"):
+        plan_packs([3, 51], 50)
+
+
+def test_without_packing_every_row_stands_alone() -> None:
+    plan = one_row_each([5, 3, 9], 10)
+    assert [plan.pack(index) for index in range(len(plan))] == [(0,), (1,), (2,)]

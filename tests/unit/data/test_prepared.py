@@ -1,0 +1,154 @@
+"""The prepared dataset: what goes in comes out; equal inputs give equal bytes; anything else gives another name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.config.schema import DataConfig
+from finray.data.collate import collate
+from finray.data.prepared import PreparedDataset, Preparation, plan_sources, prepare, tokenizer_digest
+from finray.data.tokenize import Tokenizer
+from finray.errors import DataError
+from tests.support import tiny
+
+
+def run(tokenizer: Any, cache: Path, **fields: Any) -> Path:
+    data = DataConfig(**{"max_length": 64, **fields})
+    encoder = Tokenizer(tokenizer, train_on=data.train_on, max_length=data.max_length, on_too_long=data.on_too_long)
+    return prepare(Preparation(plan_sources(data), data, tokenizer_digest(tokenizer)), encoder, cache)
+
+
+def test_rows_come_back_as_they_were(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+    rows = tiny.chat_rows(2500)
+    split, _ = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).splits(eval_ratio=0, seed=0)
+    assert len(split) == 2500
+    assert split.source_rows.tolist() == list(range(2500))
+    for number in (0, 1, 1023, 1024, 2499):
+        ids, mask = split.row(number)
+        text = tokenizer.decode(ids)
+        assert all(message["content"] in text for message in rows[number]["messages"])
+        learned = tokenizer.decode(ids[mask.astype(bool)])
+        assert learned == rows[number]["messages"][1]["content"] + "<|im_end|>"
+        assert split.lengths[number] == len(ids)
+        assert split.supervised[number] == mask[1:].sum()
+
+
+def test_equal_inputs_give_equal_bytes_and_are_prepared_once(
+    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    source = str(write_rows(tiny.chat_rows(40)))
+    first, second = run(tokenizer, tmp_path / "a", source=source), run(tokenizer, tmp_path / "b", source=source)
+    assert first.name == second.name
+    for path in first.rglob("*.*"):
+        assert path.read_bytes() == (second / path.relative_to(first)).read_bytes()
+    marker = first / "train" / "tokens-00000.arrow"
+    before = marker.stat().st_mtime_ns
+    assert run(tokenizer, tmp_path / "a", source=source) == first
+    assert marker.stat().st_mtime_ns == before
+
+
+def test_whatever_shapes_the_tokens_changes_the_name(
+    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    source = write_rows(tiny.chat_rows(10))
+    names = {run(tokenizer, tmp_path / "c", source=str(source)).name}
+    for fields in ({"max_length": 32}, {"train_on": "all"}, {"train_on": "last_assistant"}, {"on_too_long": "drop"}):
+        names.add(run(tokenizer, tmp_path / "c", source=str(source), **fields).name)
+    template = tokenizer.chat_template
+    tokenizer.chat_template = template + " "
+    try:
+        names.add(run(tokenizer, tmp_path / "c", source=str(source)).name)
+    finally:
+        tokenizer.chat_template = template
+    source.write_text(source.read_text(encoding="utf-8").replace("dog", "cat"), encoding="utf-8")
+    names.add(run(tokenizer, tmp_path / "c", source=str(source)).name)
+    assert len(names) == 7
+
+
+def test_a_ratio_split_does_not_depend_on_anything_but_the_seed(
+    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    dataset = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(tiny.chat_rows(40)))))
+    train, held = dataset.splits(eval_ratio=0.25, seed=1)
+    again, held_again = dataset.splits(eval_ratio=0.25, seed=1)
+    other, held_other = dataset.splits(eval_ratio=0.25, seed=2)
+    assert held is not None
+    assert held_again is not None
+    assert held_other is not None
+    assert (len(train), len(held)) == (30, 10)
+    assert not set(train.source_rows) & set(held.source_rows)
+    assert held.source_rows.tolist() == held_again.source_rows.tolist()
+    assert held.source_rows.tolist() != held_other.source_rows.tolist()
+    ids, _ = held.row(0)
+    assert tokenizer.decode(ids).count("<|im_start|>") == 2
+    assert len(again) + len(other) == 60
+
+
+def test_nothing_to_learn_is_an_error(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+    rows = [{"messages": [{"role": "user", "content": "one"}]}] * 3
+    with pytest.raises(DataError, match="none of the 3 rows has a token to learn"):
+        run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))
+    assert not list((tmp_path / "c").glob("*"))
+
+
+def test_rows_with_nothing_to_learn_are_counted_and_left_out(
+    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    rows = [*tiny.chat_rows(3), {"messages": [{"role": "user", "content": "one"}]}]
+    stats = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).manifest["splits"]["train"]
+    assert (stats["source_rows"], stats["rows"], stats["unlearnable"]) == (4, 3, 1)
+
+
+def test_an_empty_data_set_is_an_error(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+    with pytest.raises(DataError, match="empty"):
+        run(tokenizer, tmp_path / "c", source=str(write_rows([])))
+
+
+def test_a_row_that_cannot_be_rendered_is_named(
+    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + template
+    bad = {"messages": [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "x"}]}
+    source = write_rows([*tiny.chat_rows(4), bad])
+    try:
+        with pytest.raises(DataError, match="refuses the conversation: no") as caught:
+            run(tokenizer, tmp_path / "c", source=str(source))
+    finally:
+        tokenizer.chat_template = template
+    assert f"{source}:5" in str(caught.value)
+
+
+def test_a_cut_off_file_is_refused_by_name(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+    folder = run(tokenizer, tmp_path / "c", source=str(write_rows(tiny.chat_rows(10))))
+    shard = folder / "train" / "tokens-00000.arrow"
+    shard.write_bytes(shard.read_bytes()[:-10])
+    with pytest.raises(DataError, match="missing or cut off") as caught:
+        PreparedDataset(folder)
+    assert str(shard) in str(caught.value)
+
+
+def test_a_directory_without_a_manifest_is_no_prepared_data_set(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="not a prepared data set"):
+        PreparedDataset(tmp_path)
+
+
+def test_collation_restarts_positions_and_never_predicts_across_rows(
+    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
+) -> None:
+    folder = run(tokenizer, tmp_path / "c", source=str(write_rows([{"text": "one two"}, {"text": "three"}])))
+    split, _ = PreparedDataset(folder).splits(eval_ratio=0, seed=0)
+    batch = collate([split.row(0), split.row(1)], [0, 1])
+    first = int(split.lengths[0])
+    assert batch.positions_1T[0].tolist() == [*range(first), *range(int(split.lengths[1]))]
+    assert batch.starts_S1.tolist() == [0, first, batch.tokens]
+    # The last token of the first row predicts nothing.
+    assert first - 1 not in batch.at_K.tolist()
+    assert len(batch.targets_K) == split.supervised.sum() == batch.tokens - 2
+    assert batch.targets_K.tolist() == [int(batch.tokens_1T[0, at + 1]) for at in batch.at_K]
+    assert json.loads((folder / "manifest.json").read_text())["formats"] == {"train": "text"}

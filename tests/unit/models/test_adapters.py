@@ -1,0 +1,150 @@
+"""Adapters: the same from the same seed, saved and restored to the bit, readable by plain PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.errors import ModelError
+from finray.models import adapters
+from finray.models.artifacts import read_artifact
+from finray.models.export import export
+from finray.models.loading import check_exists, load_causal_lm, load_tokenizer
+from tests.support import tiny
+
+
+def lora(seed: int = 1, **fields: Any) -> Any:
+    return adapters.add_lora(tiny.build_model("llama"), AdapterConfig(**{"rank": 4, **fields}), seed=seed)
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_new_adapters_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(99)
+    first = trained(lora(1))
+    torch.manual_seed(3)
+    again, other = trained(lora(1)), trained(lora(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert all(tensor.dtype == torch.float32 for tensor in first.values())
+
+
+def test_all_linear_layers_but_the_head_are_adapted() -> None:
+    names = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained(lora())}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_saved_adapters_come_back_to_the_bit(tmp_path: Path) -> None:
+    model = lora(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    adapters.save_adapter(model, tmp_path)
+    other = lora(2)
+    adapters.restore_adapter(other, tmp_path)
+    expected = trained(model)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in trained(other).items())
+
+
+def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = lora(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    adapters.save_adapter(model, tmp_path)
+    plain = PeftModel.from_pretrained(tiny.build_model("llama"), str(tmp_path)).eval()
+    tokens = torch.arange(3, 20)[None]
+    torch.testing.assert_close(plain(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+
+
+def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
+    adapters.save_adapter(lora(target_modules=["q_proj"]), tmp_path)
+    with pytest.raises(ModelError, match="has 4 tensors, the model wants 28"):
+        adapters.restore_adapter(lora(), tmp_path)
+
+
+def test_target_modules_that_match_nothing_are_named_with_what_there_is() -> None:
+    with pytest.raises(ModelError, match="down_proj, gate_proj") as caught:
+        lora(target_modules=["qproj"])
+    assert caught.value.where == "adapter.target_modules"
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/such/dir", "a/b/c", "missing.gguf"])
+def test_models_that_do_not_exist(name: str) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        check_exists(name)
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json"):
+        check_exists(str(tmp_path))
+
+
+def test_an_unknown_hub_name_is_one_message() -> None:
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_tokenizer(ModelConfig(name="nobody/no-such-model"))
+
+
+@pytest.fixture
+def artifact(tmp_path: Path, tiny_model_dir: Path, tokenizer: Any) -> Path:
+    model = adapters.add_lora(load_causal_lm(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32), AdapterConfig(rank=4), seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    adapters.save_adapter(model, folder)
+    tokenizer.save_pretrained(str(folder))
+    return folder
+
+
+def test_an_exported_model_has_the_logits_of_base_and_adapter(artifact: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    found = read_artifact(artifact)
+    exported = export(found, tmp_path / "merged", merge=True, dtype="fp32")
+    assert exported.difference < 1e-4
+    plain = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"))
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(str(found.base)), str(artifact))
+    tokens = torch.arange(3, 40)[None]
+    torch.testing.assert_close(plain(input_ids=tokens).logits, expected(input_ids=tokens).logits, rtol=1e-4, atol=1e-4)
+    assert AutoTokenizer.from_pretrained(str(tmp_path / "merged")).chat_template == tiny.CHATML
+
+
+def test_an_export_that_reads_back_differently_is_not_kept(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finray.models import export as module
+
+    real = module.load_causal_lm
+
+    def broken(model: ModelConfig, **options: Any) -> Any:
+        loaded = real(model, **options)
+        with torch.no_grad():
+            loaded.lm_head.weight += 0.1 * torch.randn_like(loaded.lm_head.weight)
+        return loaded
+
+    monkeypatch.setattr(module, "load_causal_lm", broken)
+    with pytest.raises(ModelError, match="gives other logits"):
+        export(read_artifact(artifact), tmp_path / "merged", merge=True, dtype="fp32")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_export_overwrites_nothing(artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("mine")
+    with pytest.raises(ModelError, match="not empty"):
+        export(read_artifact(artifact), tmp_path / "there", merge=True, dtype="fp32")
+    assert (tmp_path / "there" / "file").read_text() == "mine"

@@ -1,0 +1,60 @@
+"""The chunked loss against a naive one in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from finray.models.head import Head, loss_sum
+
+
+def naive(head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = hidden @ head.weight_VH.T
+    if head.bias_V is not None:
+        logits = logits + head.bias_V
+    logits = logits * head.scale
+    if head.softcap is not None:
+        logits = torch.tanh(logits / head.softcap) * head.softcap
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64, None])
+@pytest.mark.parametrize(("bias", "scale", "softcap"), [(False, 1.0, None), (True, 0.25, None), (False, 1.0, 3.0), (True, 2.0, 5.0)])
+def test_loss_and_gradients_are_those_of_full_logits(chunk: int | None, bias: bool, scale: float, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(23, 8, requires_grad=True)
+    weight = torch.randn(37, 8, requires_grad=True)
+    offset = torch.randn(37, requires_grad=True) if bias else None
+    targets = torch.randint(0, 37, (23,))
+    (loss_sum(Head(weight, offset, scale, softcap), hidden, targets, chunk=chunk) * 0.5).backward()
+
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    exact_offset = offset.detach().double().requires_grad_() if offset is not None else None
+    expected = naive(Head(exact[1], exact_offset, scale, softcap), exact[0], targets) * 0.5
+    expected.backward()
+
+    torch.testing.assert_close(hidden.grad.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight.grad.double(), exact[1].grad, rtol=1e-4, atol=1e-5)
+    if offset is not None and exact_offset is not None:
+        torch.testing.assert_close(offset.grad.double(), exact_offset.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_head_gets_no_gradient_and_bf16_stays_close() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(64, 16, dtype=torch.bfloat16) * 0.3
+    targets = torch.randint(0, 64, (40,))
+    loss = loss_sum(Head(weight), hidden, targets, chunk=7)
+    loss.backward()
+    exact = hidden.detach().double().requires_grad_()
+    expected = naive(Head(weight.double()), exact, targets)
+    expected.backward()
+    assert weight.grad is None
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
+    # bf16 keeps eight bits; errors of single elements are judged by the size of the whole gradient.
+    assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < 1e-2
+
+
+def test_no_label_no_loss() -> None:
+    assert float(loss_sum(Head(torch.randn(9, 4)), torch.randn(0, 4), torch.empty(0, dtype=torch.int64))) == 0.0

@@ -1,0 +1,169 @@
+"""Packing changes nothing: gradients of packs are those of rows alone, and no row can touch another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from finray.config.schema import AdapterConfig
+from finray.data.collate import Batch, collate
+from finray.models import adapters, attention
+from finray.models.causal_lm import CausalLM
+from tests.support import tiny
+
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2"]
+CPU = torch.device("cpu")
+
+
+def rows(seed: int = 0) -> list[tuple[Any, Any]]:
+    generator = np.random.default_rng(seed)
+    made = []
+    for length in (9, 17, 4, 12):
+        mask = (generator.random(length) < 0.6).astype(np.uint8)
+        mask[-1] = 1
+        made.append((generator.integers(3, 380, length).astype(np.int32), mask))
+    return made
+
+
+def packed_model(family: str) -> Any:
+    attention.register()
+    model = tiny.build_model(family)
+    model.set_attn_implementation(attention.NAME)
+    return model.eval()
+
+
+def task_of(model: Any) -> CausalLM:
+    return CausalLM(model, precision="fp32", attention_name=attention.NAME, device=CPU)
+
+
+def batch_of(items: Sequence[tuple[Any, Any]]) -> Batch:
+    return collate(list(items), range(len(items)))
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def reference_gradients(family: str, items: Sequence[tuple[Any, Any]]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Plain Transformers, one row at a time, its own attention and its own full logits."""
+    model = tiny.build_model(family).eval()
+    model.set_attn_implementation("eager")
+    total = torch.zeros(())
+    for ids, mask in items:
+        tokens = torch.from_numpy(ids.astype(np.int64))[None]
+        logits = model(input_ids=tokens).logits[0, :-1].float()
+        learned = torch.from_numpy(mask.astype(bool))[1:]
+        total = total + F.cross_entropy(logits[learned], tokens[0, 1:][learned], reduction="sum")
+    total.backward()
+    return total.item(), gradients(model)
+
+
+def assert_equal_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert actual.keys() == expected.keys()
+    size = max(float(tensor.abs().max()) for tensor in expected.values())
+    for name, tensor in expected.items():
+        assert float((actual[name] - tensor).abs().max()) <= tolerance * size, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_gradients_are_those_of_plain_transformers(family: str) -> None:
+    model = packed_model(family)
+    task = task_of(model)
+    loss = task.loss_sum(batch_of(rows()))
+    loss.backward()
+    expected_loss, expected = reference_gradients(family, rows())
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
+    assert_equal_gradients(gradients(model), expected)
+    assert task._head is not None, "the fast head must be the one that was tested"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_perturbing_one_row_leaves_the_others_alone(family: str) -> None:
+    """Gradient of every row's loss with respect to every row's embeddings: off the diagonal all exact zeros."""
+    model = packed_model(family)
+    items = rows()
+    batch = batch_of(items)
+    embedded = model.get_input_embeddings()(batch.tokens_1T).detach().requires_grad_()
+    body = getattr(model, model.base_model_prefix)
+    hidden = body(
+        inputs_embeds=embedded, position_ids=batch.positions_1T, use_cache=False, segment_lengths=batch.lengths
+    ).last_hidden_state[0]
+    starts = batch.starts_S1.tolist()
+    for row in range(len(items)):
+        span = slice(starts[row], starts[row + 1])
+        (grad,) = torch.autograd.grad(hidden[span].square().sum(), embedded, retain_graph=True)
+        outside = torch.cat([grad[0, : starts[row]], grad[0, starts[row + 1] :]])
+        assert torch.count_nonzero(outside) == 0
+        assert torch.count_nonzero(grad[0, span]) > 0
+
+
+def test_the_leak_test_can_see_a_leak() -> None:
+    """Negative control: told that two rows are one, the same model lets them touch."""
+    model = packed_model("llama")
+    batch = batch_of(rows())
+    embedded = model.get_input_embeddings()(batch.tokens_1T).detach().requires_grad_()
+    hidden = model.model(
+        inputs_embeds=embedded,
+        position_ids=batch.positions_1T,
+        use_cache=False,
+        segment_lengths=(batch.lengths[0] + batch.lengths[1], *batch.lengths[2:]),
+    ).last_hidden_state[0]
+    second = slice(batch.lengths[0], batch.lengths[0] + batch.lengths[1])
+    (grad,) = torch.autograd.grad(hidden[second].square().sum(), embedded)
+    assert torch.count_nonzero(grad[0, : batch.lengths[0]]) > 0
+
+
+def test_the_sliding_window_is_seen() -> None:
+    """Negative control: without the window, Gemma 3's gradients are others."""
+    model = packed_model("gemma3")
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    task_of(model).loss_sum(batch_of(rows())).backward()
+    _, expected = reference_gradients("gemma3", rows())
+    with pytest.raises(AssertionError):
+        assert_equal_gradients(gradients(model), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_lora_and_checkpointed_activations_give_the_same_gradients(family: str) -> None:
+    results = []
+    for checkpointed in (False, True):
+        model = adapters.add_lora(packed_model(family), AdapterConfig(rank=4, dropout=0.0), seed=3)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(len(name)))
+        task = task_of(model)
+        if checkpointed:
+            task.checkpoint_activations()
+        model.train()
+        task.loss_sum(batch_of(rows())).backward()
+        results.append(gradients(model))
+        assert all("lora" in name for name in results[-1])
+    assert_equal_gradients(results[1], results[0], 1e-6)
+
+
+def test_a_head_that_is_not_understood_is_left_to_the_model() -> None:
+    """Negative control of the proof on the first batch: a model whose logits are not its projection's."""
+    model = packed_model("llama")
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 3.0)
+    task = task_of(model)
+    loss = task.loss_sum(batch_of(rows()))
+    assert task._head is None
+    plain = tiny.build_model("llama").eval()
+    expected = torch.zeros(())
+    for ids, mask in rows():
+        tokens = torch.from_numpy(ids.astype(np.int64))[None]
+        learned = torch.from_numpy(mask.astype(bool))[1:]
+        expected = expected + F.cross_entropy(3 * plain(input_ids=tokens).logits[0, :-1][learned], tokens[0, 1:][learned], reduction="sum")
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_model_that_keeps_row_lengths_to_itself_is_refused() -> None:
+    query = torch.randn(1, 2, 5, 4)
+    with pytest.raises(RuntimeError, match="does not pass row lengths"):
+        attention.packed_attention(torch.nn.Identity(), query, query, query, None)

@@ -1,0 +1,135 @@
+"""Resuming is bitwise, and each part of the saved state is needed for that (one process, no Ray)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from finray.checkpoint import manifest
+from tests.support import runs, tiny
+
+
+@pytest.fixture(scope="module")
+def dropout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.save_model("llama", folder, tiny.train_tokenizer(), attention_dropout=0.1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, dropout_model: Path) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("data")
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(30)), encoding="utf-8")
+    return runs.settings(dropout_model, rows, folder, adapter={"rank": 4, "dropout": 0.2})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, Any]) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    runs.run_alone(plain, run_dir)
+    return run_dir
+
+
+def interrupted(undisturbed: Path, target: Path) -> Path:
+    """The run as it was after step 4, of 8."""
+    shutil.copytree(undisturbed, target)
+    shutil.rmtree(target / "checkpoint-000008")
+    return target
+
+
+def reseal(checkpoint: Path) -> None:
+    """A manifest that fits the changed files, so that the change and not the damage is what is tested."""
+    content = manifest.read(checkpoint)
+    manifest.write(checkpoint, manifest.build(checkpoint, step=content["step"], metrics=content["metrics"]))
+
+
+def change_counter(**values: Any) -> Callable[[Path], None]:
+    def change(checkpoint: Path) -> None:
+        path = checkpoint / "training_state" / "state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return change
+
+
+def change_moments(kind: str) -> Callable[[Path], None]:
+    def change(checkpoint: Path) -> None:
+        path = checkpoint / "training_state" / "optimizer.safetensors"
+        save_file({name: value * 0 if name.endswith(kind) else value for name, value in load_file(path).items()}, path)
+
+    return change
+
+
+def forget_moments(checkpoint: Path) -> None:
+    save_file({}, checkpoint / "training_state" / "optimizer.safetensors")
+
+
+def test_dropout_is_on(undisturbed: Path, plain: dict[str, Any], tmp_path: Path) -> None:
+    quiet = {**plain, "adapter": {**plain["adapter"], "dropout": 0.0}}
+    runs.run_alone(quiet, tmp_path / "quiet")
+    assert runs.values(tmp_path / "quiet", "samples") == runs.values(undisturbed, "samples")
+    assert runs.values(tmp_path / "quiet", "loss") != runs.values(undisturbed, "loss")
+
+
+def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(undisturbed: Path, plain: dict[str, Any], tmp_path: Path) -> None:
+    run_dir = interrupted(undisturbed, tmp_path / "run")
+    assembled = runs.run_alone(plain, run_dir)
+    assert assembled.header["step"] == 4
+    assert runs.trace(run_dir) == runs.trace(undisturbed)
+    last = "checkpoint-000008"
+    for name in ("adapter_model.safetensors", "training_state/optimizer.safetensors"):
+        assert (run_dir / last / name).read_bytes() == (undisturbed / last / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change_counter(position=0), id="cursor"),
+        pytest.param(change_counter(random_key=1), id="random key"),
+        pytest.param(change_counter(updates=0), id="schedule"),
+        pytest.param(change_moments("exp_avg"), id="first moments"),
+        pytest.param(change_moments("exp_avg_sq"), id="second moments"),
+        pytest.param(change_moments("/step"), id="update counts"),
+        pytest.param(forget_moments, id="optimizer"),
+    ],
+)
+def test_without_any_one_part_of_the_state_it_is_another_run(
+    undisturbed: Path, plain: dict[str, Any], tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """Negative controls: the comparison above sees each part missing."""
+    run_dir = interrupted(undisturbed, tmp_path / "run")
+    change(run_dir / "checkpoint-000004")
+    reseal(run_dir / "checkpoint-000004")
+    runs.run_alone(plain, run_dir)
+    assert runs.trace(run_dir)[:4] == runs.trace(undisturbed)[:4]
+    assert runs.trace(run_dir) != runs.trace(undisturbed)
+
+
+def test_records_of_steps_that_are_done_again_are_replaced(undisturbed: Path, plain: dict[str, Any], tmp_path: Path) -> None:
+    run_dir = interrupted(undisturbed, tmp_path / "run")
+    with (run_dir / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "train", "step": 7, "lo')
+    runs.run_alone(plain, run_dir)
+    assert runs.values(run_dir, "step") == list(range(1, 9))
+
+
+def test_full_fine_tuning_resumes_to_the_bit(plain: dict[str, Any], tmp_path: Path) -> None:
+    full = {**plain, "adapter": {"method": "none"}, "train": {**plain["train"], "learning_rate": 0.001}}
+    runs.run_alone(full, tmp_path / "whole")
+    run_dir = interrupted(tmp_path / "whole", tmp_path / "cut")
+    runs.run_alone(full, run_dir)
+    assert runs.trace(run_dir) == runs.trace(tmp_path / "whole")
+    assert runs.values(run_dir, "loss")[-1] < runs.values(run_dir, "loss")[0]
+
+
+def test_an_evaluation_does_not_disturb_training(plain: dict[str, Any], tmp_path: Path) -> None:
+    held = {**plain, "data": {**plain["data"], "eval_ratio": 0.2}}
+    runs.run_alone(held, tmp_path / "end")
+    runs.run_alone({**held, "evaluation": {"every_steps": 1}}, tmp_path / "often")
+    assert runs.trace(tmp_path / "often") == runs.trace(tmp_path / "end")
