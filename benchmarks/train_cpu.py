@@ -70,9 +70,10 @@ def _setup(plan: Plan, options: argparse.Namespace, load: float) -> str:
     return "\n".join(
         [
             f"- {datetime.date.today().isoformat()}; {machine()}; load before the run {load:.2f}",
-            f"- `{options.model.name}`, LoRA rank 8 on all linear layers, AdamW, clipping at 1.0, rows of up to 1024 tokens",
-            f"- {plan.threads} threads, {len(plan.rows)} rows ({source}; {min(lengths)} to {max(lengths)} tokens without "
-            f"the template, {mean(lengths):.0f} on average), {plan.pairs} runs of each in turn, {plan.warmup} warm-up steps",
+            f"- `{options.model.name}`, LoRA rank 8 on all linear layers, AdamW, clipping at 1.0, at most 1024 tokens",
+            f"- threads: {plan.threads}; {len(plan.rows)} rows ({source}; {min(lengths)} to {max(lengths)} tokens, "
+            f"{mean(lengths):.0f} on average, without the template); runs of each in turn: {plan.pairs}; warm-up steps "
+            f"in each: {plan.warmup}",
         ]
     )
 
@@ -92,10 +93,11 @@ def make_section(plan: Plan, options: argparse.Namespace) -> str:
         "tokens/s are better, of the rest less is.",
         show_speed(speed),
         "finray: bf16, packed, without Ray. TRL, defaults: bf16 autocast over fp32 weights, gradient checkpointing, "
-        "padded batches of 4 in random order, the system's allocator. TRL, best: bf16 weights, no checkpointing, batches "
-        "of 4 of one length, finray's allocator settings.",
+        "padded batches of 4 in random order, the system's allocator. TRL, best: bf16 weights, no checkpointing, "
+        "batches of 4 of one length, finray's allocator settings.",
         f"**Equal loss.** {show_equal_loss(equal)}",
-        "**From the command `finray train` to the end of the first step**, data not yet prepared:",
+        "**From the command `finray train` to the end of the first step**, data not yet prepared, "
+        "files in the page cache:",
         show_start(starts),
         "**What Ray adds to a step** (finray's run above, in this process and in one Ray Train worker):",
         show_ray(without, within),

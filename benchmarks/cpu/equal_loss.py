@@ -67,13 +67,14 @@ def measure_equal_loss(plan: Plan) -> EqualLoss:
 
 def show_equal_loss(equal: EqualLoss) -> str:
     """What was compared, and how it came out."""
+    verdict = "Equal" if equal.holds else "**Not equal**"
     return (
-        f"{'Equal' if equal.holds else '**Not equal**'}: fp32, {len(equal.ours)} steps of {BATCH} rows, unpacked, the "
-        f"same rows in the same steps, the same first adapter. First loss {equal.ours[0]:.6f} and {equal.theirs[0]:.6f} "
-        f"(apart by {equal.first_difference:.1e}, at most {FIRST_LOSS_TOLERANCE:.0e} allowed), mean loss "
-        f"{mean(equal.ours):.5f} and {mean(equal.theirs):.5f} (apart by {equal.mean_difference:.3%}, at most "
-        f"{MEAN_LOSS_TOLERANCE:.0%} allowed), largest difference of a step {equal.largest_difference:.1e}. Targets from "
-        f"the second step on: {equal.targets[0]} and {equal.targets[1]}. The rows are prompt and completion as plain "
-        "text here: in chat rows, which the other measurements use, TRL also learns the newline after the end-of-turn "
-        "token, finray does not, and the losses of a step are then means over other targets."
+        f"{verdict}: fp32, {len(equal.ours)} steps of {BATCH} rows, unpacked, the same rows in the same steps, the "
+        f"same first adapter. First loss {equal.ours[0]:.6f} and {equal.theirs[0]:.6f} (apart by "
+        f"{equal.first_difference:.1e}, at most {FIRST_LOSS_TOLERANCE:.0e} allowed), mean loss {mean(equal.ours):.5f} "
+        f"and {mean(equal.theirs):.5f} (apart by {equal.mean_difference:.1e} of it, at most {MEAN_LOSS_TOLERANCE:.0e} "
+        f"allowed), largest difference of a step {equal.largest_difference:.1e}. Targets from the second step on: "
+        f"{equal.targets[0]} and {equal.targets[1]}. The rows are prompt and completion as plain text here: in chat "
+        "rows, which the other measurements use, TRL also learns the newline after the end-of-turn token, finray does "
+        "not, and the losses of a step are then means over other targets."
     )

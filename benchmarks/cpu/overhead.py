@@ -19,14 +19,13 @@ def measure_ray(plan: Plan) -> tuple[list[Result], list[Result]]:
         for results, extra in ((without, ()), (within, ("--through-ray",))):
             results.append(run_finray(plan, plan.seed, *extra))
         apart, inside = (median(results[-1]["step_seconds"]) for results in (without, within))
-        say(
-            f"Ray {pair + 1}/{plan.pairs}: median step {apart:.3f} s without, {inside:.3f} s with ({inside / apart:.3f})"
-        )
+        ratio = inside / apart
+        say(f"Ray {pair + 1}/{plan.pairs}: median step {apart:.3f} s without, {inside:.3f} s with ({ratio:.3f})")
     return without, within
 
 
 def show_ray(without: Sequence[Result], within: Sequence[Result]) -> str:
-    """Median step seconds and their ratio, step to step."""
+    """Median step seconds of each run and of all of them, and their ratios."""
     columns = [[median(result["step_seconds"]) for result in results] for results in (without, within)]
     ratio = Spread.of_ratios(columns[1], columns[0])
     pooled = [median([s for result in results for s in result["step_seconds"]]) for results in (without, within)]
@@ -41,7 +40,7 @@ def show_ray(without: Sequence[Result], within: Sequence[Result]) -> str:
         "",
         "median step of a run, s",
         f"median of all {steps} steps, s",
-        "timed steps of a run, inside them only, s",
+        "timed steps of a run together, without logging, s",
     ]
     verdict = "met" if ratio.median <= RAY_TARGET else "missed"
     return f"{table(head, rows)}\n\nAim: at most {RAY_TARGET - 1:.0%} more for the median step; {verdict}."

@@ -35,6 +35,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ class Outcome:
 
 
 def _read_lines(path: Path) -> list[str]:
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
 def rearranged(lines: Sequence[str], seed: int) -> list[str]:
@@ -229,12 +230,12 @@ def step_seconds(run_dir: Path) -> list[float]:
 
     The first number belongs to the second step: nothing says when the first began.
     """
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
-    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     times = [event.wall_time for event in events.Scalars("train/loss")]
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 def require_order(records: Sequence[Record], *, count: int, batch_size: int, seed: int) -> None:
