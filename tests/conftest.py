@@ -13,7 +13,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.support import tiny  # noqa: E402
+from tests.support import tiny
 
 ROOT = Path(__file__).parent.parent
 

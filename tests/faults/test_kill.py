@@ -1,4 +1,4 @@
-"""The kill test: workers and drivers die by SIGKILL at random steps, and the record of the run does not change by a bit."""
+"""The kill test: workers and drivers die by SIGKILL at random steps, and the run's record does not change by a bit."""
 
 from __future__ import annotations
 
@@ -114,7 +114,11 @@ def same_result(left: Path, right: Path) -> bool:
 
 
 def test_a_run_that_keeps_failing_ends_with_the_workers_error(
-    plain: dict[str, Any], tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch, write_rows: Callable[..., Path]
+    plain: dict[str, Any],
+    tmp_path: Path,
+    ray_cluster: str,
+    monkeypatch: pytest.MonkeyPatch,
+    write_rows: Callable[..., Path],
 ) -> None:
     """No restart helps against a learning rate that makes the loss infinite: one message, no retries."""
     diverging = {

@@ -1,4 +1,4 @@
-"""Bad input: one clear message, exit code 2, no traceback, nothing overwritten. Each as a user meets it, by the command line."""
+"""Bad input as a user meets it: one clear message, exit code 2, no traceback, nothing overwritten."""
 
 from __future__ import annotations
 
@@ -57,12 +57,23 @@ CONFIG_PROBLEMS: list[tuple[list[str], list[str]]] = [
     (["evaluation.every_steps=5"], ["nothing to evaluate on"]),
     (["run.name=../up"], ["run.name: becomes a directory"]),
     (["cluster.env={HF_TOKEN: hf_abcdefghijklmnopqrst}"], ["HF_TOKEN looks like a secret"]),
-    (["train.max_steps=0", "data.max_length=x", "nonsense"], ["3 problems", "data.max_length", "train.max_steps", "`nonsense`"]),
+    (
+        ["train.max_steps=0", "data.max_length=x", "nonsense"],
+        ["3 problems", "data.max_length", "train.max_steps", "`nonsense`"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("overrides", "expected"), CONFIG_PROBLEMS, ids=[case[0][0].split("=")[0] for case in CONFIG_PROBLEMS])
-def test_configuration(plain: dict[str, Any], tmp_path: Path, finray: Callable[..., tuple[int, str]], overrides: list[str], expected: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "expected"), CONFIG_PROBLEMS, ids=[case[0][0].split("=")[0] for case in CONFIG_PROBLEMS]
+)
+def test_configuration(
+    plain: dict[str, Any],
+    tmp_path: Path,
+    finray: Callable[..., tuple[int, str]],
+    overrides: list[str],
+    expected: list[str],
+) -> None:
     config = runs.write_config(plain, tmp_path / "run.yaml")
     refused(*finray("train", str(config), *overrides), *expected)
     assert not (tmp_path / "out").exists()
@@ -72,8 +83,13 @@ def test_a_config_file_that_is_not_there(tmp_path: Path, finray: Callable[..., t
     refused(*finray("train", str(tmp_path / "no.yaml")), "does not exist", "finray init")
 
 
-@pytest.mark.parametrize(("text", "expected"), [("a: [1", "not valid YAML"), ("train: {}\ntrain: {}\n", "stands twice"), ("- a\n", "must hold sections")])
-def test_a_config_file_that_is_not_a_configuration(tmp_path: Path, finray: Callable[..., tuple[int, str]], text: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a: [1", "not valid YAML"), ("train: {}\ntrain: {}\n", "stands twice"), ("- a\n", "must hold sections")],
+)
+def test_a_config_file_that_is_not_a_configuration(
+    tmp_path: Path, finray: Callable[..., tuple[int, str]], text: str, expected: str
+) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     refused(*finray("train", str(path)), expected, "run.yaml")
@@ -105,17 +121,33 @@ USER_ONLY = json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n"
 MISTAKES: list[tuple[str, Callable[[dict[str, Any], Path], None], list[str]]] = [
     ("missing file", change_field("data", "source", "/no/such/file.jsonl"), ["/no/such/file.jsonl", "does not exist"]),
     ("row not JSON", change_rows(GOOD + "{oops\n"), ["rows.jsonl:2", "not JSON"]),
-    ("missing column", change_rows(GOOD + '{"text": "a", "id": 3}\n'), ["rows.jsonl:2", "`messages` is missing", "columns: text, id"]),
+    (
+        "missing column",
+        change_rows(GOOD + '{"text": "a", "id": 3}\n'),
+        ["rows.jsonl:2", "`messages` is missing", "columns: text, id"],
+    ),
     ("unknown columns", change_rows('{"question": "a", "answer": "b"}\n'), ["question, answer", "data.format"]),
     ("empty data set", change_rows(""), ["the data set is empty", "rows.jsonl"]),
     ("all tokens masked", change_rows(USER_ONLY * 3), ["none of the 3 rows has a token to learn"]),
     ("no chat template", forget_template, ["no chat template", "model.chat_template"]),
     ("model not found", change_field("model", "name", "./no/such/model"), ["./no/such/model", "does not exist"]),
-    ("hub model not found", change_field("model", "name", "nobody/no-such-model"), ["nobody/no-such-model", "cannot be loaded"]),
-    ("too many workers", change_field("cluster", "num_workers", 99), ["99 workers", "the cluster has 4", "cluster.num_workers"]),
+    (
+        "hub model not found",
+        change_field("model", "name", "nobody/no-such-model"),
+        ["nobody/no-such-model", "cannot be loaded"],
+    ),
+    (
+        "too many workers",
+        change_field("cluster", "num_workers", 99),
+        ["99 workers", "the cluster has 4", "cluster.num_workers"],
+    ),
     ("a GPU that is not there", change_field("cluster", "use_gpu", True), ["want a GPU each", "cluster.use_gpu"]),
     ("no target modules", change_field("adapter", "target_modules", ["qproj"]), ["adapter.target_modules", "q_proj"]),
-    ("FlashAttention without a GPU", change_field("model", "attention", "flash_attention_2"), ["model.attention", "FlashAttention 2"]),
+    (
+        "FlashAttention without a GPU",
+        change_field("model", "attention", "flash_attention_2"),
+        ["model.attention", "FlashAttention 2"],
+    ),
 ]
 
 
@@ -133,7 +165,9 @@ def test_training(
     assert not list((tmp_path / "out").glob("run/checkpoint-*"))
 
 
-def test_the_first_mistake_of_all_is_the_last_of_none(plain: dict[str, Any], tmp_path: Path, ray_cluster: str, finray: Callable[..., tuple[int, str]]) -> None:
+def test_the_first_mistake_of_all_is_the_last_of_none(
+    plain: dict[str, Any], tmp_path: Path, ray_cluster: str, finray: Callable[..., tuple[int, str]]
+) -> None:
     """Negative control: without a mistake the same command ends well, and is then not repeated."""
     config = runs.write_config(plain, tmp_path / "run.yaml")
     for _ in range(2):
@@ -143,12 +177,12 @@ def test_the_first_mistake_of_all_is_the_last_of_none(plain: dict[str, Any], tmp
 
 
 @pytest.fixture
-def finished_run(plain: dict[str, Any], tmp_path: Path) -> Iterator[Path]:
+def finished_run(plain: dict[str, Any], tmp_path: Path) -> Path:
     """A run with a checkpoint, as a driver would leave it half-way."""
     run_dir = tmp_path / "out" / "run"
     runs.run_alone(plain, run_dir)
     runs.write_config(runs.config_of(plain).plain(), run_dir / "config.yaml")
-    yield run_dir
+    return run_dir
 
 
 def test_another_configuration_is_refused_with_the_fields_that_differ(
@@ -162,24 +196,36 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(
     assert {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()} == before
 
 
-def test_a_directory_that_is_no_run_is_left_alone(plain: dict[str, Any], tmp_path: Path, finray: Callable[..., tuple[int, str]]) -> None:
+def test_a_directory_that_is_no_run_is_left_alone(
+    plain: dict[str, Any], tmp_path: Path, finray: Callable[..., tuple[int, str]]
+) -> None:
     (tmp_path / "out" / "run").mkdir(parents=True)
     (tmp_path / "out" / "run" / "thesis.txt").write_text("mine")
     refused(*finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))), "no finray run")
     assert (tmp_path / "out" / "run" / "thesis.txt").read_text() == "mine"
 
 
-def test_an_output_directory_that_cannot_be_written(plain: dict[str, Any], tmp_path: Path, finray: Callable[..., tuple[int, str]]) -> None:
+def test_an_output_directory_that_cannot_be_written(
+    plain: dict[str, Any], tmp_path: Path, finray: Callable[..., tuple[int, str]]
+) -> None:
     """Below a file no directory can be made, not even by root."""
     (tmp_path / "file").write_text("")
     plain["run"]["output_dir"] = str(tmp_path / "file" / "out")
-    refused(*finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))), "cannot be written", "run.output_dir")
+    refused(
+        *finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))), "cannot be written", "run.output_dir"
+    )
 
 
-def test_every_checkpoint_damaged(plain: dict[str, Any], finished_run: Path, tmp_path: Path, ray_cluster: str, finray: Callable[..., tuple[int, str]]) -> None:
+def test_every_checkpoint_damaged(
+    plain: dict[str, Any], finished_run: Path, tmp_path: Path, ray_cluster: str, finray: Callable[..., tuple[int, str]]
+) -> None:
     path = finished_run / "checkpoint-000002" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    refused(*finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))), "every checkpoint of the run is damaged", "--fresh")
+    refused(
+        *finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))),
+        "every checkpoint of the run is damaged",
+        "--fresh",
+    )
 
 
 @pytest.fixture
@@ -187,7 +233,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1.5 MiB; where none can be mounted, the test of the store with an injected error has to do."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(folder)], capture_output=True).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1500k", "none", str(folder)], capture_output=True
+        ).returncode
+    ):
         pytest.skip("mounting a small file system needs root")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
@@ -204,12 +255,16 @@ def test_a_full_disk_while_saving_leaves_the_last_checkpoint(plain: dict[str, An
     assert done == len(list((small_disk / "run").glob("checkpoint-*"))) + 1 >= 3
 
 
-def test_generate_and_evaluate_and_export(tmp_path: Path, finished_run: Path, finray: Callable[..., tuple[int, str]]) -> None:
+def test_generate_and_evaluate_and_export(
+    tmp_path: Path, finished_run: Path, finray: Callable[..., tuple[int, str]]
+) -> None:
     refused(*finray("generate", str(tmp_path / "nowhere"), "hello"), "does not exist")
     refused(*finray("generate", str(tmp_path), "hello"), "neither an adapter nor a model")
     refused(*finray("evaluate", str(tmp_path)), "not a finray run")
     refused(*finray("evaluate", str(finished_run)), "holds no rows out", "data.eval_ratio")
     refused(*finray("export", str(finished_run), "--output", str(finished_run)), "not empty")
-    refused(*finray("export", str(finished_run), "--output", str(tmp_path / "x"), "--dtype", "int3"), "no storage dtype")
+    refused(
+        *finray("export", str(finished_run), "--output", str(tmp_path / "x"), "--dtype", "int3"), "no storage dtype"
+    )
     refused(*finray("generate", str(finished_run), "--file", str(tmp_path / "none.txt")), "does not exist")
     refused(*finray("init", str(finished_run / "config.yaml")), "exists already")

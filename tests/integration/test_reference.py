@@ -1,4 +1,4 @@
-"""Twenty steps on a real chat model against a plain Transformers + PEFT loop: padded batches, full logits, naive loss."""
+"""Twenty steps on a real chat model against a plain Transformers + PEFT loop: padded, full logits, naive loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.data.order import permutation
@@ -44,14 +44,21 @@ def naive_rows(tokenizer: Any, rows: list[dict[str, Any]]) -> list[tuple[list[in
     made = []
     for row in rows:
         *prompt, answer = row["messages"]
-        head = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in prompt) + "<|im_start|>assistant\n"
-        parts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (head, answer["content"], "<|im_end|>", "\n")]
+        head = (
+            "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in prompt) + "<|im_start|>assistant\n"
+        )
+        parts = [
+            tokenizer(text, add_special_tokens=False)["input_ids"]
+            for text in (head, answer["content"], "<|im_end|>", "\n")
+        ]
         labels = [-100] * len(parts[0]) + parts[1] + parts[2] + [-100] * len(parts[3])
         made.append(([token for part in parts for token in part], labels))
     return made
 
 
-def plain_loop(model_dir: Path, rows: list[dict[str, Any]], start: dict[str, torch.Tensor], seed: int) -> tuple[list[float], list[float], Any]:
+def plain_loop(
+    model_dir: Path, rows: list[dict[str, Any]], start: dict[str, torch.Tensor], seed: int
+) -> tuple[list[float], list[float], Any]:
     """The loop anybody would write."""
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
     data = naive_rows(tokenizer, rows)
@@ -85,7 +92,9 @@ def plain_loop(model_dir: Path, rows: list[dict[str, Any]], start: dict[str, tor
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path
+) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
     """finray's twenty steps, and the adapter it started from."""
     from finray.models.adapters import save_adapter
 
@@ -153,4 +162,6 @@ def test_the_merged_export_has_the_logits_of_base_and_adapter(
         expected = adapted(input_ids=ids).logits
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
         with adapted.disable_adapter():
-            assert not torch.allclose(base(input_ids=ids).logits, expected, rtol=1e-2, atol=1e-2), "the adapter must matter"
+            assert not torch.allclose(base(input_ids=ids).logits, expected, rtol=1e-2, atol=1e-2), (
+                "the adapter must matter"
+            )

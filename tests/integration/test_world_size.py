@@ -22,7 +22,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dic
         tiny_model_dir,
         rows,
         folder,
-        train={"max_steps": 8, "global_batch_size": 6, "learning_rate": 0.01, "precision": "fp32", "weight_decay": 0.01},
+        train={
+            "max_steps": 8,
+            "global_batch_size": 6,
+            "learning_rate": 0.01,
+            "precision": "fp32",
+            "weight_decay": 0.01,
+        },
     )
 
 
@@ -67,7 +73,9 @@ def test_accumulation(plain: dict[str, Any], alone: Path, tmp_path: Path, micro:
 
 
 @pytest.mark.parametrize(("workers", "micro"), [(1, 2), (2, 1), (2, 3), (3, 4)])
-def test_workers(plain: dict[str, Any], alone: Path, tmp_path: Path, ray_cluster: str, workers: int, micro: int) -> None:
+def test_workers(
+    plain: dict[str, Any], alone: Path, tmp_path: Path, ray_cluster: str, workers: int, micro: int
+) -> None:
     """Three workers and micro-batches of four leave one worker with nothing to do in every step."""
     assert_same_run(under_ray(with_fields(plain, micro=micro, workers=workers), tmp_path), alone)
 

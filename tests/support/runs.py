@@ -55,9 +55,7 @@ def assemble_alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
     torch.set_num_threads(1)
     config = config_of(plain)
     run_dir.mkdir(parents=True, exist_ok=True)
-    return assemble(
-        config, prepared=prepare_here(config), run_dir=run_dir, strategy=DataParallel(torch.device("cpu"))
-    )
+    return assemble(config, prepared=prepare_here(config), run_dir=run_dir, strategy=DataParallel(torch.device("cpu")))
 
 
 def run_alone(plain: dict[str, Any], run_dir: Path) -> Assembled:

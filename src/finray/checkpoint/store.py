@@ -95,28 +95,31 @@ class CheckpointStore:
         matches = (_NAME.match(path.name) for path in self.run_dir.iterdir() if path.is_dir())
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def latest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+    def latest(self, warn: Callable[[str], None], *, set_aside: bool = False) -> Checkpoint | None:
         """The newest checkpoint whose every file is as it was written.
 
         Args:
             warn: told about each newer checkpoint that had to be passed over, by file.
+            set_aside: rename those that were passed over to ``damaged-...``, so that retention does not count them.
 
         Raises:
             CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
         """
-        damage = []
+        damage: dict[int, str] = {}
         for step in reversed(self.steps()):
             path = self.run_dir / directory_name(step)
             try:
                 content = manifest.verify(path)
             except CheckpointError as error:
-                damage.append(str(error))
+                damage[step] = str(error)
                 warn(f"damaged checkpoint passed over: {error}")
                 continue
+            for bad in damage if set_aside else ():
+                self._set_aside(bad)
             return Checkpoint(path, step, content["metrics"])
         if damage:
             raise CheckpointError(
-                f"every checkpoint of the run is damaged: {'; '.join(damage)}",
+                f"every checkpoint of the run is damaged: {'; '.join(damage.values())}",
                 where=str(self.run_dir),
                 repair="restore one from a backup, or start anew with --fresh",
             )
@@ -137,6 +140,10 @@ class CheckpointStore:
         for step in doomed:
             shutil.rmtree(self.run_dir / directory_name(step), ignore_errors=True)
         return doomed
+
+    def _set_aside(self, step: int) -> None:
+        path = self.run_dir / directory_name(step)
+        os.replace(path, self.run_dir / f"damaged-{path.name}-{uuid.uuid4().hex[:8]}")
 
     def _metrics(self, step: int) -> dict[str, Any]:
         try:

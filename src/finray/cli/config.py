@@ -53,10 +53,13 @@ def presets() -> None:
 def init(
     path: Annotated[Path, typer.Argument(help="File to write.")] = Path("finray.yaml"),
     preset: Annotated[str | None, typer.Option(help="Start from a preset; see `finray config presets`.")] = None,
-    model: Annotated[str, typer.Option(help="Model to train.")] = "HuggingFaceTB/SmolLM2-135M-Instruct",
-    data: Annotated[str, typer.Option(help="Training data.")] = "data/train.jsonl",
+    model: Annotated[str | None, typer.Option(help="Model to train.", show_default=False)] = None,
+    data: Annotated[str | None, typer.Option(help="Training data.", show_default=False)] = None,
 ) -> None:
     """Write a commented starter file."""
+    if preset is not None and (model or data):
+        raise ConfigError("a preset brings its own model and data", where="--preset", repair="edit the written file")
+    model, data = model or "HuggingFaceTB/SmolLM2-135M-Instruct", data or "data/train.jsonl"
     text = starter_yaml(model=model, source=data) if preset is None else preset_text(preset)
     try:
         with path.open("x", encoding="utf-8") as stream:

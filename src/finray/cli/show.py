@@ -7,15 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from finray.errors import DataError
-from finray.runtime.driver import TrainResult
-from finray.runtime.inference import Comparison, Prompt
 from finray.tracking.console import ConsoleTracker, duration
+
+if TYPE_CHECKING:
+    # At run time these would import torch, which `finray config show` has no use for.
+    from finray.runtime.driver import TrainResult
+    from finray.runtime.inference import Comparison, Prompt
 
 
 def console() -> Console:

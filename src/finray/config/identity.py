@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from finray.config.redact import redact
 from finray.config.schema import Config
 
 # Neither the data stream nor the arithmetic depends on these (tests/integration/test_world_size.py holds them to it).
@@ -41,7 +42,8 @@ def is_free(path: str) -> bool:
 
 def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """Fields that make two configurations different runs, as ``(path, old, new)``."""
-    before, after = flatten(old.plain()), flatten(new.plain())
+    # What is on disk is redacted, so both sides are.
+    before, after = flatten(redact(old.plain())), flatten(redact(new.plain()))
     return [
         (path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())

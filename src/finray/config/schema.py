@@ -79,7 +79,10 @@ class DataConfig(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face data set.")
     train_split: str = Field("train", description="Named split used for training, where the source has splits.")
     eval_source: str | None = Field(None, description="A second source, used for evaluation only.")
-    eval_split: str | None = Field(None, description="Named split of the source used for evaluation.")
+    eval_split: str | None = Field(
+        None,
+        description="Named split used for evaluation: of `data.eval_source` where that is set, else of the source.",
+    )
     eval_ratio: Ratio = Field(
         0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`."
     )
@@ -197,7 +200,9 @@ class ClusterConfig(Section):
         None, description="Ray address; null joins `RAY_ADDRESS`, else starts Ray on this machine."
     )
     num_workers: PositiveInt = Field(1, description="Training workers.")
-    cpus_per_worker: PositiveInt | None = Field(None, description="CPUs per worker; null shares the machine's evenly.")
+    cpus_per_worker: PositiveInt | None = Field(
+        None, description="CPUs per worker; null takes as many as all workers can have."
+    )
     use_gpu: bool | Literal["auto"] = Field(
         "auto", description="One GPU per worker. `auto`: when the cluster has enough."
     )
@@ -239,8 +244,7 @@ class Config(Section):
         named = [
             name
             for name, value in (
-                ("eval_source", data.eval_source),
-                ("eval_split", data.eval_split),
+                ("eval_source or eval_split", data.eval_source or data.eval_split),
                 ("eval_ratio", data.eval_ratio),
             )
             if value

@@ -112,7 +112,7 @@ def _message(row: Row, column: str, position: int, item: Any) -> Message:
         raise DataError(f"{place} must be an object with `role` and `content`", where=row.where)
     if not isinstance(item.get("content"), str):
         raise DataError(f"{place} has no text in `content` (role `{item['role']}`)", where=row.where)
-    train = item.get("train", True)
+    train = True if item.get("train") is None else item["train"]
     if not isinstance(train, bool):
         raise DataError(f"{place}.train must be true or false", where=row.where)
     return Message(item["role"], item["content"], train)

@@ -105,6 +105,12 @@ def plan_sources(data: DataConfig) -> dict[str, Source]:
         return {"train": train, "eval": resolve(data.eval_source, split=data.eval_split or "validation")}
     if data.eval_split is not None:
         held_out = resolve(data.source, split=data.eval_split, subset=data.subset, revision=data.revision)
+        if held_out.files and held_out.files == train.files:
+            raise DataError(
+                f"the source has no split `{data.eval_split}` of its own: evaluation would see the training rows",
+                where="data.eval_split",
+                repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
+            )
         return {"train": train, "eval": held_out}
     return {"train": train}
 
@@ -126,13 +132,13 @@ def prepare(preparation: Preparation, tokenizer: Tokenizer, cache_dir: Path) -> 
     try:
         scratch.mkdir(parents=True)
         splits: dict[str, SplitStats] = {}
-        kinds: dict[str, Format] = {}
+        kinds: dict[str, str] = {}
         for split, source in preparation.sources.items():
             kinds[split], splits[split] = _write_split(scratch / split, source, preparation.data, tokenizer)
         manifest = {
             "fingerprint": target.name,
             "shaped_by": shaped_by,
-            "formats": kinds,
+            "kinds": kinds,
             "splits": {split: asdict(stats) for split, stats in splits.items()},
         }
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -153,7 +159,7 @@ def _publish(scratch: Path, target: Path) -> None:
             raise
 
 
-def _write_split(folder: Path, source: Source, data: DataConfig, tokenizer: Tokenizer) -> tuple[Format, SplitStats]:
+def _write_split(folder: Path, source: Source, data: DataConfig, tokenizer: Tokenizer) -> tuple[str, SplitStats]:
     folder.mkdir()
     rows = read(source)
     first = next(rows, None)
@@ -173,7 +179,7 @@ def _write_split(folder: Path, source: Source, data: DataConfig, tokenizer: Toke
             where=source.name,
             repair="check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",
         )
-    return kind, stats
+    return type(to_example(first, kind, data.field_mapping)).__name__.lower(), stats
 
 
 def _chain(first: Row, rest: Iterator[Row]) -> Iterator[Row]:

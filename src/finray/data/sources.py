@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,16 +151,15 @@ def _of_split(files: list[Path], split: str) -> list[Path]:
     named = [
         file for file in files if file.stem == split or file.stem.startswith((f"{split}-", f"{split}_", f"{split}."))
     ]
-    others = [
-        file for file in files if file.stem.split("-")[0].split("_")[0].split(".")[0] in ("train", "validation", "test")
-    ]
-    if not named and others and split != "train":
+    of_another = {file for file in files if re.split(r"[-_.]", file.stem)[0] in ("train", "validation", "test")}
+    rest = [file for file in files if file not in of_another]
+    if not named and of_another and (split != "train" or not rest):
         raise DataError(
             f"no file of the split `{split}`",
             where=str(files[0].parent),
             repair=f"there are: {', '.join(file.name for file in files[:8])}",
         )
-    return named or files
+    return named or rest or files
 
 
 def _is_datasets_directory(path: Path) -> bool:

@@ -65,7 +65,8 @@ class ChatRenderer:
                 repair="set model.chat_template to a Jinja file, or give rows with `prompt` and `completion`",
             )
         self._tokenizer = tokenizer
-        ordered = sorted(special_tokens, key=len, reverse=True)
+        self._special = tuple(special_tokens)
+        ordered = sorted(self._special, key=len, reverse=True)
         self._end_of_turn = re.compile(r"\s*(?:" + "|".join(map(re.escape, ordered)) + ")") if ordered else None
 
     def render(self, messages: tuple[Message, ...], *, add_generation_prompt: bool = False) -> str:
@@ -76,6 +77,10 @@ class ChatRenderer:
         """
         plain = [{"role": message.role, "content": message.content} for message in messages]
         return self._apply(plain, add_generation_prompt=add_generation_prompt)
+
+    def ends_turn(self, text: str) -> bool:
+        """Whether a rendered conversation ends with a token that ends a turn, white space aside."""
+        return text.rstrip().endswith(self._special)
 
     def render_with_spans(self, messages: tuple[Message, ...], *, learned: Callable[[int], bool]) -> Rendered:
         """The conversation as text, with the spans of the messages that ``learned(index)`` selects.

@@ -115,14 +115,24 @@ class Tokenizer:
         assistants = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
         wanted = set(assistants[-1:] if self._train_on == "last_assistant" else assistants)
         if self._train_on == "all":
-            text = self.renderer.render(chat.messages)
-            return _Job(text, ((0, len(text)),))
+            return self._whole_chat_job(chat)
         learned = {index for index in wanted if chat.messages[index].train}
         rendered = self.renderer.render_with_spans(chat.messages, learned=learned.__contains__)
         needs_end = (
             bool(rendered.spans) and not rendered.ends[-1] and not rendered.text[rendered.spans[-1][1] :].strip()
         )
         return _Job(rendered.text, rendered.spans, suffix=self._eos() if needs_end else ())
+
+    def _whole_chat_job(self, chat: Chat) -> _Job:
+        """Everything is learned but messages that forbid it."""
+        forbidden = {index for index, message in enumerate(chat.messages) if not message.train}
+        if not forbidden:
+            text = self.renderer.render(chat.messages)
+            return _Job(text, ((0, len(text)),), suffix=() if self.renderer.ends_turn(text) else self._eos())
+        rendered = self.renderer.render_with_spans(chat.messages, learned=forbidden.__contains__)
+        borders = [0, *(border for span in rendered.spans for border in span), len(rendered.text)]
+        spans = tuple((start, stop) for start, stop in zip(borders[::2], borders[1::2], strict=True) if start < stop)
+        return _Job(rendered.text, spans, suffix=() if self.renderer.ends_turn(rendered.text) else self._eos())
 
     def _eos(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id

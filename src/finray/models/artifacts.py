@@ -24,11 +24,11 @@ class Artifact:
     Attributes:
         folder: the directory.
         base: for an adapter, the model it belongs to; None for a whole model.
-        notes: what finray wrote down beside the weights (``format`` of the training rows), if it did.
+        notes: what finray wrote down beside the weights (kind of the training ``rows``), if it did.
     """
 
     folder: Path
-    base: str | None
+    base: ModelConfig | None
     notes: dict[str, Any]
 
     @property
@@ -51,7 +51,11 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     notes: dict[str, Any] = json.loads(notes_file.read_text(encoding="utf-8")) if notes_file.is_file() else {}
     if (folder / SETTINGS).is_file():
         named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        return Artifact(folder, base or notes.get("base_model") or named, notes)
+        if base is not None:
+            return Artifact(folder, ModelConfig(name=base), notes)
+        return Artifact(
+            folder, ModelConfig(name=notes.get("base_model") or named, revision=notes.get("revision")), notes
+        )
     if (folder / "config.json").is_file():
         return Artifact(folder, None, notes)
     raise ModelError(
@@ -65,5 +69,5 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     """The trained model, ready for inference; an adapter is not merged."""
     if artifact.base is None:
         return load_causal_lm(ModelConfig(name=str(artifact.folder)), dtype=dtype).eval()
-    model = load_causal_lm(ModelConfig(name=artifact.base), dtype=dtype)
+    model = load_causal_lm(artifact.base, dtype=dtype)
     return load_adapter(model, artifact.folder)

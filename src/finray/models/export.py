@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -64,12 +65,11 @@ def _export(artifact: Artifact, scratch: Path, output: Path, *, merge: bool, dty
     probe = torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
     trained = load_artifact(artifact, dtype=torch.float32)
     expected = _logits(trained, probe)
-    if artifact.is_adapter and not merge:
-        for name in (WEIGHTS, SETTINGS, NOTES):
-            if (artifact.folder / name).is_file():
-                shutil.copy2(artifact.folder / name, scratch / name)
-        base = load_causal_lm(ModelConfig(name=str(artifact.base)), dtype=torch.float32)
-        again = load_adapter(base, scratch)
+    if artifact.base is not None and not merge:
+        shutil.copy2(artifact.folder / WEIGHTS, scratch / WEIGHTS)
+        _copy_with(artifact.folder / SETTINGS, scratch / SETTINGS, base_model_name_or_path=artifact.base.name)
+        _copy_with(artifact.folder / NOTES, scratch / NOTES, base_model=artifact.base.name)
+        again = load_adapter(load_causal_lm(artifact.base, dtype=torch.float32), scratch)
         used = "fp32"
     else:
         whole = trained.merge_and_unload(safe_merge=True) if merge else trained
@@ -86,6 +86,13 @@ def _export(artifact: Artifact, scratch: Path, output: Path, *, merge: bool, dty
             repair="nothing was kept; try --dtype fp32, or report this with the model's name",
         )
     return Exported(output, merge or not artifact.is_adapter, used, difference)
+
+
+def _copy_with(source: Path, target: Path, **fields: str) -> None:
+    """Copy a JSON file, where there is one, with some fields set."""
+    if source.is_file():
+        content = {**json.loads(source.read_text(encoding="utf-8")), **fields}
+        target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+from finray.errors import FinrayError, from_dict
+
+T = TypeVar("T")
 
 
 class Strategy(Protocol):
@@ -32,3 +36,23 @@ class Strategy(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank (plain Python values)."""
+
+
+def together(strategy: Strategy, action: Callable[[], T]) -> T:
+    """Do something on every rank, and fail on all when it fails on any, so that no rank waits for one that is gone.
+
+    ``action`` may use no collective itself.
+
+    Raises:
+        FinrayError: the failure of the lowest rank that has one.
+    """
+    failure: dict[str, Any] | None = None
+    result: list[T] = []
+    try:
+        result.append(action())
+    except FinrayError as error:
+        failure = error.to_dict()
+    failures = [item for item in strategy.gather(failure) if item is not None]
+    if failures:
+        raise from_dict(failures[0])
+    return result[0]

@@ -37,7 +37,7 @@ class Placement:
 def connected(cluster: ClusterConfig) -> Iterator[Any]:
     """Ray, connected to the configured cluster or started on this machine; left as it was found.
 
-    A Ray that finray starts asks for a token, has no dashboard, and listens for this machine alone.
+    A Ray that finray starts asks for a token and has no dashboard.
 
     Raises:
         ClusterError: the cluster cannot be reached.
@@ -76,33 +76,46 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
         ray.shutdown()
 
 
-def place(cluster: ClusterConfig, available: dict[str, float]) -> Placement:
-    """How workers are placed on a cluster that has ``available`` resources.
+def place(cluster: ClusterConfig, nodes: list[dict[str, float]]) -> Placement:
+    """How workers are placed on a cluster.
+
+    Args:
+        cluster: what the run asks for.
+        nodes: resources of each node; a worker lies on one of them.
 
     Raises:
-        ClusterError: they do not fit.
+        ClusterError: the workers do not fit.
     """
-    cpus, gpus = int(available.get("CPU", 0)), int(available.get("GPU", 0))
     wanted = cluster.num_workers
+    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     use_gpu = gpus >= wanted if cluster.use_gpu == "auto" else cluster.use_gpu
     if use_gpu and gpus < wanted:
         raise ClusterError(
             f"{wanted} workers want a GPU each, the cluster has {gpus}",
             where="cluster.num_workers",
-            repair=f"set cluster.num_workers to at most {gpus}, or cluster.use_gpu to false"
+            repair=f"set cluster.num_workers to {gpus} or less, or cluster.use_gpu to false"
             if gpus
             else "set cluster.use_gpu to false",
         )
-    each = cluster.cpus_per_worker if cluster.cpus_per_worker is not None else max(1, cpus // wanted)
-    if wanted * each > cpus:
+    cpus = [int(node.get("CPU", 0)) for node in nodes]
+    if cluster.cpus_per_worker is not None:
+        each = cluster.cpus_per_worker
+    else:
+        each = next((size for size in range(max(cpus, default=1), 1, -1) if _fit(cpus, size) >= wanted), 1)
+    if _fit(cpus, each) < wanted:
+        fitting = _fit(cpus, each)
         raise ClusterError(
-            f"{wanted} workers of {each} CPU{'s' if each > 1 else ''} do not fit: the cluster has {cpus}",
+            f"{wanted} workers of {each} CPU{'s' if each > 1 else ''} do not fit: the cluster has {sum(cpus)}, "
+            f"which is room for {fitting}",
             where="cluster.num_workers",
-            repair=f"set cluster.num_workers to at most {cpus // each}"
-            if cpus >= each
-            else "set cluster.cpus_per_worker lower",
+            repair=f"set cluster.num_workers to {fitting} or less" if fitting else "set cluster.cpus_per_worker lower",
         )
     return Placement(wanted, each, use_gpu)
+
+
+def _fit(cpus: list[int], each: int) -> int:
+    """How many workers of ``each`` CPUs the nodes have room for."""
+    return sum(count // each for count in cpus)
 
 
 def worker_environment(cluster: ClusterConfig, placement: Placement) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from finray.checkpoint import CheckpointStore, directory_name, manifest
 from finray.config.schema import Config
-from finray.errors import FinrayError, TrainingError, from_dict
+from finray.errors import CheckpointError, FinrayError, TrainingError, from_dict
 from finray.runtime import cluster as clusters
 from finray.runtime.prepare import check_inputs, preparation_report, prepare_on_ray
 from finray.runtime.relay import Listener, start_mailbox
@@ -51,6 +51,7 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
         FinrayError: with what happened, where, and the repair.
     """
     clock = _Clock()
+    config = _with_absolute_paths(config)
     check_inputs(config)
 
     def say(message: str) -> None:
@@ -60,9 +61,8 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
         if run.summary_file.is_file():
             say("the run is finished already; --fresh begins anew")
             return TrainResult(run.path, run.final, **json.loads(run.summary_file.read_text(encoding="utf-8")))
-        config = _with_absolute_paths(config)
         with clusters.connected(config.cluster) as ray:
-            placement = clusters.place(config.cluster, ray.cluster_resources())
+            placement = clusters.place(config.cluster, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             env = clusters.worker_environment(config.cluster, placement)
             clock.lap("start_ray")
             prepared = prepare_on_ray(ray, config, env=env)
@@ -71,7 +71,7 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
             clock.lap("prepare")
             outcome = _fit(ray, config, run, prepared, placement, env, handle)
             clock.lap("workers")
-        chosen = _finish(config, run)
+        chosen = _finish(config, run, handle)
         summary = {**outcome["summary"], "phases": _phases(clock, outcome["summary"]["phases"])}
         run.finish({"chosen_step": chosen, "summary": summary})
     return TrainResult(run.path, run.final, chosen, summary)
@@ -152,13 +152,20 @@ def _explain(error: Exception, run: RunDir) -> FinrayError:
     )
 
 
-def _finish(config: Config, run: RunDir) -> int:
+def _finish(config: Config, run: RunDir, handle: Handle) -> int:
     """Make ``final/`` from the best checkpoint, or from the last where nothing was evaluated."""
     store = CheckpointStore(run.path)
     best = store.best() if config.checkpoint.keep_best else None
     chosen = best if best is not None else store.steps()[-1]
+    try:
+        content = manifest.verify(run.path / directory_name(chosen))
+    except CheckpointError as error:
+        latest = store.latest(lambda message: None)
+        if latest is None:
+            raise
+        handle({"kind": "warning", "step": 0, "message": f"step {latest.step} becomes final, not {chosen}: {error}"})
+        chosen, content = latest.step, manifest.read(latest.path)
     source = run.path / directory_name(chosen)
-    content = manifest.verify(source)
     scratch = run.path / f".tmp-final-{os.getpid()}"
     shutil.rmtree(scratch, ignore_errors=True)
     shutil.copytree(source, scratch, ignore=shutil.ignore_patterns("training_state", manifest.NAME))

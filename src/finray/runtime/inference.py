@@ -103,7 +103,7 @@ def generate_text(
     artifact = find_artifact(path, base=base)
     tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
     if raw is None:
-        raw = artifact.notes.get("format") in ("prompt_completion", "text") or not tokenizer.chat_template
+        raw = artifact.notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
     ids = [_prompt_ids(tokenizer, prompt, raw=raw) for prompt in prompts]
     device = _device()
     model = load_artifact(artifact, dtype=_dtype(device)).to(device)
@@ -201,7 +201,14 @@ class _HeldOut:
 
 
 def _held_out(config: Config, max_rows: int | None) -> _HeldOut:
-    _, split = PreparedDataset(prepare_here(config)).splits(eval_ratio=config.data.eval_ratio, seed=config.run.seed)
+    dataset = PreparedDataset(prepare_here(config))
+    if config.data.train_on == "all" or "text" in dataset.manifest["kinds"].values():
+        raise DataError(
+            "rows that are learned as a whole have no prompt to answer",
+            where="data",
+            repair="`finray evaluate` compares answers; for plain text see the evaluation loss in metrics.jsonl",
+        )
+    _, split = dataset.splits(eval_ratio=config.data.eval_ratio, seed=config.run.seed)
     if split is None:
         raise DataError(
             "the run holds no rows out to evaluate on",
@@ -218,12 +225,6 @@ def _cut(split: PreparedSplit, count: int) -> _HeldOut:
         learned = mask.astype(bool)
         edges = np.flatnonzero(np.diff(np.concatenate([[False], learned, [False]]).astype(np.int8)))
         start, stop = int(edges[-2]), int(edges[-1])
-        if start == 0:
-            raise DataError(
-                "the rows have no prompt to answer",
-                where="data",
-                repair="`finray evaluate` compares answers; for plain text see the evaluation loss in metrics.jsonl",
-            )
         held_out.tokens.append((ids, mask))
         held_out.prompts.append(ids[:start].tolist())
         held_out.references.append(ids[start:stop].tolist())

@@ -64,7 +64,7 @@ class Listener:
         try:
             records = self._ray.get(self._mailbox.take.remote(), timeout=5)
         except self._ray.exceptions.RayError:
-            # The console is a convenience; metrics.jsonl has every record.
+            # The console is a convenience; metrics.jsonl has every number.
             return False
         for record in records:
             self._handle(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,6 +142,8 @@ def _begin_or_continue(config: Config, run: RunDir, *, fresh: bool, say: Callabl
     scratch.write_text(yaml.safe_dump(redact(config.plain()), sort_keys=False), encoding="utf-8")
     os.replace(scratch, run.config_file)
     (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
+    for rest in run.path.glob(".tmp-*"):
+        shutil.rmtree(rest, ignore_errors=True)
 
 
 def _free_name(path: Path) -> Path:

@@ -33,7 +33,6 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     def notify(record: dict[str, Any]) -> None:
         mailbox.put.remote(record)
 
-    failure: dict[str, Any] | None = None
     try:
         assembled = assemble(
             build_config(payload["config"], source="driver"),
@@ -44,15 +43,12 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
             reported=_report,
         )
     except FinrayError as error:
-        failure = error.to_dict()
-    failures = [item for item in strategy.gather(failure) if item is not None]
-    if failures:
-        return {"failure": failures[0]}
+        return {"failure": error.to_dict()}
     _record_processes(Path(payload["run_dir"]), strategy)
     try:
         assembled.loop.run()
     except (TrainingError, CheckpointError) as error:
-        # Both are raised on every rank alike; see training.step and training.loop.
+        # Both are raised on every rank alike, as are those of assemble; see training.step and training.loop.
         return {"failure": error.to_dict()}
     finally:
         for tracker in assembled.loop.trackers:

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
-from finray.checkpoint import CheckpointStore
+from finray.checkpoint import Checkpoint, CheckpointStore
 from finray.checkpoint.fence import Fence
 from finray.config.schema import Config
 from finray.data.order import Order, derive_key, total_steps
 from finray.data.packing import PackPlan, one_row_each, plan_packs
 from finray.data.prepared import PreparedDataset
+from finray.errors import DataError
 from finray.models.artifacts import NOTES
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import load_tokenizer, resolve_precision
-from finray.parallel.base import Strategy
+from finray.parallel.base import Strategy, together
 from finray.tracking.base import Tracker
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import JsonlTracker
@@ -69,19 +70,14 @@ def assemble(
     if first:
         fence.take()
     precision = resolve_precision(config.train.precision, strategy.device)
-    task = CausalLM.build(
-        config.model,
-        config.adapter,
-        precision=precision,
-        seed=derive_key(config.run.seed, "adapter"),
-        device=strategy.device,
-    )
-    if config.train.gradient_checkpointing:
-        task.checkpoint_activations()
+    task = together(strategy, lambda: _task(config, precision, strategy.device))
     optimizer = Optimizer(task.trainable(), config.train)
-    state = _restore(config, store, task, optimizer, strategy, notify)
+    found = together(strategy, lambda: _find(store, notify) if first else None)
+    source = strategy.share(None if found is None else str(found.path))
+    state = together(strategy, lambda: _restore(config, prepared, source, task, optimizer))
     strategy.prepare(task.model)
-    data = _data(config, prepared, strategy)
+    data = together(strategy, lambda: _data(config, prepared, strategy))
+    extras = together(strategy, lambda: _extras(config, prepared) if first else lambda folder: None)
     loop = Loop(
         config=config,
         task=task,
@@ -94,7 +90,7 @@ def assemble(
         state=state,
         store=store,
         trackers=_trackers(config, run_dir, state.step, notify) if first else [],
-        save_extras=_extras(config, prepared) if first else lambda folder: None,
+        save_extras=extras,
         reported=reported,
         clock=clock,
     )
@@ -155,23 +151,36 @@ def _data(config: Config, prepared: Path, strategy: Strategy) -> _Data:
     )
 
 
-def _restore(
-    config: Config,
-    store: CheckpointStore,
-    task: CausalLM,
-    optimizer: Optimizer,
-    strategy: Strategy,
-    notify: Callable[[dict[str, Any]], None],
-) -> TrainState:
-    """Rank 0 chooses and verifies the checkpoint; every rank reads it."""
-    found = None
-    if strategy.rank == 0:
-        found = store.latest(lambda message: notify({"kind": "warning", "step": 0, "message": message}))
-    path = strategy.share(str(found.path) if found is not None else None)
-    if path is None:
-        return TrainState(random_key=derive_key(config.run.seed, "dropout"))
-    task.restore(Path(path))
-    return TrainState.load(Path(path), optimizer)
+def _task(config: Config, precision: str, device: torch.device) -> CausalLM:
+    seed = derive_key(config.run.seed, "adapter")
+    task = CausalLM.build(config.model, config.adapter, precision=precision, seed=seed, device=device)
+    if config.train.gradient_checkpointing:
+        task.checkpoint_activations()
+    return task
+
+
+def _find(store: CheckpointStore, notify: Callable[[dict[str, Any]], None]) -> Checkpoint | None:
+    """The newest valid checkpoint; damaged ones are moved out of the way, with a warning each."""
+
+    def warn(message: str) -> None:
+        notify({"kind": "warning", "step": 0, "message": message})
+
+    return store.latest(warn, set_aside=True)
+
+
+def _restore(config: Config, prepared: Path, source: str | None, task: CausalLM, optimizer: Optimizer) -> TrainState:
+    """Read the chosen checkpoint; without one, the state of a run that begins."""
+    if source is None:
+        return TrainState(random_key=derive_key(config.run.seed, "dropout"), data=prepared.name)
+    task.restore(Path(source))
+    state = TrainState.load(Path(source), optimizer)
+    if state.data != prepared.name:
+        raise DataError(
+            "the data, the tokenizer or its chat template has changed since the run began",
+            where=f"data.source={config.data.source}",
+            repair="put it back to continue the run, or start anew with --fresh",
+        )
+    return state
 
 
 def _trackers(config: Config, run_dir: Path, step: int, notify: Callable[[dict[str, Any]], None]) -> list[Tracker]:
@@ -198,7 +207,8 @@ class _Notifier:
 
 def _extras(config: Config, prepared: Path) -> Callable[[Path], None]:
     tokenizer = load_tokenizer(config.model)
-    notes = {"base_model": config.model.name, "format": PreparedDataset(prepared).manifest["formats"]["train"]}
+    kind = PreparedDataset(prepared).manifest["kinds"]["train"]
+    notes = {"base_model": config.model.name, "revision": config.model.revision, "rows": kind}
 
     def save(folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))

@@ -14,7 +14,7 @@ import torch
 from finray.checkpoint import CheckpointStore
 from finray.config.schema import Config
 from finray.data.collate import Batch
-from finray.errors import FinrayError, from_dict
+from finray.errors import FinrayError, TrainingError, from_dict
 from finray.parallel.base import Strategy
 from finray.tracking.base import Tracker
 from finray.training.feed import Ahead, Feed, StepData
@@ -162,6 +162,11 @@ class Loop:
         self.task.model.eval()
         loss, targets = evaluate(self.task, self.strategy, batches)
         self.task.model.train()
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the evaluation loss is {loss} at step {self.state.step}",
+                repair="look at the held-out rows, or lower train.learning_rate; the last checkpoint is good",
+            )
         seconds = self.clock() - started
         self.phases["evaluate"] += seconds
         self.last_eval = loss

@@ -25,6 +25,7 @@ class TrainState:
         position: items of the data stream consumed (the cursor; the epoch follows from it).
         updates: updates the schedule has seen.
         random_key: key of all random streams.
+        data: fingerprint of the prepared dataset.
         tokens: tokens seen, over all ranks.
         supervised: targets learned from, over all ranks.
         seconds: training time so far, over all attempts.
@@ -35,6 +36,7 @@ class TrainState:
     position: int = 0
     updates: int = 0
     random_key: int = 0
+    data: str = ""
     tokens: int = 0
     supervised: int = 0
     seconds: float = 0.0

@@ -18,7 +18,12 @@ from finray.checkpoint.fence import Fence
 from finray.checkpoint.store import to_delete
 from finray.errors import CheckpointError
 
-FILES = ("adapter_model.safetensors", "adapter_config.json", "training_state/state.json", "training_state/optimizer.safetensors")
+FILES = (
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "training_state/state.json",
+    "training_state/optimizer.safetensors",
+)
 
 
 def fill(step: int) -> Callable[[Path], None]:

@@ -23,7 +23,8 @@ TEMPLATES = {
     ),
     # Gemma: the system message is folded into the first user turn, and the assistant has another name.
     "folded": (
-        "{% if messages[0]['role'] == 'system' %}{% set s = messages[0]['content'] + '\n\n' %}{% set ms = messages[1:] %}"
+        "{% if messages[0]['role'] == 'system' %}{% set s = messages[0]['content'] + '\n\n' %}"
+        "{% set ms = messages[1:] %}"
         "{% else %}{% set s = '' %}{% set ms = messages %}{% endif %}"
         "{% for m in ms %}<|im_start|>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
         "{{ s if loop.first else '' }}{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -37,7 +38,9 @@ TEMPLATES = {
 }
 
 
-def make(tokenizer: Any, *, train_on: str = "completion", max_length: int = 512, on_too_long: str = "truncate") -> Tokenizer:
+def make(
+    tokenizer: Any, *, train_on: str = "completion", max_length: int = 512, on_too_long: str = "truncate"
+) -> Tokenizer:
     return Tokenizer(tokenizer, train_on=train_on, max_length=max_length, on_too_long=on_too_long)  # type: ignore[arg-type]
 
 
@@ -67,7 +70,9 @@ def conversation(*turns: tuple[str, str]) -> Chat:
 
 
 def test_answers_and_their_end_of_turn_are_learned(templated: Any) -> None:
-    chat = conversation(("system", "be small"), ("user", "what is"), ("assistant", "a dog"), ("user", "why"), ("assistant", "no"))
+    chat = conversation(
+        ("system", "be small"), ("user", "what is"), ("assistant", "a dog"), ("user", "why"), ("assistant", "no")
+    )
     assert learned_text(templated, chat) == "a dog<|im_end|>|no<|im_end|>"
 
 
@@ -77,7 +82,14 @@ def test_only_the_last_answer(templated: Any) -> None:
 
 
 def test_a_message_may_forbid_learning(tokenizer: Any) -> None:
-    chat = Chat((Message("user", "a"), Message("assistant", "the cat", train=False), Message("user", "b"), Message("assistant", "yes")))
+    chat = Chat(
+        (
+            Message("user", "a"),
+            Message("assistant", "the cat", train=False),
+            Message("user", "b"),
+            Message("assistant", "yes"),
+        )
+    )
     assert learned_text(tokenizer, chat) == "yes<|im_end|>"
 
 
@@ -105,7 +117,9 @@ _word = st.text(alphabet="abc dé\n☃{}<|", min_size=1, max_size=12)
 def test_random_conversations_learn_exactly_the_answers(turns: list[tuple[str, str]]) -> None:
     """An independent check: learned text, put together again, is the answers with their end-of-turn."""
     tokenizer = _TOKENIZER
-    chat = conversation(*((role, text) for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)))
+    chat = conversation(
+        *((role, text) for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True))
+    )
     ((row,),) = make(tokenizer).encode([chat])
     assert tokenizer.decode(row.ids) == tokenizer.decode(
         tokenizer(make(tokenizer).renderer.render(chat.messages), add_special_tokens=False)["input_ids"]

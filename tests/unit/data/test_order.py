@@ -75,7 +75,9 @@ def test_other_seeds_and_epochs_give_other_orders() -> None:
     assert len(orders) == 25
 
 
-@pytest.mark.parametrize(("count", "ratio", "held_out"), [(10, 0.2, 2), (3, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0), (5, 0.0, 0)])
+@pytest.mark.parametrize(
+    ("count", "ratio", "held_out"), [(10, 0.2, 2), (3, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0), (5, 0.0, 0)]
+)
 def test_splits_are_exact_disjoint_and_complete(count: int, ratio: float, held_out: int) -> None:
     kept, held = split_indices(count, eval_ratio=ratio, seed=3)
     assert len(held) == held_out

@@ -11,7 +11,7 @@ import pytest
 
 from finray.config.schema import DataConfig
 from finray.data.collate import collate
-from finray.data.prepared import PreparedDataset, Preparation, plan_sources, prepare, tokenizer_digest
+from finray.data.prepared import Preparation, PreparedDataset, plan_sources, prepare, tokenizer_digest
 from finray.data.tokenize import Tokenizer
 from finray.errors import DataError
 from tests.support import tiny
@@ -25,7 +25,9 @@ def run(tokenizer: Any, cache: Path, **fields: Any) -> Path:
 
 def test_rows_come_back_as_they_were(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
     rows = tiny.chat_rows(2500)
-    split, _ = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).splits(eval_ratio=0, seed=0)
+    split, _ = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).splits(
+        eval_ratio=0, seed=0
+    )
     assert len(split) == 2500
     assert split.source_rows.tolist() == list(range(2500))
     for number in (0, 1, 1023, 1024, 2499):
@@ -113,7 +115,9 @@ def test_a_row_that_cannot_be_rendered_is_named(
     tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
     template = tokenizer.chat_template
-    tokenizer.chat_template = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + template
+    tokenizer.chat_template = (
+        "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + template
+    )
     bad = {"messages": [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "x"}]}
     source = write_rows([*tiny.chat_rows(4), bad])
     try:
@@ -151,4 +155,4 @@ def test_collation_restarts_positions_and_never_predicts_across_rows(
     assert first - 1 not in batch.at_K.tolist()
     assert len(batch.targets_K) == split.supervised.sum() == batch.tokens - 2
     assert batch.targets_K.tolist() == [int(batch.tokens_1T[0, at + 1]) for at in batch.at_K]
-    assert json.loads((folder / "manifest.json").read_text())["formats"] == {"train": "text"}
+    assert json.loads((folder / "manifest.json").read_text())["kinds"] == {"train": "text"}

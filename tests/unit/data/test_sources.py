@@ -43,7 +43,11 @@ def test_globs_and_directories_are_read_in_the_order_of_names(tmp_path: Path) ->
     for name in ("b.jsonl", "a.csv", "deep/c.parquet", "notes.md"):
         write(tmp_path / name)
     assert len(texts(tmp_path)) == 9
-    assert [row.file.rsplit("/", 1)[1] for row in read(resolve(str(tmp_path), split="train"))][::3] == ["a.csv", "b.jsonl", "c.parquet"]
+    assert [row.file.rsplit("/", 1)[1] for row in read(resolve(str(tmp_path), split="train"))][::3] == [
+        "a.csv",
+        "b.jsonl",
+        "c.parquet",
+    ]
     assert len(texts(tmp_path / "*.jsonl")) == 3
 
 
@@ -130,13 +134,27 @@ def test_formats_are_told_from_columns() -> None:
 
 
 def test_rows_become_examples() -> None:
-    chat = to_example(Row("f", 1, {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": False}]}), "messages", {})
+    chat = to_example(
+        Row(
+            "f",
+            1,
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": False}]},
+        ),
+        "messages",
+        {},
+    )
     assert isinstance(chat, Chat)
     assert [message.train for message in chat.messages] == [True, False]
-    assert to_example(Row("f", 1, {"q": "a", "completion": "b"}), "prompt_completion", {"prompt": "q"}) == Completion("a", "b")
+    assert to_example(Row("f", 1, {"q": "a", "completion": "b"}), "prompt_completion", {"prompt": "q"}) == Completion(
+        "a", "b"
+    )
     assert to_example(Row("f", 1, {"text": "a"}), "text", {}) == Text("a")
     joined = to_example(
-        Row("f", 1, {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}),
+        Row(
+            "f",
+            1,
+            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
+        ),
         "prompt_completion",
         {},
     )

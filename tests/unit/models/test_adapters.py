@@ -97,7 +97,9 @@ def test_an_unknown_hub_name_is_one_message() -> None:
 
 @pytest.fixture
 def artifact(tmp_path: Path, tiny_model_dir: Path, tokenizer: Any) -> Path:
-    model = adapters.add_lora(load_causal_lm(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32), AdapterConfig(rank=4), seed=1)
+    model = adapters.add_lora(
+        load_causal_lm(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32), AdapterConfig(rank=4), seed=1
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -117,7 +119,7 @@ def test_an_exported_model_has_the_logits_of_base_and_adapter(artifact: Path, tm
     exported = export(found, tmp_path / "merged", merge=True, dtype="fp32")
     assert exported.difference < 1e-4
     plain = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"))
-    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(str(found.base)), str(artifact))
+    expected = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(found.base.name), str(artifact))
     tokens = torch.arange(3, 40)[None]
     torch.testing.assert_close(plain(input_ids=tokens).logits, expected(input_ids=tokens).logits, rtol=1e-4, atol=1e-4)
     assert AutoTokenizer.from_pretrained(str(tmp_path / "merged")).chat_template == tiny.CHATML

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from finray.models.head import Head, loss_sum
 
@@ -20,8 +20,12 @@ def naive(head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64, None])
-@pytest.mark.parametrize(("bias", "scale", "softcap"), [(False, 1.0, None), (True, 0.25, None), (False, 1.0, 3.0), (True, 2.0, 5.0)])
-def test_loss_and_gradients_are_those_of_full_logits(chunk: int | None, bias: bool, scale: float, softcap: float | None) -> None:
+@pytest.mark.parametrize(
+    ("bias", "scale", "softcap"), [(False, 1.0, None), (True, 0.25, None), (False, 1.0, 3.0), (True, 2.0, 5.0)]
+)
+def test_loss_and_gradients_are_those_of_full_logits(
+    chunk: int | None, bias: bool, scale: float, softcap: float | None
+) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(23, 8, requires_grad=True)
     weight = torch.randn(37, 8, requires_grad=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig
 from finray.data.collate import Batch, collate
@@ -63,7 +63,9 @@ def reference_gradients(family: str, items: Sequence[tuple[Any, Any]]) -> tuple[
     return total.item(), gradients(model)
 
 
-def assert_equal_gradients(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+def assert_equal_gradients(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5
+) -> None:
     assert actual.keys() == expected.keys()
     size = max(float(tensor.abs().max()) for tensor in expected.values())
     for name, tensor in expected.items():
@@ -159,7 +161,9 @@ def test_a_head_that_is_not_understood_is_left_to_the_model() -> None:
     for ids, mask in rows():
         tokens = torch.from_numpy(ids.astype(np.int64))[None]
         learned = torch.from_numpy(mask.astype(bool))[1:]
-        expected = expected + F.cross_entropy(3 * plain(input_ids=tokens).logits[0, :-1][learned], tokens[0, 1:][learned], reduction="sum")
+        expected = expected + F.cross_entropy(
+            3 * plain(input_ids=tokens).logits[0, :-1][learned], tokens[0, 1:][learned], reduction="sum"
+        )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 

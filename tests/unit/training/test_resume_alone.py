@@ -77,7 +77,9 @@ def test_dropout_is_on(undisturbed: Path, plain: dict[str, Any], tmp_path: Path)
     assert runs.values(tmp_path / "quiet", "loss") != runs.values(undisturbed, "loss")
 
 
-def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(undisturbed: Path, plain: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(
+    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
+) -> None:
     run_dir = interrupted(undisturbed, tmp_path / "run")
     assembled = runs.run_alone(plain, run_dir)
     assert assembled.header["step"] == 4
@@ -111,7 +113,9 @@ def test_without_any_one_part_of_the_state_it_is_another_run(
     assert runs.trace(run_dir) != runs.trace(undisturbed)
 
 
-def test_records_of_steps_that_are_done_again_are_replaced(undisturbed: Path, plain: dict[str, Any], tmp_path: Path) -> None:
+def test_records_of_steps_that_are_done_again_are_replaced(
+    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
+) -> None:
     run_dir = interrupted(undisturbed, tmp_path / "run")
     with (run_dir / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "train", "step": 7, "lo')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
@@ -15,7 +17,9 @@ def rates(total: int, **fields: object) -> list[float]:
     return [learning_rate(train, update=update, total=total) for update in range(total)]
 
 
-@pytest.mark.parametrize(("schedule", "theirs"), [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)])
+@pytest.mark.parametrize(
+    ("schedule", "theirs"), [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)]
+)
 def test_the_decay_is_that_of_transformers(schedule: str, theirs: object) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = theirs(optimizer, 5, 40)  # type: ignore[operator]
@@ -35,7 +39,7 @@ def test_warm_up_is_linear_and_wastes_no_step() -> None:
 def test_the_minimum_is_approached_and_never_passed(schedule: str) -> None:
     values = rates(50, schedule=schedule, warmup_steps=0, min_learning_rate=0.1)
     assert values[0] == 1.0
-    assert all(earlier > later for earlier, later in zip(values, values[1:], strict=False))
+    assert all(earlier > later for earlier, later in itertools.pairwise(values))
     assert 0.1 < values[-1] < 0.15
 
 
