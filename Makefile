@@ -69,7 +69,7 @@ docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
 bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
-	$(PIP) '.[bench]'
+	$(PIP) --editable '.[bench]'
 	$(BIN)/python benchmarks/train_cpu.py
 
 clean:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models import adapters, attention
+from finray.models import adapters, attention, fused_lora
 from finray.models.head import loss_sum, plain_head
 from finray.models.loading import DTYPES, choose_attention, load_causal_lm
 
@@ -75,6 +75,7 @@ class CausalLM:
         if adapter.method == "lora":
             loaded.requires_grad_(False)
             loaded = adapters.add_lora(loaded, adapter, seed=seed)
+            fused_lora.fuse(loaded)
         loaded.config.use_cache = False
         return cls(loaded.to(device), precision=precision, attention_name=name, device=device)
 
@@ -147,12 +148,24 @@ class CausalLM:
         self._head_is_proven = True
         if self._head is None:
             return
+        probe = _Probe(batch.tokens_1T[:, : min(batch.lengths[0], 64)])
         training = self.model.training
         self.model.eval()
-        some = batch.at_K[:8]
-        theirs = self._forward(self._inner, batch, logits_to_keep=some).logits[0].float()
-        hidden = self._forward(self._body, batch).last_hidden_state[0]
-        ours = self._head.logits(hidden.index_select(0, some))
+        theirs = self._forward(self._inner, probe).logits[0].float()
+        ours = self._head.logits(self._forward(self._body, probe).last_hidden_state[0])
         self.model.train(training)
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=2e-2, atol=2e-2):
             self._head = None
+
+
+class _Probe:
+    """One row of a few tokens, as a batch without targets."""
+
+    def __init__(self, tokens_1T: torch.Tensor) -> None:
+        length = tokens_1T.shape[1]
+        device = tokens_1T.device
+        self.tokens_1T = tokens_1T
+        self.positions_1T = torch.arange(length, device=device)[None]
+        self.lengths = (length,)
+        self.starts_S1 = torch.tensor([0, length], dtype=torch.int32, device=device)
+        self.at_K = self.targets_K = torch.empty(0, dtype=torch.int64, device=device)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-# Elements of one chunk of logits: 128 MiB in fp32, far below the activations, far above what keeps the cores busy.
-CHUNK_ELEMENTS = 2**25
+# Elements of one chunk of logits: 48 MiB in fp32, far below the activations, and enough rows to keep the cores busy.
+CHUNK_ELEMENTS = 3 * 2**22
+CHUNK_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ def loss_sum(head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, ch
         chunk: positions worked on at a time; chosen from the vocabulary when None.
     """
     if chunk is None:
-        chunk = max(16, CHUNK_ELEMENTS // head.weight_VH.shape[0])
+        chunk = max(CHUNK_ROWS, CHUNK_ELEMENTS // head.weight_VH.shape[0])
     device = hidden_KH.device.type
     if torch.is_autocast_enabled(device):
         hidden_KH = hidden_KH.to(torch.get_autocast_dtype(device))
@@ -101,12 +102,16 @@ class _ChunkedLoss(torch.autograd.Function):
             span = slice(start, start + chunk)
             hidden, targets = hidden_KH[span], targets_K[span, None]
             logits = head.logits(hidden)
-            top = torch.logsumexp(logits, dim=-1, keepdim=True)
-            total += (top - logits.gather(1, targets)).sum()
+            slope = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
+            # The softmax in place: a second tensor of this size would cost more than the arithmetic.
+            logits -= logits.amax(dim=-1, keepdim=True)
+            chosen = logits.gather(1, targets)
+            grad = logits.exp_()
+            norm = grad.sum(dim=-1, keepdim=True)
+            total += (norm.log() - chosen).sum()
             if not any(needs[:3]):
                 continue
-            slope = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
-            grad = logits.sub_(top).exp_()
+            grad /= norm
             grad.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=grad.dtype))
             if slope is not None:
                 grad *= slope

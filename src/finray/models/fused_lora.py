@@ -1,0 +1,109 @@
+"""LoRA's linear layer as one autograd node: the same arithmetic as PEFT's, with fewer passes over memory.
+
+PEFT computes ``base(x) + B(A(x)) * s`` as separate operations: the input is cast for the adapter and kept a second
+time for the backward pass, and the sum and the scaling are passes of their own over the output. Here the adapter's
+product is accumulated into the base's output by the matrix multiplication itself, and the input is kept once.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+ADAPTER = "default"
+
+
+def fuse(model: Any) -> int:
+    """Give every plain LoRA layer of a PEFT model the fused forward; returns how many there were.
+
+    Layers that are more than ``W x + s B A x`` (DoRA, quantised or transposed weights, several adapters) keep PEFT's.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    count = 0
+    for module in model.modules():
+        if type(module) is Linear and _is_plain(module):
+            module.forward = types.MethodType(_forward, module)
+            count += 1
+    return count
+
+
+def _is_plain(module: Any) -> bool:
+    return (
+        type(module.base_layer) is torch.nn.Linear
+        and list(module.lora_A) == [ADAPTER]
+        and not module.use_dora.get(ADAPTER)
+        and not module.fan_in_fan_out
+        and module.lora_A[ADAPTER].bias is None
+        and module.lora_B[ADAPTER].bias is None
+    )
+
+
+def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if self.disable_adapters or self.merged or args or kwargs:
+        output: torch.Tensor = type(self).forward(self, x, *args, **kwargs)
+        return output
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    dropout = self.lora_dropout[ADAPTER]
+    dropped = F.dropout(x, dropout.p) if isinstance(dropout, torch.nn.Dropout) and self.training else None
+    base = self.base_layer
+    with torch.autocast(device, enabled=False):
+        result: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
+            x,
+            dropped,
+            base.weight,
+            base.bias,
+            self.lora_A[ADAPTER].weight,
+            self.lora_B[ADAPTER].weight,
+            self.scaling[ADAPTER],
+        )
+    return result
+
+
+class _LoraLinear(torch.autograd.Function):
+    """``y = x W' + b + s (d A') B'`` for a frozen W, where d is x after dropout."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        dropped: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora_a: torch.Tensor,
+        lora_b: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        weight, down, up = (tensor.to(x.dtype) for tensor in (weight, lora_a, lora_b))
+        flat = x.reshape(-1, x.shape[-1])
+        inner = flat if dropped is None else dropped.reshape(flat.shape)
+        low = inner @ down.T
+        output = flat @ weight.T if bias is None else torch.addmm(bias.to(x.dtype), flat, weight.T)
+        output.addmm_(low, up.T, alpha=scaling)
+        ctx.save_for_backward(inner, low, weight, down, up)
+        ctx.scaling = scaling
+        ctx.has_dropout = dropped is not None
+        return output.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inner, low, weight, down, up = ctx.saved_tensors
+        grad = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_low = (grad @ up) * ctx.scaling
+        grad_a = (grad_low.T @ inner).float()
+        grad_b = (grad.T @ low).float() * ctx.scaling
+        shape = (*grad_output.shape[:-1], weight.shape[1])
+        grad_x = grad_dropped = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad @ weight
+            if not ctx.has_dropout:
+                grad_x.addmm_(grad_low, down)
+            grad_x = grad_x.view(shape)
+        if ctx.has_dropout and ctx.needs_input_grad[1]:
+            grad_dropped = (grad_low @ down).view(shape)
+        return grad_x, grad_dropped, None, None, grad_a, grad_b, None

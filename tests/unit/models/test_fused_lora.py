@@ -1,0 +1,110 @@
+"""The fused LoRA layer against PEFT's own, forward and backward; and the explicit attention against the fused kernel."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from finray.config.schema import AdapterConfig
+from finray.models import adapters, attention, fused_lora
+from tests.support import tiny
+
+
+def model_with_lora(**fields: Any) -> Any:
+    model = adapters.add_lora(tiny.build_model("llama"), AdapterConfig(**{"rank": 4, **fields}), seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def gradients(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(seed)
+    logits = model(input_ids=torch.arange(3, 40)[None]).logits
+    logits.square().mean().backward()
+    return logits.detach(), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+
+
+def test_it_is_pefts_arithmetic() -> None:
+    theirs = model_with_lora().train()
+    ours = copy.deepcopy(theirs)
+    assert fused_lora.fuse(ours) == 14
+    expected, expected_grads = gradients(theirs, 0)
+    actual, actual_grads = gradients(ours, 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(actual_grads[name], grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_gradients_in_float64() -> None:
+    """Against numerical differentiation, with and without dropout's second input and a bias."""
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(size, dtype=torch.float64) for size in ((2, 3, 5), (4, 5), (4,)))
+    a, b = torch.randn(2, 5, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
+    dropped = torch.randn(2, 3, 5, dtype=torch.float64)
+    for tensor in (x, a, b, dropped):
+        tensor.requires_grad_()
+
+    def layer(*inputs: torch.Tensor | None) -> torch.Tensor:
+        first, second, low, high = inputs
+        return fused_lora._LoraLinear.apply(first, second, weight, bias, low, high, 0.5)
+
+    for second in (None, dropped):
+        output = layer(x, second, a, b)
+        expected = x @ weight.T + bias + 0.5 * ((x if second is None else second) @ a.T) @ b.T
+        torch.testing.assert_close(output, expected)
+        wanted = [tensor for tensor in (x, second, a, b) if tensor is not None]
+        ours = torch.autograd.grad(output.square().sum(), wanted, retain_graph=True)
+        theirs = torch.autograd.grad(expected.square().sum(), wanted)
+        for left, right in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(left.double(), right, rtol=1e-6, atol=1e-6)
+
+
+def test_dropout_drops_only_the_adapters_input_and_only_in_training() -> None:
+    model = model_with_lora(dropout=0.5)
+    fused_lora.fuse(model)
+    one, _ = gradients(model.train(), 0)
+    same, _ = gradients(model, 0)
+    other, _ = gradients(model, 1)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    model.eval()
+    assert torch.equal(gradients(model, 0)[0], gradients(model, 1)[0])
+
+
+def test_a_disabled_adapter_is_the_base_model() -> None:
+    model = model_with_lora()
+    fused_lora.fuse(model)
+    tokens = torch.arange(3, 20)[None]
+    with model.disable_adapter():
+        torch.testing.assert_close(model(input_ids=tokens).logits, tiny.build_model("llama")(input_ids=tokens).logits)
+
+
+def test_layers_that_are_not_plain_keep_pefts_forward() -> None:
+    assert fused_lora.fuse(adapters.add_lora(tiny.build_model("gpt2"), AdapterConfig(rank=4), seed=1)) == 0
+
+
+@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("length", [1, 7, 130])
+def test_explicit_attention_is_attention(heads: int, shared: int, length: int) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(1, heads, length, 16, dtype=torch.float64, requires_grad=True)
+    key, value = (torch.randn(1, shared, length, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    results = []
+    for attend in (
+        attention._attend_explicitly,
+        lambda q, k, v, scale: torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=heads != shared
+        ),
+    ):
+        output = attend(query, key, value, 0.3)
+        results.append([output, *torch.autograd.grad(output.sin().sum(), (query, key, value))])
+    for ours, theirs in zip(*results, strict=True):
+        # The softmax runs in fp32.
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
