@@ -136,7 +136,8 @@ def _attend_explicitly(
     grouped = query.reshape(shared, heads // shared * length, width)
     future = torch.full((length, length), float("-inf"), dtype=query.dtype).triu(1).repeat(heads // shared, 1)
     scores = torch.baddbmm(future.expand(shared, -1, -1), grouped, key[0].transpose(1, 2), alpha=scale)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    # torch sums a bf16 softmax in fp32 and rounds once; asking for fp32 would keep two more copies for the backward.
+    weights = torch.softmax(scores, dim=-1)
     return torch.bmm(weights, value[0]).view(1, heads, length, width)
 
 

@@ -1,0 +1,126 @@
+"""From one command to answers: a few steps of the quickstart's own config, then all that comes after training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import runs
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, ray_cluster: str) -> Path:
+    output = tmp_path_factory.mktemp("quickstart")
+    code, out, err = runs.cli(
+        "train",
+        "examples/quickstart/quickstart.yaml",
+        f"model.name={smollm2_dir}",
+        f"run.output_dir={output}",
+        "cluster.cpus_per_worker=1",
+        "train.epochs=null",
+        "train.max_steps=2",
+        "evaluation.max_rows=4",
+        "tracking.tensorboard=true",
+        cwd=ROOT,
+    )
+    assert code == 0, out + err
+    for part in (
+        "M trained",
+        "packs",
+        "2 x CPU",
+        "batch ",
+        "step 2/2",
+        "eval loss",
+        "run finished",
+        "peak memory",
+        "next: finray generate",
+    ):
+        assert part in out, part
+    return output / "quickstart"
+
+
+def test_the_run_directory_has_what_the_documents_say(run_dir: Path) -> None:
+    names = {path.name for path in run_dir.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "checkpoint-000002", "final"} <= names
+    final = {path.name for path in (run_dir / "final").iterdir()}
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "manifest.json",
+    } <= final
+    assert "training_state" not in final
+    kinds = [json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert kinds == ["train", "train", "eval"]
+
+
+def test_evaluate(run_dir: Path) -> None:
+    code, out, err = runs.cli("evaluate", str(run_dir), "--max-rows", "3", cwd=ROOT)
+    assert code == 0, out + err
+    assert "3 held-out rows" in out
+    assert "exact match" in out
+    scores = json.loads((run_dir / "evaluation" / "scores.json").read_text())
+    assert scores["rows"] == 3
+    # Two steps are too few for exact answers, and enough for a better loss.
+    assert scores["tuned"]["loss"] < scores["base"]["loss"]
+    predictions = [json.loads(line) for line in (run_dir / "evaluation" / "predictions.jsonl").read_text().splitlines()]
+    assert len(predictions) == 3
+    expected = json.loads((ROOT / "examples/quickstart/validation.jsonl").read_text().splitlines()[0])
+    assert predictions[0]["reference"] == expected["messages"][-1]["content"]
+    assert set(predictions[0]) == {"prompt", "reference", "base", "tuned", "base_exact", "tuned_exact"}
+
+
+def test_generate(run_dir: Path, tmp_path: Path) -> None:
+    code, out, err = runs.cli("generate", str(run_dir), "Say hello.", "--system", "Be brief.", "--max-new-tokens", "8")
+    assert code == 0, out + err
+    assert out.strip()
+    answers = tmp_path / "answers.jsonl"
+    prompts = ROOT / "examples/quickstart/prompts.jsonl"
+    arguments = (
+        "--file",
+        str(prompts),
+        "--output",
+        str(answers),
+        "--max-new-tokens",
+        "8",
+        "--temperature",
+        "0.7",
+        "--seed",
+        "3",
+    )
+    assert runs.cli("generate", str(run_dir / "checkpoint-000002"), *arguments)[0] == 0
+    first = answers.read_text()
+    assert len(first.splitlines()) == len(prompts.read_text().splitlines())
+    assert runs.cli("generate", str(run_dir / "checkpoint-000002"), *arguments)[0] == 0
+    assert answers.read_text() == first, "the same seed gives the same sample"
+
+
+def test_export_as_adapter_and_merged(run_dir: Path, tmp_path: Path) -> None:
+    for option, name in (("--merge", "model.safetensors"), ("--adapter", "adapter_model.safetensors")):
+        target = tmp_path / option.strip("-")
+        code, out, err = runs.cli("export", str(run_dir), "--output", str(target), option)
+        assert code == 0, out + err
+        assert "read back" in out
+        assert (target / name).is_file()
+        assert (target / "chat_template.jinja").is_file()
+    code, out, err = runs.cli("generate", str(tmp_path / "merge"), "Say hello.", "--max-new-tokens", "4")
+    assert code == 0, out + err
+
+
+def test_a_damaged_final_model_is_refused_by_name(run_dir: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "final"
+    shutil.copytree(run_dir / "final", copy)
+    weights = copy / "adapter_model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, _, err = runs.cli("generate", str(copy), "hello")
+    assert code == 2
+    assert str(weights) in err

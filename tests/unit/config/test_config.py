@@ -1,0 +1,140 @@
+"""Configuration: every problem at once, each with its path; overrides, presets, redaction, identity, pages."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finray.config.identity import FREE, differences, flatten, is_free
+from finray.config.load import build_config, load_config, preset_names, read_preset
+from finray.config.redact import is_secret_name, redact, redact_text
+from finray.config.reference import reference_markdown, starter_yaml
+from finray.config.schema import Config, sections
+from finray.errors import ConfigError, FinrayError, from_dict
+
+SMALL: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d.jsonl"}}
+
+
+def test_overrides_win_over_the_file_and_the_file_over_presets(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "preset: smollm2-lora\ndata: {source: mine.jsonl}\ntrain: {learning_rate: 1e-3}\nrun:\n  # only a comment\n"
+    )
+    config = load_config(path, ["train.max_steps=7", "adapter.target_modules=[q_proj, v_proj]"])
+    assert config.data.source == "mine.jsonl"
+    assert config.model.name == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert config.train.learning_rate == 1e-3
+    assert config.train.max_steps == 7
+    assert config.adapter.target_modules == ["q_proj", "v_proj"]
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["train.max_stps=1", "adapter.rank=0", "cluster.num_workers=many"])
+    problems = "\n".join(caught.value.problems)
+    assert len(caught.value.problems) == 5
+    for part in ("model: missing", "data: missing", "train.max_stps", "adapter.rank", "cluster.num_workers"):
+        assert part in problems
+
+
+def test_a_config_is_frozen() -> None:
+    config = build_config(SMALL, source="test")
+    with pytest.raises(ValueError, match="frozen"):
+        config.train.learning_rate = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_are_configurations(name: str) -> None:
+    build_config(read_preset(name), source=name)
+
+
+def test_the_starter_file_is_a_configuration_with_all_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(starter_yaml(model="m", source="d.jsonl"))
+    assert load_config(path) == build_config(SMALL, source="test")
+    # Every field is there, commented or not, and uncommenting changes nothing.
+    uncommented = path.read_text().replace("  # ", "  ", 200)
+    for section, model in sections().items():
+        for field in model.model_fields:
+            assert f"  {field}: " in uncommented, f"{section}.{field}"
+
+
+def test_the_reference_names_every_field_and_is_the_page_in_the_docs() -> None:
+    text = reference_markdown()
+    for section, model in sections().items():
+        for field, info in model.model_fields.items():
+            assert f"`{section}.{field}`" in text
+            assert info.description, f"{section}.{field} has no description"
+    page = Path(__file__).parents[3] / "docs" / "reference" / "config.md"
+    assert page.read_text(encoding="utf-8") == text, "run `make docs`"
+
+
+def test_sections_stay_small() -> None:
+    assert all(len(model.model_fields) < 20 for model in sections().values())
+
+
+def test_a_saved_configuration_reads_back_as_itself() -> None:
+    config = build_config({**SMALL, "cluster": {"env": {"A": "b"}}}, source="test")
+    assert build_config(yaml.safe_load(yaml.safe_dump(config.plain())), source="test") == config
+
+
+def test_only_what_cannot_change_what_is_learned_is_free() -> None:
+    old = build_config(SMALL, source="test")
+    free = {"cluster": {"num_workers": 4}, "tracking": {"log_every": 9}, "checkpoint": {"every_steps": 3}}
+    new = build_config({**SMALL, **free, "train": {"micro_batch_size": 2}}, source="test")
+    assert differences(old, new) == []
+    other = build_config({**SMALL, "train": {"learning_rate": 1.0}, "run": {"seed": 3}}, source="test")
+    assert [path for path, _, _ in differences(old, other)] == ["run.seed", "train.learning_rate"]
+    for path in ("data.source", "train.global_batch_size", "adapter.rank", "model.name", "train.precision"):
+        assert not is_free(path)
+    assert all(path.split(".")[0] in sections() for path in FREE)
+    assert "cluster.env" in flatten(old.plain())
+
+
+@pytest.mark.parametrize(
+    "name", ["HF_TOKEN", "api_key", "AWS_SECRET_ACCESS_KEY", "db.password", "WANDB_API_KEY", "token"]
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "tokenizer", "target_modules", "keyboard", "NCCL_P2P_DISABLE"])
+def test_names_that_only_look_like_secrets(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+def test_secrets_are_masked_by_key_by_shape_and_by_environment() -> None:
+    token = "hf_" + "a" * 30
+    masked = redact({"HF_TOKEN": "x", "note": f"use {token}", "deep": [{"password": "p"}], "max_new_tokens": 5})
+    assert masked == {"HF_TOKEN": "***", "note": "use ***", "deep": [{"password": "***"}], "max_new_tokens": 5}
+    assert redact_text("at https://me:hunter22@host/x") == "at https://me:***@host/x"
+    assert redact_text("it is s3cr3t-value", environ={"MY_TOKEN": "s3cr3t-value"}) == "it is ***"
+
+
+def test_reading_an_override_twice_changes_nothing() -> None:
+    once = load_config(None, ["model.name=m", "data.source=d", "train.epochs=2"])
+    assert load_config(None, ["model.name=m", "data.source=d", "train.epochs=3", "train.epochs=2"]) == once
+
+
+@given(st.text(max_size=30))
+def test_no_override_ends_in_a_traceback(text: str) -> None:
+    with contextlib.suppress(ConfigError):
+        load_config(None, ["model.name=m", "data.source=d", text])
+
+
+@pytest.mark.parametrize("kind", [FinrayError, ConfigError])
+def test_errors_survive_a_trip_through_json(kind: type[FinrayError]) -> None:
+    error = kind("what", where="a.b", repair="do")
+    again = from_dict(error.to_dict())
+    assert type(again) is kind
+    assert str(again) == str(error) == "a.b: what\n  repair: do"
+
+
+def test_the_schema_has_no_two_fields_that_a_suggestion_would_confuse() -> None:
+    assert Config.model_fields.keys() == sections().keys()
