@@ -131,3 +131,20 @@ def test_a_run_that_keeps_failing_ends_with_the_workers_error(
     assert "no weight was changed" in err
     assert "Traceback" not in out + err
     assert "the workers were restarted" not in out
+
+
+def test_a_bug_is_not_retried_for_ever(plain: dict[str, Any], tmp_path: Path, ray_cluster: str) -> None:
+    """A model whose forward always raises: two attempts, then its own error, though Ray might restart five times."""
+    broken = tmp_path / "model"
+    # Positions outside the table raise in the embedding, in the first step of every attempt.
+    tiny.save_model("gpt2", broken, tiny.train_tokenizer(), n_positions=4)
+    config = {
+        **plain,
+        "run": {**plain["run"], "output_dir": str(tmp_path)},
+        "model": {"name": str(broken)},
+        "cluster": {**plain["cluster"], "num_workers": 1},
+    }
+    code, out, err = runs.cli("train", str(runs.write_config(config, tmp_path / "run.yaml")))
+    assert code == 2
+    assert "2 times in the same way from step 0: IndexError" in err
+    assert out.count("the workers were restarted") == 2

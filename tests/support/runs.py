@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,20 @@ def config_of(plain: dict[str, Any]) -> Config:
     return build_config(plain, source="test")
 
 
-def assemble_alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
+def assemble_alone(
+    plain: dict[str, Any], run_dir: Path, *, notify: Callable[[dict[str, Any]], None] = lambda record: None
+) -> Assembled:
     """The loop of a run of one process, without Ray."""
     torch.set_num_threads(1)
     config = config_of(plain)
     run_dir.mkdir(parents=True, exist_ok=True)
-    return assemble(config, prepared=prepare_here(config), run_dir=run_dir, strategy=DataParallel(torch.device("cpu")))
+    return assemble(
+        config,
+        prepared=prepare_here(config),
+        run_dir=run_dir,
+        strategy=DataParallel(torch.device("cpu")),
+        notify=notify,
+    )
 
 
 def run_alone(plain: dict[str, Any], run_dir: Path) -> Assembled:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from finray.config.redact import is_secret_name
+
 NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -212,8 +214,6 @@ class ClusterConfig(Section):
     @field_validator("env")
     @classmethod
     def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
-        from finray.config.redact import is_secret_name
-
         secret = sorted(name for name in value if is_secret_name(name))
         if secret:
             raise ValueError(

@@ -102,17 +102,18 @@ def plan_sources(data: DataConfig) -> dict[str, Source]:
     """The sources of the splits that a config names (a ratio split is taken later, from the training rows)."""
     train = resolve(data.source, split=data.train_split, subset=data.subset, revision=data.revision)
     if data.eval_source is not None:
-        return {"train": train, "eval": resolve(data.eval_source, split=data.eval_split or "validation")}
-    if data.eval_split is not None:
+        held_out = resolve(data.eval_source, split=data.eval_split or "validation")
+    elif data.eval_split is not None:
         held_out = resolve(data.source, split=data.eval_split, subset=data.subset, revision=data.revision)
-        if held_out.files and held_out.files == train.files:
-            raise DataError(
-                f"the source has no split `{data.eval_split}` of its own: evaluation would see the training rows",
-                where="data.eval_split",
-                repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
-            )
-        return {"train": train, "eval": held_out}
-    return {"train": train}
+    else:
+        return {"train": train}
+    if held_out == train or set(held_out.files) & set(train.files):
+        raise DataError(
+            "evaluation would see the training rows: both are read from the same place",
+            where="data.eval_source" if data.eval_source is not None else "data.eval_split",
+            repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
+        )
+    return {"train": train, "eval": held_out}
 
 
 def prepare(preparation: Preparation, tokenizer: Tokenizer, cache_dir: Path) -> Path:

@@ -18,6 +18,8 @@ from typing import Any
 from finray.errors import DataError
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+# First words of file names that speak of a split.
+SPLITS = ("train", "training", "validation", "valid", "val", "dev", "eval", "test")
 _GLOB_CHARACTERS = frozenset("*?[")
 
 
@@ -135,7 +137,7 @@ def content_digest(source: Source) -> str:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     else:
         dataset = _load_datasets(source)
-        identity = [source.name, source.subset, source.revision, source.split, dataset._fingerprint, len(dataset)]
+        identity = [source.subset, source.revision, source.split, dataset._fingerprint, len(dataset)]
         digest.update(json.dumps(identity).encode())
     return digest.hexdigest()
 
@@ -151,7 +153,7 @@ def _of_split(files: list[Path], split: str) -> list[Path]:
     named = [
         file for file in files if file.stem == split or file.stem.startswith((f"{split}-", f"{split}_", f"{split}."))
     ]
-    of_another = {file for file in files if re.split(r"[-_.]", file.stem)[0] in ("train", "validation", "test")}
+    of_another = {file for file in files if re.split(r"[-_.]", file.stem)[0] in SPLITS}
     rest = [file for file in files if file not in of_another]
     if not named and of_another and (split != "train" or not rest):
         raise DataError(

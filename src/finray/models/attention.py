@@ -72,20 +72,20 @@ def packed_attention(
         raise RuntimeError(f"{type(module).__name__} does not pass row lengths on to its attention")
     if attention_mask is not None:
         raise RuntimeError(f"{type(module).__name__} builds a mask of its own, which packed rows cannot honour")
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary embeddings may have widened queries and keys; values are as the projection left them.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     kernel = _varlen_kernel() if query.is_cuda else None
     fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None and query.shape[-1] <= 256
     if kernel is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
         return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
-    outputs = []
-    start = 0
-    for length in segment_lengths:
-        span = slice(start, start + length)
-        part = _attend(
-            query[:, :, span], key[:, :, span], value[:, :, span],
-            scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap,
-        )  # fmt: skip
-        outputs.append(part.transpose(1, 2))
-        start += length
+    # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
+    rows = zip(*(torch.split(tensor, segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    outputs = [
+        _attend(*row, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap).transpose(1, 2)
+        for row in rows
+    ]
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).contiguous(), None
 
 

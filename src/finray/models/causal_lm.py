@@ -69,7 +69,7 @@ class CausalLM:
 
         Frozen weights are stored in the arithmetic's dtype; weights that are trained are fp32.
         """
-        name = choose_attention(model, device)
+        name = choose_attention(model, device, precision=precision)
         dtype = DTYPES[precision] if adapter.method != "none" else torch.float32
         loaded = load_causal_lm(model, dtype=dtype, attention_name=name)
         if adapter.method == "lora":

@@ -155,7 +155,7 @@ def forget_gguf(model: Any) -> Any:
     return model
 
 
-def choose_attention(model: ModelConfig, device: torch.device) -> str:
+def choose_attention(model: ModelConfig, device: torch.device, *, precision: str) -> str:
     """Transformers' name of the attention for packed rows on this device.
 
     Raises:
@@ -163,10 +163,10 @@ def choose_attention(model: ModelConfig, device: torch.device) -> str:
     """
     from transformers.utils import is_flash_attn_2_available
 
-    available = device.type == "cuda" and is_flash_attn_2_available()
+    available = device.type == "cuda" and precision == "bf16" and is_flash_attn_2_available()
     if model.attention == "flash_attention_2" and not available:
         raise ModelError(
-            "FlashAttention 2 is not installed, or there is no GPU",
+            "FlashAttention 2 needs a GPU, bf16 and the package flash-attn",
             where="model.attention",
             repair="`pip install flash-attn`, or set model.attention to auto",
         )

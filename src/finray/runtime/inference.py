@@ -27,7 +27,7 @@ from finray.models.causal_lm import CausalLM
 from finray.models.export import Exported, export
 from finray.models.loading import DTYPES, load_causal_lm, load_tokenizer, resolve_precision
 from finray.runtime.prepare import prepare_here
-from finray.runtime.rundir import RunDir, saved_config
+from finray.runtime.rundir import PREPARED, RunDir, saved_config
 
 
 class Progress(Protocol):
@@ -171,7 +171,7 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
         )
     config = saved_config(run)
     artifact = find_artifact(run.path)
-    rows = _held_out(config, config.evaluation.max_rows if max_rows is None else max_rows)
+    rows = _held_out(run, config, config.evaluation.max_rows if max_rows is None else max_rows)
     tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
     sampling = Sampling(max_new_tokens=config.evaluation.max_new_tokens)
     results = {}
@@ -200,8 +200,8 @@ class _HeldOut:
     references: list[list[int]]
 
 
-def _held_out(config: Config, max_rows: int | None) -> _HeldOut:
-    dataset = PreparedDataset(prepare_here(config))
+def _held_out(run: RunDir, config: Config, max_rows: int | None) -> _HeldOut:
+    dataset = PreparedDataset(prepare_here(config, cache_dir=run.path.parent / PREPARED))
     if config.data.train_on == "all" or "text" in dataset.manifest["kinds"].values():
         raise DataError(
             "rows that are learned as a whole have no prompt to answer",

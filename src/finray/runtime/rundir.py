@@ -20,6 +20,7 @@ from finray.config.load import build_config, read_yaml
 from finray.config.redact import redact
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError
+from finray.runtime import attempts
 
 CONFIG_FILE = "config.yaml"
 FINAL = "final"
@@ -142,6 +143,7 @@ def _begin_or_continue(config: Config, run: RunDir, *, fresh: bool, say: Callabl
     scratch.write_text(yaml.safe_dump(redact(config.plain()), sort_keys=False), encoding="utf-8")
     os.replace(scratch, run.config_file)
     (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
+    attempts.forget(run.path)
     for rest in run.path.glob(".tmp-*"):
         shutil.rmtree(rest, ignore_errors=True)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import uuid
 from pathlib import Path
 from typing import Any
 
 from finray.config.load import build_config
 from finray.errors import CheckpointError, FinrayError, TrainingError
+from finray.runtime import attempts
 
 
 def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
@@ -18,42 +22,51 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     Args:
         payload: ``config`` (plain), ``prepared``, ``run_dir``, ``threads``, ``mailbox``.
     """
-    import ray.train
     import ray.train.torch
     import torch
 
+    from finray.parallel.base import together
     from finray.parallel.ddp import DataParallel
     from finray.training.assemble import assemble, summary
 
     torch.set_num_threads(int(payload["threads"]))
-    device = ray.train.torch.get_device()
-    strategy = DataParallel(device)
+    strategy = DataParallel(ray.train.torch.get_device())
+    run_dir = Path(payload["run_dir"])
+    attempt = strategy.share(uuid.uuid4().hex)
     mailbox = payload["mailbox"]
 
     def notify(record: dict[str, Any]) -> None:
         mailbox.put.remote(record)
 
+    step = attempts.LOADING
     try:
+        together(strategy, lambda: attempts.check(run_dir, attempts.LOADING))
         assembled = assemble(
             build_config(payload["config"], source="driver"),
             prepared=Path(payload["prepared"]),
-            run_dir=Path(payload["run_dir"]),
+            run_dir=run_dir,
             strategy=strategy,
             notify=notify,
             reported=_report,
         )
+        step = assembled.loop.state.step
+        together(strategy, lambda: attempts.check(run_dir, step))
+        _record_processes(run_dir, strategy)
+        try:
+            assembled.loop.run()
+        finally:
+            for tracker in assembled.loop.trackers:
+                tracker.close()
+        return {"summary": summary(assembled), "header": assembled.header}
     except FinrayError as error:
+        if step != attempts.LOADING and not isinstance(error, TrainingError | CheckpointError):
+            attempts.record(run_dir, attempts.Failure(attempt, step, attempts.describe(error)))
+            raise
+        # Raised on every rank alike; see training.assemble, training.step and training.loop.
         return {"failure": error.to_dict()}
-    _record_processes(Path(payload["run_dir"]), strategy)
-    try:
-        assembled.loop.run()
-    except (TrainingError, CheckpointError) as error:
-        # Both are raised on every rank alike, as are those of assemble; see training.step and training.loop.
-        return {"failure": error.to_dict()}
-    finally:
-        for tracker in assembled.loop.trackers:
-            tracker.close()
-    return {"summary": summary(assembled), "header": assembled.header}
+    except Exception as error:
+        attempts.record(run_dir, attempts.Failure(attempt, step, attempts.describe(error)))
+        raise
 
 
 def _report(path: Path, metrics: dict[str, float]) -> None:
@@ -72,9 +85,6 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
 
 def _record_processes(run_dir: Path, strategy: Any) -> None:
     """Write who the workers are: host and process id by rank, for whoever has to look into or end one."""
-    import json
-    import socket
-
     processes = strategy.gather({"rank": strategy.rank, "host": socket.gethostname(), "pid": os.getpid()})
     if strategy.rank == 0:
         (run_dir / "workers.json").write_text(json.dumps(processes, indent=2) + "\n", encoding="utf-8")

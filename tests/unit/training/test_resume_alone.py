@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from finray.checkpoint import manifest
+from finray.errors import DataError
 from tests.support import runs, tiny
 
 
@@ -137,3 +138,55 @@ def test_an_evaluation_does_not_disturb_training(plain: dict[str, Any], tmp_path
     runs.run_alone(held, tmp_path / "end")
     runs.run_alone({**held, "evaluation": {"every_steps": 1}}, tmp_path / "often")
     assert runs.trace(tmp_path / "often") == runs.trace(tmp_path / "end")
+
+
+def missing(path: Path) -> None:
+    path.unlink()
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [missing, truncated, flipped])
+def test_damage_to_any_file_of_a_real_checkpoint_is_named_and_the_one_before_is_used(
+    undisturbed: Path, plain: dict[str, Any], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    checkpoint = undisturbed / "checkpoint-000008"
+    names = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    assert len(names) >= 8
+    for number, name in enumerate(names):
+        run_dir = shutil.copytree(undisturbed, tmp_path / str(number))
+        damage(run_dir / "checkpoint-000008" / name)
+        shown: list[dict[str, Any]] = []
+        assembled = runs.assemble_alone(plain, run_dir, notify=shown.append)
+        assert assembled.loop.state.step == 4
+        (warning,) = [record["message"] for record in shown if record["kind"] == "warning"]
+        assert str(run_dir / "checkpoint-000008" / name) in warning
+        # Out of the way, not deleted.
+        assert len(list(run_dir.glob("damaged-checkpoint-000008-*"))) == 1
+
+
+def test_a_run_that_fell_back_ends_as_if_nothing_had_been(
+    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(undisturbed, tmp_path / "run")
+    flipped(run_dir / "checkpoint-000008" / "adapter_model.safetensors")
+    runs.run_alone(plain, run_dir)
+    assert runs.trace(run_dir) == runs.trace(undisturbed)
+
+
+def test_other_data_under_the_same_configuration_is_refused(
+    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    run_dir = interrupted(undisturbed, tmp_path / "run")
+    other = tmp_path / "rows.jsonl"
+    other.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(30, start=1)), encoding="utf-8")
+    with pytest.raises(DataError, match="has changed since the run began"):
+        runs.assemble_alone({**plain, "data": {**plain["data"], "source": str(other)}}, run_dir)

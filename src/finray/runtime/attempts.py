@@ -1,0 +1,77 @@
+"""Telling a bug from bad luck: a run that fails twice in the same way from the same step is not tried a third time.
+
+Ray restarts workers that die, which is right for a lost machine and useless for a mistake in a model or in the code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from finray.errors import TrainingError
+
+FILE = "failures.jsonl"
+TRIES = 2
+# Stands for the step in failures that came before it was known.
+LOADING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that ended an attempt: the step it had resumed from, and the error's type and first line."""
+
+    attempt: str
+    from_step: int
+    error: str
+
+
+def describe(error: BaseException) -> str:
+    """Type and first line of an exception."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def record(run_dir: Path, failure: Failure) -> None:
+    """Note a failure, whichever rank had it."""
+    with (run_dir / FILE).open("a", encoding="utf-8") as stream:
+        stream.write(json.dumps(asdict(failure)) + "\n")
+
+
+def forget(run_dir: Path) -> None:
+    """Begin to count anew: a person has started the run again."""
+    (run_dir / FILE).unlink(missing_ok=True)
+
+
+def hopeless(failures: list[Failure], from_step: int) -> str | None:
+    """The error that ended ``TRIES`` different attempts from this very step, if there is one."""
+    attempts: dict[str, set[str]] = {}
+    for failure in failures:
+        if failure.from_step == from_step:
+            attempts.setdefault(failure.error, set()).add(failure.attempt)
+    return next((error for error, tries in attempts.items() if len(tries) >= TRIES), None)
+
+
+def check(run_dir: Path, from_step: int) -> None:
+    """Refuse an attempt that can only fail as those before it did.
+
+    Raises:
+        TrainingError: with the error of the earlier attempts.
+    """
+    path = run_dir / FILE
+    if not path.is_file():
+        return
+    failures = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        # A worker that was killed may have left half a line.
+        with contextlib.suppress(ValueError, TypeError):
+            failures.append(Failure(**json.loads(line)))
+    error = hopeless(failures, from_step)
+    if error is not None:
+        since = f"from step {from_step}" if from_step != LOADING else "before the first step"
+        raise TrainingError(
+            f"the workers failed {TRIES} times in the same way {since}: {error}",
+            where=str(run_dir),
+            repair="FINRAY_VERBOSE=1 shows the workers' output; mend the cause, then run the same command again",
+        )
