@@ -81,7 +81,7 @@ def packed_attention(
     if kernel is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
         return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
-    rows = zip(*(torch.split(tensor, segment_lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    rows = zip(*(torch.split(tensor, list(segment_lengths), dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [
         _attend(*row, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap).transpose(1, 2)
         for row in rows
