@@ -14,9 +14,21 @@ from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError
 
 OBJECT_STORE_BYTES = 256 * 2**20
-# glibc maps every large tensor afresh and gives it back at once; on virtual machines the page faults cost more than
-# the arithmetic. These must be set before a process starts. Other C libraries ignore them.
+# For processes that are started directly; see finray.training.memory for why workers do the rest themselves. The first
+# one, huge pages, is the one that arrives.
 ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
+
+# A Ray of our own on this machine: a token is asked for, nothing is reported to anybody, and what only a dashboard
+# would read is not collected. Workers are not made to yield to Ray's own processes: a step of several threads waits for
+# the one that was interrupted.
+LOCAL_RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "false",
+    "RAY_event_stats": "false",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_worker_niceness": "0",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +56,12 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
     """
     address = cluster.address or os.environ.get("RAY_ADDRESS")
     # Ray Train asks workers for news every two seconds by default, and a report waits for that.
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     # Ray 2.60 warns about a change of defaults that does not concern us.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        for name, value in LOCAL_RAY.items():
+            os.environ.setdefault(name, value)
         if os.environ["RAY_AUTH_MODE"] == "token":
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray

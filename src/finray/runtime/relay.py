@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-POLL_S = 0.2
+POLL_S = 0.5
 
 
 class Mailbox:

@@ -28,7 +28,9 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     from finray.parallel.base import together
     from finray.parallel.ddp import DataParallel
     from finray.training.assemble import assemble, summary
+    from finray.training.memory import keep_freed_memory
 
+    keep_freed_memory()
     torch.set_num_threads(int(payload["threads"]))
     strategy = DataParallel(ray.train.torch.get_device())
     run_dir = Path(payload["run_dir"])
