@@ -19,19 +19,19 @@ faults = []
 def work():
     for _ in range(20):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.zeros(8 * 2**20, dtype=torch.uint8).fill_(1)
+        torch.zeros(64 * 2**20, dtype=torch.uint8).fill_(1)
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 # Not in the first thread, as under Ray Train.
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
-print(sum(faults[5:]))
+print(sum(faults[15:]))
 """
 
 
 def faults(how: str) -> int:
-    """Pages touched for the first time by fifteen tensors of 8 MiB, after five to warm up."""
+    """Pages touched for the first time by five tensors of 64 MiB, after fifteen to warm up."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, how], capture_output=True, text=True, check=True)
     return int(done.stdout)
 
