@@ -136,6 +136,7 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has TRL")
     parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
+    parser.add_argument("--ray-only", action="store_true", help="only what Ray adds to a step; printed, not recorded")
     parser.add_argument("--quick", action="store_true", help="one pair of two steps, to try the script; only printed")
     options = parser.parse_args(argv)
     options.given = argv
@@ -153,7 +154,11 @@ def parse_options(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(sys.argv[1:] if argv is None else argv)
     with tempfile.TemporaryDirectory(prefix="finray_bench_") as name:
-        section = make_section(make_plan(options, Path(name)), options)
+        plan = make_plan(options, Path(name))
+        if options.ray_only:
+            print(show_ray(*measure_ray(plan)))
+            return 0
+        section = make_section(plan, options)
     print(f"## {TITLE}\n\n{section}")
     if not options.quick:
         replace_section(options.results, TITLE, section)
