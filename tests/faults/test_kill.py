@@ -30,8 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Any]:
     """Two workers with dropout on, accumulating over two micro-batches."""
     folder = tmp_path_factory.mktemp("data")
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(50)), encoding="utf-8")
+    rows = tiny.write_chat_rows(folder, 50)
     return runs.settings(
         model,
         rows,

@@ -21,8 +21,7 @@ Case = tuple[dict[str, Any], list[str]]
 
 @pytest.fixture
 def plain(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(12)), encoding="utf-8")
+    rows = tiny.write_chat_rows(tmp_path, 12)
     return runs.settings(tiny_model_dir, rows, tmp_path / "out", train={"max_steps": 2, "precision": "fp32"})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from tests.support import runs, tiny
 def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
     """Six packs a step, ten of them in an epoch: epochs end inside steps, and three ranks share them unevenly."""
     folder = tmp_path_factory.mktemp("data")
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(40)), encoding="utf-8")
+    rows = tiny.write_chat_rows(folder, 40)
     return runs.settings(
         tiny_model_dir,
         rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,11 @@ def chat_rows(count: int, *, start: int = 0) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def write_chat_rows(folder: Path, count: int, *, start: int = 0) -> Path:
+    """Those conversations as a JSONL file."""
+    path = folder / "rows.jsonl"
+    rows = chat_rows(count, start=start)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

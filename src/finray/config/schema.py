@@ -258,11 +258,6 @@ class Config(Section):
             )
         return self
 
-    @property
-    def has_eval(self) -> bool:
-        """Whether any rows are held out for evaluation."""
-        return bool(self.data.eval_source or self.data.eval_split or self.data.eval_ratio)
-
     def plain(self) -> dict[str, Any]:
         """The configuration as JSON types."""
         return self.model_dump(mode="json")

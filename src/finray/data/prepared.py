@@ -13,7 +13,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def _write_split(folder: Path, source: Source, data: DataConfig, tokenizer: Toke
         raise DataError("the data set is empty", where=source.name, repair="check data.source and the split names")
     kind: Format = detect(list(first.value), data.field_mapping) if data.format == "auto" else data.format
     stats = SplitStats()
-    tokens = _tokens(_chain(first, rows), kind, data, tokenizer, stats)
+    tokens = _tokens(chain([first], rows), kind, data, tokenizer, stats)
     for shard in range(2**31):
         part = list(islice(tokens, _ROWS_PER_SHARD))
         if not part:
@@ -181,11 +181,6 @@ def _write_split(folder: Path, source: Source, data: DataConfig, tokenizer: Toke
             repair="check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",
         )
     return type(to_example(first, kind, data.field_mapping)).__name__.lower(), stats
-
-
-def _chain(first: Row, rest: Iterator[Row]) -> Iterator[Row]:
-    yield first
-    yield from rest
 
 
 def _tokens(

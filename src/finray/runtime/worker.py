@@ -59,7 +59,7 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
         finally:
             for tracker in assembled.loop.trackers:
                 tracker.close()
-        return {"summary": summary(assembled), "header": assembled.header}
+        return {"summary": summary(assembled)}
     except FinrayError as error:
         if step != attempts.LOADING and not isinstance(error, TrainingError | CheckpointError):
             attempts.record(run_dir, attempts.Failure(attempt, step, attempts.describe(error)))

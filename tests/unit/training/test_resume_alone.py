@@ -26,8 +26,7 @@ def dropout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, dropout_model: Path) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("data")
-    rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(30)), encoding="utf-8")
+    rows = tiny.write_chat_rows(folder, 30)
     return runs.settings(dropout_model, rows, folder, adapter={"rank": 4, "dropout": 0.2})
 
 
@@ -186,7 +185,6 @@ def test_other_data_under_the_same_configuration_is_refused(
     undisturbed: Path, plain: dict[str, Any], tmp_path: Path
 ) -> None:
     run_dir = interrupted(undisturbed, tmp_path / "run")
-    other = tmp_path / "rows.jsonl"
-    other.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(30, start=1)), encoding="utf-8")
+    other = tiny.write_chat_rows(tmp_path, 30, start=1)
     with pytest.raises(DataError, match="has changed since the run began"):
         runs.assemble_alone({**plain, "data": {**plain["data"], "source": str(other)}}, run_dir)
