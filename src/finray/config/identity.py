@@ -20,6 +20,9 @@ FREE = (
     "train.micro_batch_size",
     "train.gradient_checkpointing",
     "evaluation",
+    "prepare.num_workers",
+    "prepare.dir",
+    "prepare.local_dir",
 )
 
 

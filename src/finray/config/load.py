@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finray.config.schema import Config, sections
+from finray.config.schema import Config, SourceConfig, sections
 from finray.errors import ConfigError
 
 PRESET_KEY = "preset"
@@ -190,7 +190,8 @@ def _describe(item: Any) -> tuple[str, str]:
         str(part) for part in item["loc"] if not str(part).startswith(("literal[", "list[", "bool", "function-"))
     ]
     # Members of a union carry the name of the branch that failed; the field's path is what the user wrote.
-    path = ".".join(location[:2]) if location and location[0] in sections() else ".".join(location)
+    in_list = len(location) > 3 and location[2].isdigit()
+    path = ".".join(location if in_list or not location or location[0] not in sections() else location[:2])
     kind = item["type"]
     if kind == "extra_forbidden":
         return path, f"unknown key{_suggest_key(location)}"
@@ -202,12 +203,16 @@ def _describe(item: Any) -> tuple[str, str]:
     if kind in ("model_type", "dict_type"):
         return path, f"must be a section with fields, got {item['input']!r}"
     if kind == "value_error":
-        return path, reason
+        # A rule over several fields of a section names the field itself.
+        named = reason.split(":")[0] if reason.startswith(f"{path}.") and ": " in reason else None
+        return (named, reason.removeprefix(f"{named}: ")) if named else (path, reason)
     return path, f"{reason[0].lower()}{reason[1:]}, got {item['input']!r}"
 
 
 def _suggest_key(location: list[str]) -> str:
     known = sections()
+    if location[:2] == ["data", "mix"]:
+        return _suggest(location[-1], SourceConfig.model_fields)
     if len(location) == 1:
         return _suggest(location[0], known) or _suggest_owner(location[0])
     section, key = location[0], location[-1]

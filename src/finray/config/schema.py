@@ -51,6 +51,10 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     task: Literal["causal_lm"] = Field("causal_lm", description="What the model learns to do.")
     chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template.")
+    chat_template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables given to the chat template, in training and in serving, such as `enable_thinking`.",
+    )
     attention: Literal["auto", "packed", "flash_attention_2"] = Field(
         "auto",
         description="Attention over packed rows. `auto` takes FlashAttention 2 on a GPU where it is installed, "
@@ -73,13 +77,46 @@ class AdapterConfig(Section):
     )
 
 
+Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template"]
+
+
+class SourceConfig(Section):
+    """One of several sources that are mixed; what is left out is taken from the data section."""
+
+    source: str = Field(description="As `data.source`.")
+    subset: str | None = Field(None, description="As `data.subset`.")
+    revision: str | None = Field(None, description="As `data.revision`.")
+    split: str | None = Field(None, description="As `data.train_split`.")
+    format: Format | None = Field(None, description="As `data.format`.")
+    field_mapping: dict[str, str] | None = Field(None, description="As `data.field_mapping`.")
+    input_template: str | None = Field(None, description="As `data.input_template`.")
+    output_template: str | None = Field(None, description="As `data.output_template`.")
+    weight: float | None = Field(None, gt=0, description="Share of the mixed rows, relative to the other weights.")
+    count: PositiveInt | None = Field(None, description="Rows of this source in an epoch; replaces `weight`.")
+
+    @model_validator(mode="after")
+    def _one_size(self) -> SourceConfig:
+        if self.weight is not None and self.count is not None:
+            raise ValueError("set weight or count, not both")
+        return self
+
+
 class DataConfig(Section):
     """Where examples come from and how they become tokens."""
 
-    source: str = Field(description="A file, directory, glob, or Hugging Face data set name.")
+    source: str | None = Field(
+        None,
+        description="A file, directory, glob, URL (`s3://`, `gs://`, `https://`), or Hugging Face data set "
+        "(`org/name`, or `org/name:data_dir`).",
+    )
+    mix: list[SourceConfig] = Field(
+        default_factory=list, description="Several sources instead of `data.source`, mixed by `weight` or `count`."
+    )
     subset: str | None = Field(None, description="Configuration (subset) of a Hugging Face data set.")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face data set.")
-    train_split: str = Field("train", description="Named split used for training, where the source has splits.")
+    train_split: str = Field(
+        "train", description="Named split used for training, with a slice if wanted: `train[:1%]`, `train[100:200]`."
+    )
     eval_source: str | None = Field(None, description="A second source, used for evaluation only.")
     eval_split: str | None = Field(
         None,
@@ -88,33 +125,82 @@ class DataConfig(Section):
     eval_ratio: Ratio = Field(
         0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`."
     )
-    format: Literal["auto", "messages", "prompt_completion", "text"] = Field(
+    test_split: str | None = Field(None, description="Named split of the source kept for tests after training.")
+    test_ratio: Ratio = Field(0.0, description="Share of the training rows kept for tests after training.")
+    group_by: str | None = Field(
+        None, description="Column whose equal values stay on one side of a ratio split (a user, a document)."
+    )
+    format: Format = Field(
         "auto", description="How a row is read. `auto` decides from the columns and says what it decided."
     )
     field_mapping: dict[str, str] = Field(
-        default_factory=dict, description="Column to read for `messages`, `prompt`, `completion` or `text`."
+        default_factory=dict,
+        description="Field to column (`prompt: question`); a dot reaches into nested columns (`prompt: data.question`).",
     )
-    train_on: Literal["completion", "last_assistant", "all"] = Field(
+    input_template: str | None = Field(
+        None, description="Prompt made from columns, such as `Question: {question}\\n`. Needs `data.output_template`."
+    )
+    output_template: str | None = Field(None, description="Completion made from columns, such as `{answer}`.")
+    converter: str | None = Field(
+        None, description="Your own function, `package.module:function`: from a row to a row of one of the formats."
+    )
+    train_on: Literal["completion", "assistant", "last_assistant", "all"] = Field(
         "completion",
-        description="Supervised tokens: the completion (in a chat: every assistant message), only the last assistant "
-        "message, or all tokens. A message with `train: false` is never supervised.",
+        description="Supervised tokens: the completion (in a chat: every assistant message that is not part of a "
+        "prompt), every assistant message, only the last one, or all tokens. A message with `train: false` is never "
+        "supervised.",
     )
     max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Most tokens in a row, and in a pack.")
     on_too_long: Literal["truncate", "drop", "error"] = Field(
         "truncate",
         description="What happens to a conversation longer than `data.max_length`. Plain text is cut into pieces.",
     )
+    chunk_overlap: int = Field(
+        0, ge=0, description="Tokens of plain text repeated, unsupervised, at the start of the next piece."
+    )
     packing: bool = Field(
         True, description="Join rows into packs of up to `data.max_length` tokens. Rows never see each other."
     )
+    on_bad_row: Literal["error", "drop"] = Field(
+        "error", description="Stop at a row that cannot be used, or leave it out and list it in `bad-rows.jsonl`."
+    )
 
-    @field_validator("field_mapping")
-    @classmethod
-    def _known_fields(cls, value: dict[str, str]) -> dict[str, str]:
-        unknown = sorted(set(value) - {"messages", "prompt", "completion", "text"})
-        if unknown:
-            raise ValueError(f"unknown field {', '.join(unknown)}; use messages, prompt, completion or text")
-        return value
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if (self.source is None) == (not self.mix):
+            raise ValueError("data.source: set it, or data.mix, one of the two")
+        if (self.input_template is None) != (self.output_template is None):
+            raise ValueError("data.input_template and data.output_template go together")
+        if self.format == "template" and self.input_template is None:
+            raise ValueError("data.format: template needs data.input_template and data.output_template")
+        if self.chunk_overlap >= self.max_length // 2:
+            raise ValueError("data.chunk_overlap must be less than half of data.max_length")
+        if self.group_by is not None and not (self.eval_ratio or self.test_ratio):
+            raise ValueError("data.group_by has no effect without data.eval_ratio or data.test_ratio")
+        if self.eval_ratio + self.test_ratio >= 1:
+            raise ValueError("data.eval_ratio and data.test_ratio leave nothing for training")
+        if self.test_split is not None and self.test_ratio:
+            raise ValueError("data.test_split and data.test_ratio each choose the test rows; keep one")
+        return self
+
+
+class PrepareConfig(Section):
+    """How and where data is prepared."""
+
+    num_workers: PositiveInt | None = Field(
+        None, description="Ray workers that tokenise; null takes as many as there are CPUs or pieces of work."
+    )
+    dir: str | None = Field(
+        None,
+        description="Directory or URL (`s3://bucket/path`) of prepared data sets; null is `run.output_dir/.prepared`.",
+    )
+    local_dir: str | None = Field(
+        None, description="Where workers keep what they fetch from a remote `prepare.dir`; null is the user's cache."
+    )
+    max_row_bytes: PositiveInt = Field(8_000_000, description="A row of a file that is larger is a bad row.")
+    text_rows: Literal["file", "paragraph", "line"] = Field(
+        "file", description="What is a row in a text or source file: all of it, a paragraph, or a line."
+    )
 
 
 class TrainConfig(Section):
@@ -229,6 +315,7 @@ class Config(Section):
     model: ModelConfig = Field(description="Which model is trained.")
     adapter: AdapterConfig = Field(default_factory=AdapterConfig, description="Which weights are trained.")
     data: DataConfig = Field(description="Where examples come from and how they become tokens.")
+    prepare: PrepareConfig = Field(default_factory=PrepareConfig, description="How and where data is prepared.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="The optimisation.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="How work is shared between workers.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved and kept.")
