@@ -40,10 +40,10 @@ from statistics import mean
 
 from cpu.equal_loss import measure_equal_loss, show_equal_loss
 from cpu.overhead import measure_ray, show_ray
-from cpu.plan import BATCH, Plan, Result, say
+from cpu.plan import BATCH, Plan, Result
 from cpu.speed import measure_speed, show_speed
 from cpu.start import measure_start, show_start
-from harness.report import machine, replace_section
+from harness.report import machine, replace_section, say
 from harness.rows import count_tokens, grouped_sample, make_rows, read_rows
 
 HERE = Path(__file__).resolve().parent

@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 from statistics import mean
 
-from cpu.plan import BATCH, FINRAY, TRL, Plan, say
+from cpu.plan import BATCH, FINRAY, TRL, Plan
 from finray.runtime.cluster import ALLOCATOR
 from harness.processes import environment, run_script
+from harness.report import say
 from harness.rows import as_text_rows, write_rows
 
 FIRST_LOSS_TOLERANCE = 1e-3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from cpu.plan import Plan, Result, run_finray, say
-from harness.report import Spread, table
+from cpu.plan import Plan, Result, run_finray
+from harness.report import Spread, say, table
 
 RAY_TARGET = 1.02
 

@@ -58,11 +58,6 @@ class Plan:
         return ["--model", str(self.model)]
 
 
-def say(message: str) -> None:
-    """Progress, on standard error."""
-    print(message, file=sys.stderr, flush=True)
-
-
 def run_finray(plan: Plan, seed: int, *extra: str) -> Result:
     """finray on the sample, packed."""
     rows = write_rows(plan.folder / "rows.jsonl", plan.rows)

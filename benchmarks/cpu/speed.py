@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from cpu.plan import BATCH, TRL, Plan, Result, run_finray, say
+from cpu.plan import BATCH, TRL, Plan, Result, run_finray
 from finray.runtime.cluster import ALLOCATOR
 from harness.processes import environment, run_script
-from harness.report import Spread, table
+from harness.report import Spread, say, table
 from harness.rows import Row, write_rows
 
 

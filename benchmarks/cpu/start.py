@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from cpu.plan import Plan, say
+from cpu.plan import Plan
 from harness.processes import environment, run_command
-from harness.report import Spread, table
+from harness.report import Spread, say, table
 from harness.rows import write_rows
 
 START_PHASES = ("Python and config", "start_ray", "prepare", "start_workers", "load", "first step", "together")

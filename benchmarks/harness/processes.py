@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from harness.tree import MemoryWatch, Peaks, ProcessTree
 
 TIMEOUT_S = 3600.0
 # What would tell one side more than the other; each run is given its own.
@@ -33,9 +39,13 @@ def run_command(command: Sequence[str], *, env: Mapping[str, str]) -> str:
     """
     done = subprocess.run(command, env=dict(env), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
-        tail = "\n".join((done.stderr or done.stdout).strip().splitlines()[-15:])
-        raise BenchmarkError(f"{' '.join(command)}\nended with {done.returncode}:\n{tail}")
+        raise _failed(command, f"ended with {done.returncode}", done.stderr or done.stdout)
     return done.stdout
+
+
+def _failed(command: Sequence[str], what: str, output: str) -> BenchmarkError:
+    tail = "\n".join(output.strip().splitlines()[-15:])
+    return BenchmarkError(f"{' '.join(command)}\n{what}:\n{tail}")
 
 
 def run_script(python: str, script: Path, options: Sequence[str], *, env: Mapping[str, str]) -> dict[str, Any]:
@@ -43,3 +53,79 @@ def run_script(python: str, script: Path, options: Sequence[str], *, env: Mappin
     output = run_command([python, str(script), *options], env=env)
     result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A command that was run, and the memory it took with all that it started."""
+
+    result: dict[str, Any]
+    seconds: float
+    peaks: Peaks
+
+
+def run_watched(command: Sequence[str], *, env: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Watched:
+    """Run a command that prints its result as one line of JSON, the last one, and watch its memory.
+
+    Raises:
+        BenchmarkError: it failed, or took too long; the end of its error output is in the message.
+    """
+    with _started(command, env) as (process, tree, output, errors):
+        watch = MemoryWatch(tree)
+        began = time.perf_counter()
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise _failed(command, f"was not done after {timeout_s:.0f} s", _text(errors)) from None
+        finally:
+            peaks = watch.stop()
+        seconds = time.perf_counter() - began
+        if process.returncode:
+            raise _failed(command, f"ended with {process.returncode}", _text(errors) or _text(output))
+        return Watched(json.loads(_text(output).strip().splitlines()[-1]), seconds, peaks)
+
+
+def run_until(
+    command: Sequence[str], happened: Callable[[], bool], *, env: Mapping[str, str], timeout_s: float = TIMEOUT_S
+) -> Watched:
+    """Run a command until something has happened, and end it; the result is empty.
+
+    Raises:
+        BenchmarkError: it ended before that, or took too long.
+    """
+    with _started(command, env) as (process, tree, output, errors):
+        watch = MemoryWatch(tree)
+        began = time.perf_counter()
+        try:
+            while not happened():
+                if process.poll() is not None and not happened():
+                    raise _failed(command, f"ended with {process.returncode} too early", _text(errors) or _text(output))
+                if time.perf_counter() - began > timeout_s:
+                    raise _failed(command, f"was not so far after {timeout_s:.0f} s", _text(errors))
+                time.sleep(0.02)
+            seconds = time.perf_counter() - began
+        finally:
+            peaks = watch.stop()
+        return Watched({}, seconds, peaks)
+
+
+Started = tuple["subprocess.Popen[bytes]", ProcessTree, IO[bytes], IO[bytes]]
+
+
+@contextmanager
+def _started(command: Sequence[str], env: Mapping[str, str]) -> Iterator[Started]:
+    """A running command; whatever is left of it and of what it started is ended on the way out."""
+    # Files and not pipes: nobody reads while the command runs, and a full pipe would stop it.
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(command, env=dict(env), stdout=output, stderr=errors, stdin=subprocess.DEVNULL)
+        tree = ProcessTree(process.pid)
+        try:
+            yield process, tree, output, errors
+        finally:
+            tree.end(patience_s=10)
+            process.wait()
+
+
+def _text(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read().decode("utf-8", errors="replace")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,11 @@ class Spread:
         """As `median (min-max)`."""
         low, high = (f"{value:.{digits}f}" for value in (min(self.values), max(self.values)))
         return f"{self.median:.{digits}f}{unit} ({low}–{high})"
+
+
+def say(message: str) -> None:
+    """Progress, on standard error."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -81,3 +87,13 @@ def replace_section(path: Path, title: str, body: str) -> None:
         sections.append(section)
     parts = [head, *sections]
     path.write_text("\n\n## ".join(part.strip() for part in parts) + "\n", encoding="utf-8")
+
+
+def replace_parts(path: Path, title: str, parts: Mapping[str, str]) -> None:
+    """Write third-level parts of a section, by their titles; the section's other parts stay as they are."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found = next((part for part in text.split("\n## ") if part.split("\n", 1)[0].strip() == title), title)
+    _, *old = found.split("\n### ")
+    kept = {part.split("\n", 1)[0].strip(): part.partition("\n")[2].strip() for part in old}
+    body = "\n\n".join(f"### {name}\n\n{content.strip()}" for name, content in {**kept, **parts}.items())
+    replace_section(path, title, body)

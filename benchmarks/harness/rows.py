@@ -78,8 +78,8 @@ def _chat(prompt: str, answer: str) -> Row:
 def read_rows(path: Path) -> list[Row]:
     """Rows of a JSON array or of JSON lines, as messages.
 
-    A row may have Alpaca's columns, `prompt` and `completion` as strings, or `messages` that end with an answer to
-    one message; what has no answer is left out.
+    A row may have Alpaca's columns, `prompt` and `completion` as strings, `question` and `answer`, or `messages` that
+    end with an answer to one message; what has no answer is left out.
     """
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
@@ -96,6 +96,8 @@ def _as_chat(row: Row) -> Row:
     if "instruction" in row:
         parts = [row["instruction"], row.get("input") or ""]
         return _chat("\n\n".join(part for part in parts if part), row["output"])
+    if "question" in row:
+        return _chat(row["question"], row["answer"])
     return _chat(row["prompt"], row["completion"])
 
 

@@ -163,9 +163,9 @@ def make_config(options: argparse.Namespace, rows: Path, folder: Path, *, steps:
     return build_config(plain, source="benchmark")
 
 
-def steps_of_an_epoch(config: Config, prepared: Path) -> int:
+def steps_of_an_epoch(config: Config, prepared: str) -> int:
     """Optimizer steps in which every row is seen once."""
-    split, _ = PreparedDataset(prepared).splits(eval_ratio=0.0, seed=config.run.seed)
+    split = PreparedDataset(prepared).splits(config.data, seed=config.run.seed).train
     plan = (plan_packs if config.data.packing else one_row_each)(split.lengths, config.data.max_length)
     return -(-len(plan) // config.train.global_batch_size)
 
@@ -192,7 +192,7 @@ def _settings_used(assembled: Assembled) -> dict[str, Any]:
     }
 
 
-def run_here(config: Config, prepared: Path, options: argparse.Namespace) -> Outcome:
+def run_here(config: Config, prepared: str, options: argparse.Namespace) -> Outcome:
     """Train in this process, without Ray."""
     run_dir = Path(config.run.output_dir) / config.run.name
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -319,7 +319,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="finray_sft_") as name:
         folder = Path(name)
         config = make_config(options, _rows_file(options, folder), folder, steps=options.steps or 1)
-        prepared: Path | None = None
+        prepared: str | None = None
         if options.steps is None or not options.through_ray:
             prepared = prepare_here(config)
             config = with_steps(config, options.steps or options.warmup_steps + steps_of_an_epoch(config, prepared))

@@ -10,7 +10,7 @@ What it does not measure: saving, evaluation, generation, accelerators, several 
 model answers. It sets no thread counts and no allocator settings: those belong to the caller.
 
 `--mode default` leaves everything that affects speed at `SFTConfig`'s own defaults; `--mode best` sets what TRL offers
-and what was measured to help on a CPU (see `_best_settings`). Rows are JSON lines with "prompt" and "completion"
+and what was measured to help on a CPU (see `best_settings`). Rows are JSON lines with "prompt" and "completion"
 (both strings or both lists of messages) or with "messages", whose last one, the assistant's, becomes the completion;
 the loss is on the completion only. Without `--sequential` the trainer draws its own order, so give it whole epochs:
 length grouping sorts the rows, and a part of an epoch would then be a sample of one length.
@@ -138,7 +138,7 @@ def _default_settings(precision: str) -> Settings:
     return {} if precision == "bf16" else {"bf16": False}
 
 
-def _best_settings(precision: str) -> Settings:
+def best_settings(precision: str) -> Settings:
     """What TRL offers that was measured to be faster on a CPU and to train equally.
 
     Not here, since they did not help or do not apply: packing (other rows to a step, and no faster than padding-free),
@@ -167,7 +167,7 @@ def _is_padding_free(options: argparse.Namespace) -> bool:
 
 
 def build_config(options: argparse.Namespace, output_dir: str) -> SFTConfig:
-    settings = _best_settings(options.precision) if options.mode == "best" else _default_settings(options.precision)
+    settings = best_settings(options.precision) if options.mode == "best" else _default_settings(options.precision)
     if options.sequential:
         settings["train_sampling_strategy"] = "sequential"
     common: Settings = {

@@ -25,7 +25,7 @@ _HOMES = {
     "FinrayError": ("finray.errors", "FinrayError"),
     "TrainResult": ("finray.runtime.driver", "TrainResult"),
     "train": ("finray.runtime.driver", "train"),
-    "prepare": ("finray.runtime.prepare", "prepare_here"),
+    "prepare": ("finray.runtime.prepare", "prepare"),
     "evaluate": ("finray.runtime.inference", "evaluate"),
     "export_model": ("finray.runtime.inference", "export_model"),
     "generate_text": ("finray.runtime.inference", "generate_text"),

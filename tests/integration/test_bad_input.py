@@ -125,7 +125,7 @@ MISTAKES: list[tuple[str, Callable[[dict[str, Any], Path], None], list[str]]] = 
         change_rows(GOOD + '{"text": "a", "id": 3}\n'),
         ["rows.jsonl:2", "`messages` is missing", "columns: text, id"],
     ),
-    ("unknown columns", change_rows('{"question": "a", "answer": "b"}\n'), ["question, answer", "data.format"]),
+    ("unknown columns", change_rows('{"q": "a", "a": "b"}\n'), ["q, a", "data.format"]),
     ("empty data set", change_rows(""), ["the data set is empty", "rows.jsonl"]),
     ("all tokens masked", change_rows(USER_ONLY * 3), ["none of the 3 rows has a token to learn"]),
     ("no chat template", forget_template, ["no chat template", "model.chat_template"]),

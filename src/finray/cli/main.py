@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from finray.cli import cache, data, show
 from finray.cli import config as config_commands
-from finray.cli import show
+from finray.cli import inspect as inspect_command
 from finray.config.load import load_config
 from finray.config.redact import redact_text
 from finray.errors import ConfigError, FinrayError
@@ -27,6 +28,9 @@ app = typer.Typer(
 )
 app.add_typer(config_commands.app, name="config")
 app.command("init")(config_commands.init)
+app.command("prepare")(data.prepare)
+app.command("inspect")(inspect_command.inspect)
+app.add_typer(cache.app, name="cache")
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
@@ -50,20 +54,6 @@ def train(
     with show.RunView(console) as view:
         result = run_training(settings, fresh=fresh, handle=view.handle)
     show.training_summary(console, result)
-
-
-@app.command()
-def prepare(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Tokenise the data of a config, without training."""
-    from finray.runtime.prepare import check_inputs, preparation_report, prepare_here
-
-    settings = load_config(config, overrides or [])
-    check_inputs(settings)
-    folder = prepare_here(settings)
-    console = show.console()
-    console.print(f"prepared: {folder}", highlight=False, soft_wrap=True)
-    for line in preparation_report(folder):
-        console.print(line, highlight=False)
 
 
 @app.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from finray.data.sources import read_file
+from finray.data.pieces import read_file
 from finray.errors import DataError
 from finray.runtime.inference import Prompt
 

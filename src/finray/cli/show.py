@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finray.errors import DataError
-from finray.tracking.console import ConsoleTracker, duration
+from finray.tracking.console import ConsoleTracker, PrepareView, duration
 
 if TYPE_CHECKING:
     # At run time these would import torch, which `finray config show` has no use for.
@@ -32,6 +32,7 @@ class RunView:
     def __init__(self, target: Console) -> None:
         self._console = target
         self._progress: ConsoleTracker | None = None
+        self._preparing: PrepareView | None = None
 
     def __enter__(self) -> RunView:
         return self
@@ -41,11 +42,16 @@ class RunView:
     ) -> None:
         if self._progress is not None:
             self._progress.close()
+        if self._preparing is not None:
+            self._preparing.close()
 
     def handle(self, record: dict[str, Any]) -> None:
         """Show one record."""
         if record["kind"] == "header":
             self._header(record)
+        elif record["kind"] == "prepare":
+            self._preparing = self._preparing or PrepareView(self._console, total=record["total"])
+            self._preparing.show(record)
         elif record["kind"] in ("train", "eval"):
             if self._progress is not None:
                 self._progress.log(record)

@@ -80,6 +80,12 @@ class AdapterConfig(Section):
 Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template"]
 
 
+# What columns can stand for, besides the names in a template of one's own.
+FIELDS = frozenset(
+    "messages conversations tools system prompt completion instruction input output history text label".split()  # noqa: SIM905
+)
+
+
 class SourceConfig(Section):
     """One of several sources that are mixed; what is left out is taken from the data section."""
 
@@ -135,7 +141,7 @@ class DataConfig(Section):
     )
     field_mapping: dict[str, str] = Field(
         default_factory=dict,
-        description="Field to column (`prompt: question`); a dot reaches into nested columns (`prompt: data.question`).",
+        description="Field to column (`prompt: question`); a dot reaches into nested columns (`data.question`).",
     )
     input_template: str | None = Field(
         None, description="Prompt made from columns, such as `Question: {question}\\n`. Needs `data.output_template`."
@@ -155,9 +161,6 @@ class DataConfig(Section):
         "truncate",
         description="What happens to a conversation longer than `data.max_length`. Plain text is cut into pieces.",
     )
-    chunk_overlap: int = Field(
-        0, ge=0, description="Tokens of plain text repeated, unsupervised, at the start of the next piece."
-    )
     packing: bool = Field(
         True, description="Join rows into packs of up to `data.max_length` tokens. Rows never see each other."
     )
@@ -171,10 +174,11 @@ class DataConfig(Section):
             raise ValueError("data.source: set it, or data.mix, one of the two")
         if (self.input_template is None) != (self.output_template is None):
             raise ValueError("data.input_template and data.output_template go together")
+        unknown = sorted(set(self.field_mapping) - FIELDS)
+        if unknown and self.input_template is None and self.converter is None:
+            raise ValueError(f"data.field_mapping: unknown field {', '.join(unknown)}; use {', '.join(sorted(FIELDS))}")
         if self.format == "template" and self.input_template is None:
             raise ValueError("data.format: template needs data.input_template and data.output_template")
-        if self.chunk_overlap >= self.max_length // 2:
-            raise ValueError("data.chunk_overlap must be less than half of data.max_length")
         if self.group_by is not None and not (self.eval_ratio or self.test_ratio):
             raise ValueError("data.group_by has no effect without data.eval_ratio or data.test_ratio")
         if self.eval_ratio + self.test_ratio >= 1:
@@ -200,6 +204,9 @@ class PrepareConfig(Section):
     max_row_bytes: PositiveInt = Field(8_000_000, description="A row of a file that is larger is a bad row.")
     text_rows: Literal["file", "paragraph", "line"] = Field(
         "file", description="What is a row in a text or source file: all of it, a paragraph, or a line."
+    )
+    chunk_overlap: int = Field(
+        0, ge=0, description="Tokens of plain text repeated, unsupervised, at the start of the next piece."
     )
 
 
@@ -328,6 +335,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _one_evaluation_set(self) -> Config:
         data = self.data
+        if self.prepare.chunk_overlap > data.max_length // 2:
+            raise ValueError("prepare.chunk_overlap: must be at most half of data.max_length")
         named = [
             name
             for name, value in (

@@ -1,31 +1,53 @@
-"""Source rows as examples: a conversation, a prompt with its completion, or plain text."""
+"""What a row says: a conversation, a prompt with its completion, plain text, or text with a label.
+
+Which of these a row is follows from its columns, or from `data.format`. Turning the row into one is in ``convert.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from finray.data.sources import Row
 from finray.errors import DataError
 
-Format = Literal["messages", "prompt_completion", "text"]
+Kind = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template", "converter"]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation; ``train`` is False where the author of the data forbids learning it."""
+    """One turn of a conversation.
+
+    Attributes:
+        role: who speaks.
+        content: what is said; empty where there are only tool calls.
+        train: False where the author of the data forbids learning it.
+        extra: what else a chat template may read: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``.
+    """
 
     role: str
     content: str
     train: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """As chat templates want it."""
+        return {"role": self.role, "content": self.content, **self.extra}
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, to be rendered by the model's chat template."""
+    """A conversation, to be rendered by the model's chat template.
+
+    Attributes:
+        messages: the turns.
+        tools: JSON schemas of the functions that the assistant may call.
+        prompt_messages: the first so many are a prompt: `data.train_on: completion` does not learn them.
+    """
 
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompt_messages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,76 +65,98 @@ class Text:
     text: str
 
 
-Example = Chat | Completion | Text
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """Text and its class, for classification."""
+
+    text: str
+    label: str
 
 
-def detect(columns: list[str], mapping: Mapping[str, str]) -> Format:
+Example = Chat | Completion | Text | Labelled
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How rows of a source are read.
+
+    Attributes:
+        kind: the format.
+        columns: field to the column that holds it.
+        input_template: for ``template``.
+        output_template: for ``template``.
+        converter: `package.module:function`, for ``converter``.
+    """
+
+    kind: Kind
+    columns: Mapping[str, str] = field(default_factory=dict)
+    input_template: str | None = None
+    output_template: str | None = None
+    converter: str | None = None
+
+    def describe(self) -> str:
+        """For people: the format, and the columns it is read from."""
+        if self.kind == "converter":
+            return f"converter {self.converter}"
+        renamed = [name if name == column else f"{name} from {column}" for name, column in self.columns.items()]
+        return f"{self.kind} ({', '.join(renamed)})" if renamed else self.kind
+
+
+# In this order: the first format whose columns are all there. Each field may be found under several names.
+_REQUIRED: tuple[tuple[Kind, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
+    ("messages", (("messages", ("messages",)),)),
+    ("sharegpt", (("conversations", ("conversations", "conversation")),)),
+    ("prompt_completion", (("prompt", ("prompt",)), ("completion", ("completion",)))),
+    ("alpaca", (("instruction", ("instruction",)), ("output", ("output", "response")))),
+    ("prompt_completion", (("prompt", ("input",)), ("completion", ("output",)))),
+    ("alpaca", (("instruction", ("question", "prompt", "query")), ("output", ("answer", "response")))),
+    ("text", (("text", ("text", "content")),)),
+)
+_OPTIONAL: dict[Kind, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "sharegpt": ("system", "tools"),
+    "alpaca": ("input", "system", "history"),
+}
+_LABELLED = (("text", ("text", "sentence", "content")), ("label", ("label", "labels")))
+
+
+def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "auto") -> RowFormat:
     """The format that a row's columns speak for.
 
+    Args:
+        columns: of the first row.
+        mapping: field to column, as the user gave it.
+        wanted: a format, or ``auto``.
+
     Raises:
-        DataError: none does; the message lists the columns.
+        DataError: no format fits; the message lists the columns.
     """
-    present = set(columns)
-    if mapping.get("messages", "messages") in present:
-        return "messages"
-    if {mapping.get("prompt", "prompt"), mapping.get("completion", "completion")} <= present:
-        return "prompt_completion"
-    if mapping.get("text", "text") in present:
-        return "text"
+    present = list(columns)
+    candidates = (*_REQUIRED, ("labelled_text", _LABELLED)) if wanted == "labelled_text" else _REQUIRED
+    for kind, fields in candidates:
+        if wanted in ("auto", kind):
+            found = {name: _column(name, names, present, mapping) for name, names in fields}
+            if all(column is not None for column in found.values()):
+                return RowFormat(kind, {**_strings(found), **_extras(kind, present, mapping)})
+    named = f"`{wanted}`" if wanted != "auto" else "a format"
     raise DataError(
-        f"the format cannot be told from the columns ({', '.join(columns)})",
+        f"the columns are not those of {named} ({', '.join(present)})",
         where="data.format",
-        repair="rows need `messages`, or `prompt` and `completion`, or `text`; data.field_mapping names other columns",
+        repair="rows need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and `output`, "
+        "or `text`; data.field_mapping names other columns, data.input_template makes a prompt of any",
     )
 
 
-def to_example(row: Row, kind: Format, mapping: Mapping[str, str]) -> Example:
-    """Convert a row.
-
-    Raises:
-        DataError: a column is missing or holds something else; file, row and columns are named.
-    """
-    if kind == "messages":
-        return Chat(_messages(row, mapping.get("messages", "messages")))
-    if kind == "text":
-        return Text(_string(row, mapping.get("text", "text")))
-    prompt, completion = mapping.get("prompt", "prompt"), mapping.get("completion", "completion")
-    if isinstance(row.value.get(prompt), list):
-        return Chat((*_messages(row, prompt), *_messages(row, completion)))
-    return Completion(_string(row, prompt), _string(row, completion))
+def _column(name: str, names: tuple[str, ...], present: list[str], mapping: Mapping[str, str]) -> str | None:
+    if name in mapping:
+        column = mapping[name]
+        return column if column in present or column.split(".")[0] in present else None
+    return next((candidate for candidate in names if candidate in present), None)
 
 
-def _column(row: Row, column: str) -> Any:
-    if column not in row.value:
-        raise DataError(
-            f"the column `{column}` is missing (columns: {', '.join(row.value)})",
-            where=row.where,
-            repair="name the right column in data.field_mapping, or set data.format",
-        )
-    return row.value[column]
+def _strings(found: Mapping[str, str | None]) -> dict[str, str]:
+    return {name: column for name, column in found.items() if column is not None}
 
 
-def _string(row: Row, column: str) -> str:
-    value = _column(row, column)
-    if not isinstance(value, str):
-        raise DataError(f"the column `{column}` holds {type(value).__name__}, not text", where=row.where)
-    return value
-
-
-def _messages(row: Row, column: str) -> tuple[Message, ...]:
-    value = _column(row, column)
-    if not isinstance(value, list) or not value:
-        raise DataError(f"the column `{column}` must be a list of messages with at least one", where=row.where)
-    return tuple(_message(row, column, position, item) for position, item in enumerate(value))
-
-
-def _message(row: Row, column: str, position: int, item: Any) -> Message:
-    place = f"{column}[{position}]"
-    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        raise DataError(f"{place} must be an object with `role` and `content`", where=row.where)
-    if not isinstance(item.get("content"), str):
-        raise DataError(f"{place} has no text in `content` (role `{item['role']}`)", where=row.where)
-    train = True if item.get("train") is None else item["train"]
-    if not isinstance(train, bool):
-        raise DataError(f"{place}.train must be true or false", where=row.where)
-    return Message(item["role"], item["content"], train)
+def _extras(kind: Kind, present: list[str], mapping: Mapping[str, str]) -> dict[str, str]:
+    return _strings({name: _column(name, (name,), present, mapping) for name in _OPTIONAL.get(kind, ())})

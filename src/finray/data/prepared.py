@@ -1,285 +1,173 @@
-"""The prepared dataset: token rows in memory-mapped Arrow files, and a manifest that says what shaped them.
+"""The prepared dataset on disk: token rows in memory-mapped Arrow files, and a manifest that says what shaped them.
 
-A directory is made under a temporary name and renamed when it is whole, so what carries the final name is complete.
-docs/formats.md is the specification.
+A directory without a manifest is not one. docs/formats.md is the specification.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-import uuid
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from finray.config.schema import DataConfig
-from finray.data.formats import Format, detect, to_example
-from finray.data.sources import Row, Source, content_digest, read, resolve
-from finray.data.tokenize import Tokenizer, Tokens
+from finray.data.fetch import LocalFiles, RemoteFiles
+from finray.data.splits import hold_out, mixed, sizes_of_mix
+from finray.data.storage import Folder
 from finray.errors import DataError
 
-FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-SCHEMA = pa.schema(
-    [
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.uint8())),
-        ("source_row", pa.int64()),
-        ("supervised", pa.int32()),
-    ]
-)
-_ROWS_PER_BATCH = 1024
-_ROWS_PER_SHARD = 262_144
+BAD_ROWS = "bad-rows.jsonl"
+
+IntArray = npt.NDArray[np.int64]
 
 
-@dataclass
-class SplitStats:
-    """Counts of one split. ``longest`` is in tokens; ``unlearnable`` rows had nothing to learn and were left out."""
+class Files(Protocol):
+    """Where the files of a prepared dataset are to be had."""
 
-    source_rows: int = 0
-    rows: int = 0
-    tokens: int = 0
-    supervised: int = 0
-    truncated: int = 0
-    dropped_too_long: int = 0
-    unlearnable: int = 0
-    longest: int = 0
-    files: list[dict[str, Any]] = field(default_factory=list)
+    def path(self, name: str) -> Path:
+        """A local path of a file; waits until it is there."""
+
+    def ahead(self, names: Iterable[str]) -> None:
+        """Say which files will be wanted, the first one first."""
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """Everything that shapes a prepared dataset, and the way to it.
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A record batch of tokens: first row within the part, values and offsets."""
 
-    Attributes:
-        sources: split name (``train``, ``eval``) to its source.
-        data: the data section of the config.
-        tokenizer_digest: from :func:`tokenizer_digest`.
-    """
-
-    sources: dict[str, Source]
-    data: DataConfig
-    tokenizer_digest: str
-
-    def shaped_by(self) -> dict[str, Any]:
-        """The inputs of the fingerprint, as they are kept in the manifest."""
-        data = self.data
-        return {
-            "format_version": FORMAT_VERSION,
-            "sources": {split: content_digest(source) for split, source in self.sources.items()},
-            "tokenizer": self.tokenizer_digest,
-            "format": data.format,
-            "field_mapping": dict(sorted(data.field_mapping.items())),
-            "train_on": data.train_on,
-            "max_length": data.max_length,
-            "on_too_long": data.on_too_long,
-        }
+    start: int
+    ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    offsets: npt.NDArray[np.int32]
 
 
-def fingerprint(shaped_by: dict[str, Any]) -> str:
-    """The name of a prepared dataset: 24 hexadecimal digits of the SHA-256 of what shaped it."""
-    return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
+class _Part:
+    """The tokens of one part, mapped when the first row is read."""
 
+    def __init__(self, files: Files, name: str) -> None:
+        self.name = name
+        self._files = files
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of everything about a tokenizer that changes tokens: its model, special tokens and chat template."""
-    digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
-    digest.update(json.dumps(tokenizer.chat_template, sort_keys=True).encode())
-    digest.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
-    return digest.hexdigest()
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        blocks, start = [], 0
+        for batch in _batches(self._files.path(self.name)):
+            ids, mask = batch.column(0), batch.column(1)
+            blocks.append(_Block(start, ids.values.to_numpy(), mask.values.to_numpy(), ids.offsets.to_numpy()))
+            start += len(batch)
+        return blocks
 
+    @cached_property
+    def _starts(self) -> IntArray:
+        return np.array([block.start for block in self._blocks], dtype=np.int64)
 
-def plan_sources(data: DataConfig) -> dict[str, Source]:
-    """The sources of the splits that a config names (a ratio split is taken later, from the training rows)."""
-    train = resolve(data.source, split=data.train_split, subset=data.subset, revision=data.revision)
-    if data.eval_source is not None:
-        held_out = resolve(data.eval_source, split=data.eval_split or "validation")
-    elif data.eval_split is not None:
-        held_out = resolve(data.source, split=data.eval_split, subset=data.subset, revision=data.revision)
-    else:
-        return {"train": train}
-    if held_out == train or set(held_out.files) & set(train.files):
-        raise DataError(
-            "evaluation would see the training rows: both are read from the same place",
-            where="data.eval_source" if data.eval_source is not None else "data.eval_split",
-            repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
-        )
-    return {"train": train, "eval": held_out}
-
-
-def prepare(preparation: Preparation, tokenizer: Tokenizer, cache_dir: Path) -> Path:
-    """Write the prepared dataset, or find it already there.
-
-    Returns:
-        The directory, named by the fingerprint.
-
-    Raises:
-        DataError: a row is bad, a source is empty, or no token would be learned.
-    """
-    shaped_by = preparation.shaped_by()
-    target = cache_dir / fingerprint(shaped_by)
-    if (target / MANIFEST).is_file():
-        return target
-    scratch = cache_dir / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
-    try:
-        scratch.mkdir(parents=True)
-        splits: dict[str, SplitStats] = {}
-        kinds: dict[str, str] = {}
-        for split, source in preparation.sources.items():
-            kinds[split], splits[split] = _write_split(scratch / split, source, preparation.data, tokenizer)
-        manifest = {
-            "fingerprint": target.name,
-            "shaped_by": shaped_by,
-            "kinds": kinds,
-            "splits": {split: asdict(stats) for split, stats in splits.items()},
-        }
-        (scratch / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        _publish(scratch, target)
-    except OSError as error:
-        raise DataError(f"the prepared data set cannot be written: {error.strerror}", where=str(cache_dir)) from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return target
-
-
-def _publish(scratch: Path, target: Path) -> None:
-    try:
-        os.replace(scratch, target)
-    except OSError:
-        # Somebody else prepared the same data meanwhile; equal fingerprints mean equal bytes.
-        if not (target / MANIFEST).is_file():
-            raise
-
-
-def _write_split(folder: Path, source: Source, data: DataConfig, tokenizer: Tokenizer) -> tuple[str, SplitStats]:
-    folder.mkdir()
-    rows = read(source)
-    first = next(rows, None)
-    if first is None:
-        raise DataError("the data set is empty", where=source.name, repair="check data.source and the split names")
-    kind: Format = detect(list(first.value), data.field_mapping) if data.format == "auto" else data.format
-    stats = SplitStats()
-    tokens = _tokens(chain([first], rows), kind, data, tokenizer, stats)
-    for shard in range(2**31):
-        part = list(islice(tokens, _ROWS_PER_SHARD))
-        if not part:
-            break
-        stats.files.append(_write_shard(folder / f"tokens-{shard:05d}.arrow", part))
-    if not stats.supervised:
-        raise DataError(
-            f"none of the {stats.source_rows} rows has a token to learn",
-            where=source.name,
-            repair="check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",
-        )
-    return type(to_example(first, kind, data.field_mapping)).__name__.lower(), stats
-
-
-def _tokens(
-    rows: Iterator[Row], kind: Format, data: DataConfig, tokenizer: Tokenizer, stats: SplitStats
-) -> Iterator[tuple[int, Tokens]]:
-    number = 0
-    while batch := list(islice(rows, 256)):
-        examples = [to_example(row, kind, data.field_mapping) for row in batch]
-        for pieces in _encode(tokenizer, batch, examples):
-            stats.source_rows += 1
-            stats.dropped_too_long += not pieces
-            for piece in pieces:
-                stats.truncated += piece.truncated
-                if not piece.supervised:
-                    stats.unlearnable += 1
-                    continue
-                _count(stats, piece)
-                yield number, piece
-            number += 1
-
-
-def _encode(tokenizer: Tokenizer, batch: list[Row], examples: list[Any]) -> list[list[Tokens]]:
-    try:
-        return tokenizer.encode(examples)
-    except DataError:
-        # One by one, to name the row at fault.
-        for row, example in zip(batch, examples, strict=True):
-            try:
-                tokenizer.encode([example])
-            except DataError as error:
-                where = row.where if error.where is None else f"{row.where} ({error.where})"
-                raise DataError(error.message, where=where, repair=error.repair) from None
-        raise
-
-
-def _count(stats: SplitStats, tokens: Tokens) -> None:
-    stats.rows += 1
-    stats.tokens += len(tokens.ids)
-    stats.supervised += tokens.supervised
-    stats.longest = max(stats.longest, len(tokens.ids))
-
-
-def _write_shard(path: Path, rows: list[tuple[int, Tokens]]) -> dict[str, Any]:
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-        for at in range(0, len(rows), _ROWS_PER_BATCH):
-            part = rows[at : at + _ROWS_PER_BATCH]
-            columns = [
-                pa.array([tokens.ids for _, tokens in part], type=SCHEMA.field(0).type),
-                pa.array([tokens.mask for _, tokens in part], type=SCHEMA.field(1).type),
-                pa.array([number for number, _ in part], type=pa.int64()),
-                pa.array([tokens.supervised for _, tokens in part], type=pa.int32()),
-            ]
-            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest, "rows": len(rows)}
+    def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        block = self._blocks[int(np.searchsorted(self._starts, number, side="right")) - 1]
+        within = number - block.start
+        span = slice(int(block.offsets[within]), int(block.offsets[within + 1]))
+        return block.ids[span], block.mask[span]
 
 
 class PreparedSplit:
-    """Rows of one split, read by index from memory-mapped files.
+    """Rows of one split, read by index.
 
     Attributes:
         lengths: int64 tokens per row.
         supervised: int64 targets per row.
-        source_rows: int64 row number in the source, from 0.
+        source_rows: int64 row number in the sources of the split, from 0.
+        digests: int64 hash of each row's token ids.
+        groups: int64, equal where rows must stay on one side of a split.
+        streams: int64 number of the source that each row came from.
+        labels: class of each row, for labelled text.
     """
 
-    def __init__(self, folder: Path, files: Iterable[str], indices: npt.NDArray[np.int64] | None = None) -> None:
-        self._ids: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []
-        self._masks: list[npt.NDArray[np.uint8]] = []
-        lengths, supervised, sources, counts = [], [], [], []
-        for name in files:
-            for batch in _batches(folder / name):
-                ids, mask = batch.column(0), batch.column(1)
-                offsets = ids.offsets.to_numpy()
-                self._ids.append((ids.values.to_numpy(), offsets))
-                self._masks.append(mask.values.to_numpy())
-                lengths.append(np.diff(offsets))
-                sources.append(batch.column(2).to_numpy())
-                supervised.append(batch.column(3).to_numpy())
-                counts.append(len(batch))
-        self._starts = np.concatenate([[0], np.cumsum(counts)])
+    def __init__(self, files: Files, streams: Sequence[dict[str, Any]], indices: IntArray | None = None) -> None:
+        self._files = files
+        self._streams = streams
+        parts = [(number, stream, part) for number, stream in enumerate(streams) for part in stream["parts"]]
+        self._entries = [part for _, _, part in parts]
+        self._parts = [_Part(files, f"{stream['name']}/{part['tokens']['name']}") for _, stream, part in parts]
+        counts = [part["rows"] for part in self._entries]
+        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self._index = _Index([files.path(f"{stream['name']}/{part['index']['name']}") for _, stream, part in parts])
+        before = np.concatenate([[0], np.cumsum([part["source_rows"] for part in self._entries], dtype=np.int64)])
+        everything = np.arange(self._starts[-1])
+        self._indices: IntArray = everything if indices is None else indices
         select = slice(None) if indices is None else indices
-        self._indices = np.arange(self._starts[-1])[select]
-        self.lengths = np.concatenate(lengths).astype(np.int64)[select]
-        self.supervised = np.concatenate(supervised).astype(np.int64)[select]
-        self.source_rows = np.concatenate(sources)[select]
+        self.lengths = self._index.int64("length")[select]
+        self.supervised = self._index.int64("supervised")[select]
+        self.digests = self._index.int64("digest")[select]
+        source_rows = self._index.int64("source_row") + np.repeat(before[:-1], counts)
+        self.source_rows = source_rows[select]
+        self.groups = (self._index.int64("group") if self._index.has("group") else source_rows)[select]
+        self.streams = np.repeat([number for number, _, _ in parts], counts).astype(np.int64)[select]
 
     def __len__(self) -> int:
         return len(self._indices)
 
+    def take(self, indices: IntArray) -> PreparedSplit:
+        """Some of the rows, in this order; a row may stand more than once."""
+        return PreparedSplit(self._files, self._streams, self._indices[indices])
+
     def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Token ids and loss mask of a row, as views of the mapped file."""
+        part, within = self._find(number)
+        return self._parts[part].row(within)
+
+    def where(self, number: int) -> str:
+        """``file:row`` in the source."""
+        part, _ = self._find(number)
         at = int(self._indices[number])
-        batch = int(np.searchsorted(self._starts, at, side="right")) - 1
-        within = at - int(self._starts[batch])
-        values, offsets = self._ids[batch]
-        span = slice(int(offsets[within]), int(offsets[within + 1]))
-        return values[span], self._masks[batch][span]
+        piece = self._entries[part]["pieces"][int(self._index.int64("piece")[at])]
+        return f"{piece['file']}:{piece['first'] + int(self._index.int64('number')[at])}"
+
+    @property
+    def labels(self) -> list[str]:
+        """Class of each row, for labelled text."""
+        found = self._index.strings("label")
+        return [found[int(at)] for at in self._indices]
+
+    def ahead(self, rows: Iterable[int]) -> None:
+        """Say in which order rows will be read, so that remote files are fetched in that order."""
+        names: dict[str, None] = {}
+        for row in rows:
+            names.setdefault(self._parts[self._find(row)[0]].name)
+            if len(names) == len(self._parts):
+                break
+        self._files.ahead(names)
+
+    def _find(self, number: int) -> tuple[int, int]:
+        at = int(self._indices[number])
+        part = int(np.searchsorted(self._starts, at, side="right")) - 1
+        return part, at - int(self._starts[part])
+
+
+class _Index:
+    """Columns of the index files, joined."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in paths]
+        self._tables = [table for table in self._tables if len(table)]
+        self._cache: dict[str, IntArray] = {}
+
+    def has(self, column: str) -> bool:
+        return bool(self._tables) and column in self._tables[0].column_names
+
+    def int64(self, column: str) -> IntArray:
+        if column not in self._cache:
+            found = [table.column(column).to_numpy() for table in self._tables]
+            self._cache[column] = np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
+        return self._cache[column]
+
+    def strings(self, column: str) -> list[str]:
+        return [value for table in self._tables for value in table.column(column).to_pylist()]
 
 
 def _batches(path: Path) -> Iterator[Any]:
@@ -288,43 +176,103 @@ def _batches(path: Path) -> Iterator[Any]:
         yield reader.get_batch(index)
 
 
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The rows of a run: to train on, to evaluate on during training, and for tests after it."""
+
+    train: PreparedSplit
+    eval: PreparedSplit | None
+    test: PreparedSplit | None
+
+
 class PreparedDataset:
-    """A prepared dataset on disk.
+    """A prepared dataset, local or remote.
+
+    Args:
+        location: directory or URL.
+        local_dir: where files of a remote one are kept; None for the user's cache.
 
     Raises:
-        DataError: the directory is not a whole prepared dataset, or a file has another size than the manifest says.
+        DataError: it is not a whole prepared dataset, or a file has another size than the manifest says.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, location: str | Path, *, local_dir: Path | None = None) -> None:
+        self.folder = Folder(location)
+        content = self.folder.read(MANIFEST)
         try:
-            self.manifest: dict[str, Any] = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise DataError("not a prepared data set", where=str(folder), repair="run `finray prepare` again") from None
-        for split, stats in self.manifest["splits"].items():
-            for file in stats["files"]:
-                path = self.folder / split / file["name"]
-                if not path.is_file() or path.stat().st_size != file["bytes"]:
-                    raise DataError(
-                        "a file of the prepared data set is missing or cut off",
-                        where=str(path),
-                        repair=f"delete {self.folder} and run the command again",
-                    )
+            self.manifest: dict[str, Any] = json.loads(content or b"")
+            sizes = dict(self._expected_sizes())
+        except (ValueError, KeyError, TypeError):
+            raise DataError(
+                "not a prepared data set", where=str(location), repair="run `finray prepare` again"
+            ) from None
+        self._check_sizes(sizes)
+        self._files: Files = (
+            RemoteFiles(self.folder, self.name, self.files(), local_dir)
+            if self.folder.is_remote
+            else LocalFiles(Path(self.folder.root))
+        )
 
-    def splits(self, *, eval_ratio: float, seed: int) -> tuple[PreparedSplit, PreparedSplit | None]:
-        """The training rows and the evaluation rows (None when nothing is held out)."""
-        from finray.data.order import split_indices
+    @property
+    def name(self) -> str:
+        """The fingerprint."""
+        return str(self.manifest["fingerprint"])
 
-        if "eval" in self.manifest["splits"]:
-            return self._split("train"), self._split("eval")
-        if eval_ratio:
-            count = self.manifest["splits"]["train"]["rows"]
-            kept, held_out = split_indices(count, eval_ratio=eval_ratio, seed=seed)
-            if not len(held_out):
-                raise DataError("one row cannot be split", where="data.eval_ratio", repair="give more rows")
-            return self._split("train", kept), self._split("train", held_out)
-        return self._split("train"), None
+    @property
+    def content(self) -> str:
+        """A digest of all tokens: equal exactly when the rows are."""
+        return str(self.manifest["content"])
 
-    def _split(self, name: str, indices: npt.NDArray[np.int64] | None = None) -> PreparedSplit:
-        files = [file["name"] for file in self.manifest["splits"][name]["files"]]
-        return PreparedSplit(self.folder / name, files, indices)
+    def kind(self, split: str = "train") -> str:
+        """What rows are: ``chat``, ``completion``, ``text`` or ``labelled``."""
+        return str(self.manifest["splits"][split]["kind"])
+
+    def files(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Every data file: its name, and size and SHA-256."""
+        for split in self.manifest["splits"].values():
+            for stream in split["streams"]:
+                for part in stream["parts"]:
+                    for role in ("tokens", "index"):
+                        yield f"{stream['name']}/{part[role]['name']}", part[role]
+
+    def _expected_sizes(self) -> Iterator[tuple[str, int]]:
+        return ((name, int(file["bytes"])) for name, file in self.files())
+
+    def _check_sizes(self, expected: dict[str, int]) -> None:
+        if self.folder.is_remote:
+            found = dict(self.folder.files())
+        else:
+            root = Path(self.folder.root)
+            found = {name: (root / name).stat().st_size for name in expected if (root / name).is_file()}
+        for name, size in expected.items():
+            if found.get(name) != size:
+                raise DataError(
+                    "a file of the prepared data set is missing or cut off",
+                    where=self.folder.at(name),
+                    repair=f"delete {self.folder.root} and run the command again",
+                )
+
+    def all_rows(self, split: str) -> PreparedSplit | None:
+        """All rows that were prepared for a split; None where there are none."""
+        if split not in self.manifest["splits"]:
+            return None
+        return PreparedSplit(self._files, self.manifest["splits"][split]["streams"])
+
+    def splits(self, data: DataConfig, *, seed: int) -> Splits:
+        """The rows of a run: held out by ratio where the config says so, then mixed.
+
+        Raises:
+            DataError: too few rows, or groups, to hold some out.
+        """
+        train, held_out, test = self.all_rows("train"), self.all_rows("eval"), self.all_rows("test")
+        assert train is not None
+        if data.eval_ratio or data.test_ratio:
+            chosen = hold_out(train.groups, eval_ratio=data.eval_ratio, test_ratio=data.test_ratio, seed=seed)
+            held_out = train.take(chosen.eval) if data.eval_ratio else held_out
+            test = train.take(chosen.test) if data.test_ratio else test
+            train = train.take(chosen.train)
+        if data.mix:
+            available = np.bincount(train.streams, minlength=len(data.mix)).tolist()
+            wanted = sizes_of_mix(available, [one.weight for one in data.mix], [one.count for one in data.mix])
+            train = train.take(mixed(train.streams, wanted, seed=seed))
+        return Splits(train, held_out, test)

@@ -1,26 +1,31 @@
-"""Source rows, one dictionary each, with the file and row they came from.
+"""What a source name means: local or remote files that finray reads itself, or a data set that ``datasets`` reads.
 
-Local files are read here, and not through ``datasets``, because a mistake in a file must be named by file and row;
-Hugging Face data sets (by name, or directories that ``datasets`` wrote) go through ``datasets``.
+Files are read by finray because a mistake in a file must be named by file and row. How they are read is in
+``readers.py``.
 """
 
 from __future__ import annotations
 
-import csv
-import hashlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from finray.data.storage import COMPRESSION, file_suffix, find, is_url
 from finray.errors import DataError
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet")
+TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+_TEXT_SUFFIXES = """
+    txt text md rst tex org html xml log srt ipynb toml yaml yml ini cfg mk cmake proto sql sh bash ps1 vim
+    py pyi rs c h cc cpp hpp cu go java kt scala js jsx ts tsx rb php swift lua pl r jl hs ml ex exs erl clj cs fs
+    dart zig nim v vhd sol asm s f90 el lisp scm tcl m mm
+"""
+TEXTS = frozenset(f".{suffix}" for suffix in _TEXT_SUFFIXES.split())
 # First words of file names that speak of a split.
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "eval", "test")
 _GLOB_CHARACTERS = frozenset("*?[")
+_SLICE = re.compile(r"^(?P<name>[^\[\]+]+?)(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class Row:
     """One source row.
 
     Attributes:
-        file: where it was read, a path or a data set name.
+        file: where it was read, a path, a URL or a data set name.
         number: row number within the file, from 1.
         value: column name to value.
     """
@@ -44,55 +49,170 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """A range of rows, as in ``train[:1%]``; ends are row numbers or percentages, negative ones count from the end."""
+
+    start: str
+    stop: str
+
+    def of(self, rows: int) -> tuple[int, int]:
+        """First row and the one after the last, of a source with so many rows.
+
+        Percentages are rounded to the nearest row, halves to even, as ``datasets`` does.
+        """
+        low = _position(self.start, rows, default=0)
+        return low, max(low, _position(self.stop, rows, default=rows))
+
+
+def _position(text: str, rows: int, *, default: int) -> int:
+    if not text:
+        return default
+    value = round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+    return min(max(value + rows if value < 0 or text.startswith("-") else value, 0), rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
-    """A resolved source: local files, a directory written by ``datasets``, or a Hugging Face name."""
+    """A resolved source.
+
+    Attributes:
+        name: as the user wrote it.
+        files: paths or URLs that finray reads itself; empty for what ``datasets`` reads.
+        subset: configuration of a Hugging Face data set.
+        revision: of a Hugging Face data set.
+        split: named split; with its slice where ``datasets`` reads.
+        data_dir: directory inside a Hugging Face data set.
+        slice: rows to keep, where finray reads.
+    """
 
     name: str
-    files: tuple[Path, ...] = ()
+    files: tuple[str, ...] = ()
     subset: str | None = None
     revision: str | None = None
     split: str = "train"
+    data_dir: str | None = None
+    slice: Slice | None = None
 
     @property
-    def is_local(self) -> bool:
-        """Whether the rows come from local files that finray reads itself."""
+    def is_files(self) -> bool:
+        """Whether finray reads the rows itself."""
         return bool(self.files)
+
+    def short(self, file: str) -> str:
+        """A file's name without what is common to all of them, so that it does not depend on where the source lies."""
+        if file not in self.files:
+            return file
+        folders = [PurePosixPath(item).parent.parts for item in self.files]
+        common = 0
+        for column in zip(*folders, strict=False):
+            if len(set(column)) > 1:
+                break
+            common += 1
+        return str(PurePosixPath(*PurePosixPath(file).parts[common:]))
 
 
 def resolve(name: str, *, split: str, subset: str | None = None, revision: str | None = None) -> Source:
     """Decide what a source name means.
 
-    A path that exists is read from disk; so is a glob. Files in a directory whose names start with the wanted split
-    (``train.jsonl``, ``validation-00000.parquet``) are that split; without such names every file belongs to it.
+    A path that exists is read from disk; so is a glob, and so are URLs. Files in a directory whose names start with
+    the wanted split (``train.jsonl``, ``validation-00000.parquet``) are that split; without such names every file
+    belongs to it. ``org/name:data_dir`` is a directory in a Hugging Face data set.
 
     Raises:
         DataError: nothing is there, or nothing that can be read.
     """
+    if is_url(name):
+        return _remote(name, split)
     path = Path(name).expanduser()
+    parent, colon, inside = name.rpartition(":")
+    if colon and not path.exists() and parent:
+        if Path(parent).expanduser().is_dir():
+            return resolve(f"{parent}/{inside}", split=split, subset=subset, revision=revision)
+        if "/" in parent and not _GLOB_CHARACTERS & set(name):
+            return Source(name, subset=subset, revision=revision, split=split, data_dir=inside)
     if path.is_file():
-        _check_suffix(path)
-        return Source(name, (path,))
+        return _of_files(name, [str(path)], split)
     if path.is_dir():
-        if subset is not None or _is_datasets_directory(path):
+        if subset is not None or is_datasets_directory(path):
             return Source(name, subset=subset, revision=revision, split=split)
-        files = sorted(item for item in path.rglob("*") if item.is_file() and item.suffix.lower() in SUFFIXES)
-        if not files:
-            raise DataError(
-                "the directory holds no data files", where=name, repair=f"files must end in {', '.join(SUFFIXES)}"
-            )
-        return Source(name, tuple(_of_split(files, split)), split=split)
+        return _of_directory(name, _walk(path), split)
     if _GLOB_CHARACTERS & set(name):
-        files = sorted(item for item in _glob(name) if item.is_file())
+        files = sorted(str(item) for item in _glob(name) if item.is_file())
         if not files:
             raise DataError(
                 "the pattern matches no file", where=name, repair="check data.source and the working directory"
             )
-        for item in files:
-            _check_suffix(item)
-        return Source(name, tuple(files))
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or path.suffix.lower() in SUFFIXES:
+        return _of_files(name, files, split)
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or file_suffix(name) in TABLES:
         raise DataError("the file does not exist", where=name, repair="check data.source and the working directory")
     return Source(name, subset=subset, revision=revision, split=split)
+
+
+def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Slice | None]:
+    """The name and the slice of a split such as ``train[:1%]``.
+
+    Raises:
+        DataError: it is written in another way.
+    """
+    match = _SLICE.match(split)
+    if match is None:
+        raise DataError(
+            f"`{split}` is not a split of files",
+            where=where,
+            repair="write a name, with a slice if wanted: train[:10%]",
+        )
+    if match["start"] is None:
+        return split, None
+    return match["name"], Slice(match["start"], match["stop"])
+
+
+def is_datasets_directory(path: Path) -> bool:
+    """Whether ``datasets`` wrote a directory, or it is laid out as on the Hub."""
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return True
+    readme = path / "README.md"
+    return readme.is_file() and readme.read_text(encoding="utf-8", errors="replace").startswith("---")
+
+
+def _remote(name: str, split: str) -> Source:
+    files = [file for file in find(name) if file_suffix(file) in (*TABLES, *TEXTS)]
+    if not files:
+        raise DataError(
+            "no data file is there", where=name, repair="check data.source; a directory must hold data files"
+        )
+    if len(files) == 1 or _GLOB_CHARACTERS & set(name):
+        return _of_files(name, files, split)
+    return _of_directory(name, files, split)
+
+
+def _of_files(name: str, files: list[str], split: str) -> Source:
+    for file in files:
+        if file_suffix(file) not in (*TABLES, *TEXTS):
+            raise DataError(
+                f"files of type `{PurePosixPath(file).suffix}` are not read",
+                where=file,
+                repair=f"use one of {', '.join(TABLES)}, text or source files, or these with {', '.join(COMPRESSION)}",
+            )
+    _, rows = split_name(split)
+    return Source(name, tuple(files), split=split, slice=rows)
+
+
+def _of_directory(name: str, files: list[str], split: str) -> Source:
+    tables = [file for file in files if file_suffix(file) in TABLES]
+    texts = [file for file in files if file_suffix(file) in TEXTS]
+    if not tables and not texts:
+        raise DataError(
+            "the directory holds no data files", where=name, repair=f"files must end in {', '.join(TABLES)}, or be text"
+        )
+    wanted, rows = split_name(split)
+    chosen = _of_split(tables, wanted) if tables else texts
+    return Source(name, tuple(chosen), split=split, slice=rows)
+
+
+def _walk(path: Path) -> list[str]:
+    """Files below a directory, in the order of their paths, without hidden ones."""
+    items = sorted(item for item in path.rglob("*") if item.is_file())
+    return [str(item) for item in items if not any(part.startswith(".") for part in item.relative_to(path).parts)]
 
 
 def _glob(pattern: str) -> Iterator[Path]:
@@ -101,187 +221,14 @@ def _glob(pattern: str) -> Iterator[Path]:
     return anchor.glob(str(path.relative_to(path.anchor)) if path.is_absolute() else str(path))
 
 
-def read(source: Source) -> Iterator[Row]:
-    """All rows of a source, in a fixed order.
-
-    Raises:
-        DataError: a file or row cannot be read; the message names both.
-    """
-    if source.is_local:
-        for file in source.files:
-            yield from read_file(file)
-    else:
-        yield from _read_datasets(source)
-
-
-def read_file(path: Path) -> Iterator[Row]:
-    """Rows of one local file, by its suffix."""
-    suffix = path.suffix.lower()
-    if suffix == ".csv":
-        yield from _read_csv(path)
-    elif suffix == ".parquet":
-        yield from _read_parquet(path)
-    elif suffix == ".json" and _starts_with_array(path):
-        yield from _read_json_array(path)
-    else:
-        yield from _read_json_lines(path)
-
-
-def content_digest(source: Source) -> str:
-    """A digest that changes when the rows do: of the bytes of local files, of the fingerprint ``datasets`` keeps."""
-    digest = hashlib.sha256()
-    if source.is_local:
-        for file in source.files:
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
-    else:
-        dataset = _load_datasets(source)
-        identity = [source.subset, source.revision, source.split, dataset._fingerprint, len(dataset)]
-        digest.update(json.dumps(identity).encode())
-    return digest.hexdigest()
-
-
-def _check_suffix(path: Path) -> None:
-    if path.suffix.lower() not in SUFFIXES:
-        raise DataError(
-            f"files of type `{path.suffix}` are not read", where=str(path), repair=f"use one of {', '.join(SUFFIXES)}"
-        )
-
-
-def _of_split(files: list[Path], split: str) -> list[Path]:
-    named = [
-        file for file in files if file.stem == split or file.stem.startswith((f"{split}-", f"{split}_", f"{split}."))
-    ]
-    of_another = {file for file in files if re.split(r"[-_.]", file.stem)[0] in SPLITS}
+def _of_split(files: list[str], split: str) -> list[str]:
+    stems = {file: PurePosixPath(file).name.split(".")[0] for file in files}
+    named = [file for file in files if re.match(rf"{re.escape(split)}([-_]|$)", stems[file])]
+    of_another = {file for file in files if re.split(r"[-_.]", stems[file])[0] in SPLITS}
     rest = [file for file in files if file not in of_another]
     if not named and of_another and (split != "train" or not rest):
+        names = ", ".join(PurePosixPath(file).name for file in files[:8])
         raise DataError(
-            f"no file of the split `{split}`",
-            where=str(files[0].parent),
-            repair=f"there are: {', '.join(file.name for file in files[:8])}",
+            f"no file of the split `{split}`", where=str(PurePosixPath(files[0]).parent), repair=f"there are: {names}"
         )
     return named or rest or files
-
-
-def _is_datasets_directory(path: Path) -> bool:
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return True
-    readme = path / "README.md"
-    return readme.is_file() and readme.read_text(encoding="utf-8", errors="replace").startswith("---")
-
-
-def _load_datasets(source: Source) -> Any:
-    import datasets
-
-    datasets.disable_progress_bars()
-    path = Path(source.name).expanduser()
-    try:
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            loaded = datasets.load_from_disk(str(path))
-            if isinstance(loaded, datasets.DatasetDict):
-                if source.split not in loaded:
-                    raise DataError(
-                        f"no split is called `{source.split}`",
-                        where=source.name,
-                        repair=f"there are: {', '.join(loaded)}",
-                    )
-                loaded = loaded[source.split]
-        else:
-            name = str(path) if path.is_dir() else source.name
-            loaded = datasets.load_dataset(name, source.subset, split=source.split, revision=source.revision)
-    except DataError:
-        raise
-    except Exception as error:
-        # `datasets` raises a dozen unrelated types here (missing split, no network, gated, unknown configuration).
-        raise DataError(
-            f"the data set cannot be loaded: {_first_line(error)}",
-            where=source.name,
-            repair="check data.source (no such file or directory exists here either), data.subset and the split names",
-        ) from None
-    return loaded
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
-
-
-def _read_datasets(source: Source) -> Iterator[Row]:
-    for number, value in enumerate(_load_datasets(source), start=1):
-        yield Row(source.name, number, value)
-
-
-def _starts_with_array(path: Path) -> bool:
-    with path.open("rb") as stream:
-        return stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _read_json_array(path: Path) -> Iterator[Row]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 at byte {error.start}", where=str(path)) from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"not valid JSON: {error.msg}", where=f"{path}:{error.lineno}") from None
-    for number, value in enumerate(rows, start=1):
-        yield _checked(path, number, value)
-
-
-def _read_json_lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"the row is not UTF-8 at byte {error.start}", where=f"{path}:{number}") from None
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"the row is not JSON: {error.msg} (column {error.colno})",
-                    where=f"{path}:{number}",
-                    repair="mend or remove the row; each line must be one JSON object",
-                ) from None
-            yield _checked(path, number, value)
-
-
-def _checked(path: Path, number: int, value: Any) -> Row:
-    if not isinstance(value, dict):
-        raise DataError(f"the row is a {type(value).__name__}, not an object with columns", where=f"{path}:{number}")
-    return Row(str(path), number, value)
-
-
-def _read_csv(path: Path) -> Iterator[Row]:
-    csv.field_size_limit(2**31 - 1)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream)
-            for number, value in enumerate(reader, start=1):
-                if None in value or None in value.values():
-                    raise DataError(
-                        f"the row has another number of columns than the header ({len(reader.fieldnames or [])})",
-                        where=f"{path}:{number}",
-                    )
-                yield Row(str(path), number, dict(value))
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 at byte {error.start}", where=str(path)) from None
-    except csv.Error as error:
-        raise DataError(f"not valid CSV: {error}", where=str(path)) from None
-
-
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for value in batch.to_pylist():
-                    number += 1
-                    yield Row(str(path), number, value)
-    except pa.ArrowInvalid as error:
-        raise DataError(f"not a Parquet file: {_first_line(error)}", where=str(path)) from None

@@ -70,7 +70,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return "bf16" if cpu_has_bf16() else "fp32"
 
 
-def _source(model: ModelConfig) -> dict[str, Any]:
+def source_options(model: ModelConfig) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that say where the files are."""
     path = Path(model.name).expanduser()
     if path.suffix == ".gguf":
@@ -83,7 +83,8 @@ def _source(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
+def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
+    """The error of a model or tokenizer that Transformers could not load."""
     text = str(error).strip().splitlines()
     return ModelError(
         f"the {what} cannot be loaded: {text[0] if text else type(error).__name__}",
@@ -102,9 +103,9 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
     quiet()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**_source(model))
+        tokenizer = AutoTokenizer.from_pretrained(**source_options(model))
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise _not_loaded("tokenizer", model, error) from None
+        raise not_loaded("tokenizer", model, error) from None
     if model.chat_template is not None:
         try:
             tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
@@ -114,6 +115,34 @@ def load_tokenizer(model: ModelConfig) -> Any:
                 where=f"model.chat_template={model.chat_template}",
             ) from None
     return tokenizer
+
+
+_TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "config.json",
+)
+
+
+def tokenizer_files(model: ModelConfig) -> list[Path] | None:
+    """The files that decide what tokens a model's tokenizer makes; None for one on the Hub.
+
+    With these, and the versions of the libraries that read them, a tokenizer is known without loading it.
+    """
+    path = Path(model.name).expanduser()
+    template = [Path(model.chat_template)] if model.chat_template is not None else []
+    if path.suffix == ".gguf" and path.is_file():
+        return [path, *template]
+    if not path.is_dir():
+        return None
+    found = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}
+    return [*sorted(found), *template]
 
 
 def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: str | None = None) -> Any:
@@ -134,9 +163,9 @@ def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
     attention.register()
     options = {} if attention_name is None else {"attn_implementation": attention_name}
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(**_source(model), dtype=dtype, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(**source_options(model), dtype=dtype, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise _not_loaded("model", model, error) from None
+        raise not_loaded("model", model, error) from None
     return forget_gguf(loaded)
 
 

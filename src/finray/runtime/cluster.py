@@ -130,11 +130,11 @@ def _fit(cpus: list[int], each: int) -> int:
     return sum(count // each for count in cpus)
 
 
-def worker_environment(cluster: ClusterConfig, placement: Placement) -> dict[str, str]:
-    """Environment variables of the workers: allocator and threads from the placement, then the user's own."""
+def worker_environment(cluster: ClusterConfig, *, threads: int) -> dict[str, str]:
+    """Environment variables of the workers: allocator, threads, then the user's own."""
     return {
         "GLIBC_TUNABLES": ALLOCATOR,
-        "OMP_NUM_THREADS": str(placement.cpus_per_worker),
+        "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         **cluster.env,

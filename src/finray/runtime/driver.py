@@ -15,6 +15,7 @@ from finray.checkpoint import CheckpointStore, directory_name, manifest
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError, from_dict
 from finray.runtime import cluster as clusters
+from finray.runtime.paths import with_absolute_paths
 from finray.runtime.prepare import check_inputs, preparation_report, prepare_on_ray
 from finray.runtime.relay import Listener, start_mailbox
 from finray.runtime.rundir import RunDir, open_run
@@ -51,7 +52,7 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
         FinrayError: with what happened, where, and the repair.
     """
     clock = _Clock()
-    config = _with_absolute_paths(config)
+    config = with_absolute_paths(config)
     check_inputs(config)
 
     def say(message: str) -> None:
@@ -63,9 +64,9 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
             return TrainResult(run.path, run.final, **json.loads(run.summary_file.read_text(encoding="utf-8")))
         with clusters.connected(config.cluster) as ray:
             placement = clusters.place(config.cluster, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-            env = clusters.worker_environment(config.cluster, placement)
+            env = clusters.worker_environment(config.cluster, threads=placement.cpus_per_worker)
             clock.lap("start_ray")
-            prepared = prepare_on_ray(ray, config, env=env)
+            prepared = prepare_on_ray(ray, config, env=env, handle=handle)
             for line in preparation_report(prepared):
                 say(line)
             clock.lap("prepare")
@@ -93,7 +94,7 @@ def _fit(
     ray: Any,
     config: Config,
     run: RunDir,
-    prepared: Path,
+    prepared: str,
     placement: clusters.Placement,
     env: dict[str, str],
     handle: Handle,
@@ -174,27 +175,6 @@ def _finish(config: Config, run: RunDir, handle: Handle) -> int:
     shutil.rmtree(run.final, ignore_errors=True)
     os.replace(scratch, run.final)
     return chosen
-
-
-def _with_absolute_paths(config: Config) -> Config:
-    """Local paths made absolute, because workers have another working directory."""
-
-    def absolute(value: str) -> str:
-        path = Path(value).expanduser()
-        return str(path.absolute()) if path.exists() or set("*?[") & set(value) else value
-
-    data = config.data.model_copy(
-        update={
-            "source": absolute(config.data.source),
-            "eval_source": None if config.data.eval_source is None else absolute(config.data.eval_source),
-        }
-    )
-    template = config.model.chat_template
-    model = config.model.model_copy(
-        update={"name": absolute(config.model.name), "chat_template": None if template is None else absolute(template)}
-    )
-    run = config.run.model_copy(update={"output_dir": str(RunDir.of(config).path.parent)})
-    return config.model_copy(update={"data": data, "model": model, "run": run})
 
 
 class _Clock:

@@ -201,14 +201,15 @@ class _HeldOut:
 
 
 def _held_out(run: RunDir, config: Config, max_rows: int | None) -> _HeldOut:
-    dataset = PreparedDataset(prepare_here(config, cache_dir=run.path.parent / PREPARED))
-    if config.data.train_on == "all" or "text" in dataset.manifest["kinds"].values():
+    dataset = PreparedDataset(prepare_here(config, root=config.prepare.dir or run.path.parent / PREPARED))
+    if config.data.train_on == "all" or dataset.kind() == "text":
         raise DataError(
             "rows that are learned as a whole have no prompt to answer",
             where="data",
             repair="`finray evaluate` compares answers; for plain text see the evaluation loss in metrics.jsonl",
         )
-    _, split = dataset.splits(eval_ratio=config.data.eval_ratio, seed=config.run.seed)
+    splits = dataset.splits(config.data, seed=config.run.seed)
+    split = splits.test or splits.eval
     if split is None:
         raise DataError(
             "the run holds no rows out to evaluate on",

@@ -1,35 +1,115 @@
-"""Preparation of data on the cluster's CPUs, before any training worker is held."""
+"""Preparation of data on the cluster's CPUs, before any training worker is held.
+
+The source is cut into parts, Ray Data hands them to workers, and each part is written where it belongs by whoever got
+it. A manifest, written last, makes a prepared dataset of them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from finray.config.load import build_config
 from finray.config.schema import Config
-from finray.data.prepared import Preparation, PreparedDataset, plan_sources, prepare, tokenizer_digest
-from finray.data.tokenize import Tokenizer
-from finray.errors import FinrayError, from_dict
-from finray.models.loading import check_exists, load_tokenizer
+from finray.data.manifest import bad_rows, manifest_of
+from finray.data.parts import PartWriter
+from finray.data.preparation import (
+    Part,
+    Settings,
+    Stream,
+    fingerprint,
+    plan,
+    plan_streams,
+    shaped_by,
+    tokenizer_digest,
+)
+from finray.data.prepared import BAD_ROWS, MANIFEST, PreparedDataset
+from finray.data.storage import DigestCache, Folder, content_digest, is_url
+from finray.errors import DataError, FinrayError, from_dict
+from finray.models.loading import check_exists, load_tokenizer, tokenizer_files
+from finray.runtime import cluster as clusters
+from finray.runtime.paths import with_absolute_paths
 from finray.runtime.rundir import prepared_dir
 
+Handle = Callable[[dict[str, Any]], None]
+_DIGESTS = ".digests.json"
 
-def prepare_here(config: Config, *, cache_dir: Path | None = None) -> Path:
-    """Prepare the data of a config in this process; returns the directory.
+
+def _ignore(record: dict[str, Any]) -> None:
+    """No progress is shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A preparation that can be done, or has been.
+
+    Attributes:
+        settings: what shapes tokens.
+        streams: sources by split.
+        shape: everything that shapes the dataset, as in its manifest.
+        root: directory or URL that holds prepared datasets.
+    """
+
+    settings: Settings
+    streams: list[Stream]
+    shape: dict[str, Any]
+    root: str
+
+    @property
+    def name(self) -> str:
+        """The fingerprint."""
+        return fingerprint(self.shape)
+
+    @property
+    def target(self) -> Folder:
+        """Where the prepared dataset lies when it is whole."""
+        return Folder(f"{self.root}/{self.name}")
+
+    @property
+    def scratch(self) -> Folder:
+        """Where it is made. Remote objects cannot be renamed; there the manifest alone makes it whole."""
+        return self.target if is_url(self.root) else Folder(f"{self.root}/.partial-{self.name}")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is there already."""
+        return self.target.read(MANIFEST) is not None
+
+
+def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
+    """What a config's data is, and where it will be; reads no rows, and loads no tokenizer from a local model.
 
     Raises:
-        FinrayError: the data, the tokenizer or the storage is not right.
+        FinrayError: a source or the model does not exist.
     """
-    sources = plan_sources(config.data)
-    tokenizer = load_tokenizer(config.model)
-    preparation = Preparation(sources, config.data, tokenizer_digest(tokenizer))
-    encoder = Tokenizer(
-        tokenizer,
-        train_on=config.data.train_on,
-        max_length=config.data.max_length,
-        on_too_long=config.data.on_too_long,
-    )
-    return prepare(preparation, encoder, cache_dir or prepared_dir(config))
+    check_exists(config.model.name)
+    root = root or prepared_dir(config)
+    digests = DigestCache(None if is_url(root) else Path(root) / _DIGESTS)
+    settings = Settings.of(config)
+    streams = plan_streams(config.data)
+    shape = shaped_by(settings, streams, tokenizer=_tokenizer_identity(config, digests), digests=digests)
+    return Planned(settings, streams, shape, root)
+
+
+def _tokenizer_identity(config: Config, digests: DigestCache) -> str:
+    files = tokenizer_files(config.model)
+    if files is None:
+        return tokenizer_digest(load_tokenizer(config.model))
+    try:
+        contents = [[file.name, content_digest(str(file), cache=digests)] for file in files]
+    except FileNotFoundError as error:
+        raise DataError("the chat template does not exist", where=f"model.chat_template={error.filename}") from None
+    libraries = [version("transformers"), version("tokenizers")]
+    return hashlib.sha256(json.dumps([contents, libraries]).encode()).hexdigest()
 
 
 def check_inputs(config: Config) -> None:
@@ -39,42 +119,258 @@ def check_inputs(config: Config) -> None:
         FinrayError: a data file or the model does not exist.
     """
     check_exists(config.model.name)
-    plan_sources(config.data)
+    plan_streams(config.data)
 
 
-def prepare_on_ray(ray: Any, config: Config, *, env: dict[str, str]) -> Path:
-    """Prepare the data of a config in a task of the cluster; returns the directory.
+def prepare_here(config: Config, *, root: str | Path | None = None) -> str:
+    """Prepare the data of a config in this process; returns the directory or URL of the prepared dataset.
 
     Raises:
         FinrayError: the data, the tokenizer or the storage is not right.
     """
-    task = ray.remote(num_cpus=1, max_retries=1, runtime_env={"env_vars": env})(_prepare_task)
-    outcome = ray.get(task.remote(config.plain()))
-    if "error" in outcome:
-        raise from_dict(outcome["error"])
-    return Path(outcome["path"])
+    planned = plan_preparation(config, root=None if root is None else str(root))
+    if not planned.is_done:
+        with _locked(planned):
+            if not planned.is_done:
+                encoder = planned.settings.encoder(load_tokenizer(config.model))
+                writer = PartWriter(planned.settings, encoder, planned.scratch)
+                with _cleaned(planned):
+                    parts = plan(planned.settings, planned.streams)
+                    _finish(planned, config, [writer.write(part) for part in parts])
+    return planned.target.root
 
 
-def _prepare_task(plain: dict[str, Any]) -> dict[str, Any]:
+def prepare_on_ray(ray: Any, config: Config, *, env: dict[str, str], handle: Handle = _ignore) -> str:
+    """Prepare the data of a config on the cluster's CPUs; returns the directory or URL of the prepared dataset.
+
+    Args:
+        ray: the connected Ray.
+        config: of the run.
+        env: environment variables of the workers.
+        handle: shown records of progress.
+
+    Raises:
+        FinrayError: the data, the tokenizer or the storage is not right.
+    """
+    planned = plan_preparation(config)
+    if not planned.is_done:
+        with _locked(planned):
+            if not planned.is_done:
+                with _cleaned(planned):
+                    parts = plan(planned.settings, planned.streams)
+                    outcomes = _outcomes(ray, config, parts, planned.scratch.root, env=env)
+                    _finish(planned, config, list(_watched(outcomes, len(parts), handle)))
+    return planned.target.root
+
+
+def prepare(config: Config, *, handle: Handle = _ignore) -> str:
+    """Prepare the data of a config on the cluster, or on this machine where none is named.
+
+    Returns:
+        The directory or URL of the prepared dataset. Ray is not started where it is there already.
+
+    Raises:
+        FinrayError: the data, the tokenizer, the storage or the cluster is not right.
+    """
+    config = with_absolute_paths(config)
+    ready = is_prepared(config)
+    if ready is not None:
+        return ready
+    with clusters.connected(config.cluster) as ray:
+        env = clusters.worker_environment(config.cluster, threads=1)
+        return prepare_on_ray(ray, config, env=env, handle=handle)
+
+
+def is_prepared(config: Config) -> str | None:
+    """Where the data of a config lies, if it is prepared already.
+
+    Raises:
+        FinrayError: a source or the model does not exist.
+    """
+    planned = plan_preparation(config)
+    return planned.target.root if planned.is_done else None
+
+
+# --- Ray Data -------------------------------------------------------------------------------------------------------
+
+
+def _outcomes(
+    ray: Any, config: Config, parts: list[Part], root: str, *, env: dict[str, str]
+) -> Iterator[dict[str, Any]]:
+    """The results of all parts, as they come, from a pool of workers."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    _quiet(logging.getLogger("ray.data"))
+    cpus = int(ray.cluster_resources().get("CPU", 1))
+    # A reference in a list stays one: the parts of a large source are too much for an argument.
+    work = [ray.put((config.plain(), parts, root))]
+    rows = ray.data.from_items([{"part": number} for number in range(len(parts))], override_num_blocks=len(parts))
+    written = rows.map_batches(
+        _write_parts,
+        batch_size=1,
+        fn_args=[work],
+        # Tasks and not actors: Ray keeps their processes, so that libraries are loaded once and training finds them warm.
+        concurrency=max(1, min(len(parts), config.prepare.num_workers or cpus)),
+        num_cpus=1,
+        runtime_env={"env_vars": env},
+    )
+    for row in written.iter_rows():
+        outcome = json.loads(row["outcome"])
+        if "error" in outcome:
+            raise from_dict(outcome["error"])
+        yield outcome
+
+
+def _quiet(logger: logging.Logger) -> None:
+    """Ray Data's notes stay in its log file."""
+    for handler in logger.handlers:
+        if handler.get_name() == "console":
+            handler.setLevel(logging.ERROR)
+
+
+def _write_parts(batch: dict[str, Any], work: list[Any]) -> dict[str, list[str]]:
+    """Runs in Ray's workers. Errors are values, because Ray retries what raises."""
+    outcomes: list[dict[str, Any]] = []
+    for number in batch["part"]:
+        try:
+            writer, parts = _work(work[0])
+            outcomes.append(writer.write(parts[int(number)]))
+        except FinrayError as error:
+            outcomes.append({"error": error.to_dict()})
+    return {"outcome": [json.dumps(outcome) for outcome in outcomes]}
+
+
+@lru_cache(maxsize=1)
+def _work(reference: Any) -> tuple[PartWriter, list[Part]]:
+    """The tokenizer and the plan, loaded once in each process."""
+    import ray
+
+    plain, parts, root = ray.get(reference)
+    config = build_config(plain, source="driver")
+    settings = Settings.of(config)
+    return PartWriter(settings, settings.encoder(load_tokenizer(config.model)), Folder(root)), parts
+
+
+def _watched(outcomes: Iterable[dict[str, Any]], total: int, handle: Handle) -> Iterator[dict[str, Any]]:
+    started = time.perf_counter()
+    rows = tokens = 0
+    for done, outcome in enumerate(outcomes, start=1):
+        rows += outcome["counts"]["source_rows"]
+        tokens += outcome["counts"]["tokens"]
+        seconds = time.perf_counter() - started
+        handle({"kind": "prepare", "done": done, "total": total, "rows": rows, "tokens": tokens, "seconds": seconds})
+        yield outcome
+
+
+# --- putting it together --------------------------------------------------------------------------------------------
+
+
+def _finish(planned: Planned, config: Config, results: list[dict[str, Any]]) -> None:
+    """Write the manifest and give the directory its name.
+
+    Raises:
+        DataError: a source changed meanwhile, or there is nothing to learn.
+    """
+    if plan_preparation(config, root=planned.root).shape != planned.shape:
+        raise DataError(
+            "the source changed while it was prepared",
+            where=planned.streams[0].source.name,
+            repair="run the command again when nobody writes to it",
+        )
+    manifest = manifest_of(planned.shape, planned.streams, results)
+    scratch = planned.scratch
+    bad = bad_rows(planned.streams, results)
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad)
     try:
-        return {"path": str(prepare_here(build_config(plain, source="driver")))}
-    except FinrayError as error:
-        return {"error": error.to_dict()}
+        if bad:
+            scratch.write(BAD_ROWS, lines.encode())
+        notes = [f"{one['stream']}/part-{int(one['number']):05d}.json" for one in results]
+        content = (json.dumps(manifest, indent=1) + "\n").encode()
+        if not scratch.is_remote:
+            for note in notes:
+                scratch.remove(note)
+            scratch.write(MANIFEST, content)
+            Path(scratch.root).rename(planned.target.root)
+        else:
+            scratch.write(MANIFEST, content)
+            for note in notes:
+                scratch.remove(note)
+    except OSError as error:
+        raise DataError(f"the prepared data set cannot be written: {error.strerror}", where=planned.root) from None
 
 
-def preparation_report(path: Path) -> list[str]:
+@contextmanager
+def _cleaned(planned: Planned) -> Iterator[None]:
+    """What was written before an error in the data is of no use, and removed; after a kill it is gone on with."""
+    try:
+        yield
+    except FinrayError:
+        planned.scratch.delete()
+        raise
+
+
+@contextmanager
+def _locked(planned: Planned) -> Iterator[None]:
+    """Two preparations of the same data on one file system take turns; remote ones write the same objects."""
+    if is_url(planned.root):
+        yield
+        return
+    from filelock import FileLock
+
+    locks = Path(planned.root) / ".locks"
+    try:
+        locks.mkdir(parents=True, exist_ok=True)
+        with FileLock(locks / f"{planned.name}.lock"):
+            yield
+    except OSError as error:
+        raise DataError(
+            f"the prepared data set cannot be written: {error.strerror or error}", where=planned.root
+        ) from None
+
+
+# --- what is said of it ---------------------------------------------------------------------------------------------
+
+_WARNINGS = (
+    ("truncated", "cut off at data.max_length"),
+    ("answers_lost", "lost their whole answer at data.max_length"),
+    ("dropped_too_long", "dropped: longer than data.max_length"),
+    ("unlearnable", "dropped: no token to learn"),
+    ("bad_rows", f"are bad and were left out; they are listed in {BAD_ROWS}"),
+    ("system_ignored", "have a system message that the chat template leaves out"),
+    ("answers_rewritten", "have an answer that the chat template rewrites"),
+    ("tools_as_text", "have tools or tool calls written as text, because the chat template knows none"),
+)
+
+
+def preparation_report(location: str | Path, *, local_dir: Path | None = None) -> list[str]:
     """What was prepared, a line per split, and warnings about rows that lost something."""
+    return report_lines(PreparedDataset(location, local_dir=local_dir).manifest)
+
+
+def report_lines(manifest: dict[str, Any]) -> list[str]:
+    """As :func:`preparation_report`, from a manifest."""
     lines = []
-    for split, stats in PreparedDataset(path).manifest["splits"].items():
+    for split, stats in manifest["splits"].items():
+        for stream in stats["streams"]:
+            lines.append(f"{stream['name']}: read as {stream['format']}")
         lines.append(
             f"{split}: {stats['rows']:,} rows, {stats['tokens']:,} tokens, "
             f"{stats['supervised'] / max(1, stats['tokens']):.0%} supervised, longest {stats['longest']:,}"
         )
-        for key, text in (
-            ("truncated", "cut off at data.max_length"),
-            ("dropped_too_long", "dropped: longer than data.max_length"),
-            ("unlearnable", "dropped: no token to learn"),
-        ):
-            if stats[key]:
-                lines.append(f"warning: {split}: {stats[key]:,} of {stats['source_rows']:,} rows {text}")
+        if stats["split_conversations"]:
+            lines.append(
+                f"{split}: {stats['split_conversations']:,} conversations are learned in several rows, because the "
+                "chat template rewrites earlier turns"
+            )
+        lines += warning_lines(split, stats)
     return lines
+
+
+def warning_lines(split: str, stats: dict[str, Any]) -> list[str]:
+    """A line for each thing that rows of a split lost."""
+    return [
+        f"warning: {split}: {stats[key]:,} of {stats['source_rows']:,} rows {text}"
+        for key, text in _WARNINGS
+        if stats[key]
+    ]

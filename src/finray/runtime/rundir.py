@@ -19,6 +19,7 @@ from finray.config.identity import differences
 from finray.config.load import build_config, read_yaml
 from finray.config.redact import redact
 from finray.config.schema import Config
+from finray.data.storage import is_url
 from finray.errors import ClusterError, ConfigError
 from finray.runtime import attempts
 
@@ -62,9 +63,12 @@ class RunDir:
         return cls((Path(config.run.output_dir).expanduser() / config.run.name).resolve())
 
 
-def prepared_dir(config: Config) -> Path:
-    """Where prepared datasets of a config's runs are kept."""
-    return (Path(config.run.output_dir).expanduser() / PREPARED).resolve()
+def prepared_dir(config: Config) -> str:
+    """Where prepared datasets of a config's runs are kept: a directory, or a URL."""
+    if config.prepare.dir is not None and is_url(config.prepare.dir):
+        return config.prepare.dir.rstrip("/")
+    own = config.prepare.dir or str(Path(config.run.output_dir) / PREPARED)
+    return str(Path(own).expanduser().resolve())
 
 
 @contextmanager

@@ -45,7 +45,7 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
         together(strategy, lambda: attempts.check(run_dir, attempts.LOADING))
         assembled = assemble(
             build_config(payload["config"], source="driver"),
-            prepared=Path(payload["prepared"]),
+            prepared=str(payload["prepared"]),
             run_dir=run_dir,
             strategy=strategy,
             notify=notify,

@@ -100,3 +100,50 @@ def duration(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+class PrepareView:
+    """Shows how far a preparation has come: rows, tokens a second, and the time that is left.
+
+    Args:
+        console: where to.
+        total: parts of the source.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, console: Console, *, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._last_line = -PLAIN_EVERY_S
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("preparing"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[line]}"),
+                TimeRemainingColumn(),
+            )
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task("preparing", total=total, line="")
+            self._progress.start()
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Show one record of progress."""
+        seconds = max(record["seconds"], 1e-9)
+        line = f"{record['rows']:,} rows  {record['tokens'] / seconds:,.0f} tokens/s"
+        done, total = record["done"], record["total"]
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, line=line)
+        elif done == total or self._clock() - self._last_line >= PLAIN_EVERY_S:
+            self._last_line = self._clock()
+            left = duration(seconds / done * (total - done))
+            self._console.print(f"preparing {done}/{total} parts  {line}  {left} left", highlight=False)
+        if done == total:
+            self.close()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

@@ -42,7 +42,7 @@ class Assembled:
 def assemble(
     config: Config,
     *,
-    prepared: Path,
+    prepared: str | Path,
     run_dir: Path,
     strategy: Strategy,
     notify: Callable[[dict[str, Any]], None] = lambda record: None,
@@ -53,7 +53,7 @@ def assemble(
 
     Args:
         config: the run's configuration.
-        prepared: directory of the prepared dataset.
+        prepared: directory or URL of the prepared dataset.
         run_dir: the run directory.
         strategy: how the ranks share the work.
         notify: shown records (header, warnings, metrics), on rank 0.
@@ -74,10 +74,11 @@ def assemble(
     optimizer = Optimizer(task.trainable(), config.train)
     found = together(strategy, lambda: _find(store, notify) if first else None)
     source = strategy.share(None if found is None else str(found.path))
-    state = together(strategy, lambda: _restore(config, prepared, source, task, optimizer))
+    dataset = together(strategy, lambda: _dataset(config, prepared))
+    state = together(strategy, lambda: _restore(config, dataset, source, task, optimizer))
     strategy.prepare(task.model)
-    data = together(strategy, lambda: _data(config, prepared, strategy))
-    extras = together(strategy, lambda: _extras(config, prepared) if first else lambda folder: None)
+    data = together(strategy, lambda: _data(config, dataset, strategy, position=state.position))
+    extras = together(strategy, lambda: _extras(config, dataset) if first else lambda folder: None)
     loop = Loop(
         config=config,
         task=task,
@@ -113,8 +114,21 @@ class _Data:
     eval_rows: int
 
 
-def _data(config: Config, prepared: Path, strategy: Strategy) -> _Data:
-    train, held_out = PreparedDataset(prepared).splits(eval_ratio=config.data.eval_ratio, seed=config.run.seed)
+def _dataset(config: Config, prepared: str | Path) -> PreparedDataset:
+    local_dir = config.prepare.local_dir
+    dataset = PreparedDataset(prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
+    if dataset.kind() == "labelled":
+        raise DataError(
+            "the rows are text with a label, which a language model does not learn",
+            where="data.format",
+            repair="set data.format to text, to learn the text alone",
+        )
+    return dataset
+
+
+def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, *, position: int) -> _Data:
+    splits = dataset.splits(config.data, seed=config.run.seed)
+    train, held_out = splits.train, splits.eval
     make_plan = plan_packs if config.data.packing else one_row_each
     plan = make_plan(train.lengths, config.data.max_length)
     steps, total = total_steps(
@@ -132,6 +146,8 @@ def _data(config: Config, prepared: Path, strategy: Strategy) -> _Data:
         rank=strategy.rank,
         world_size=strategy.world_size,
     )
+    if dataset.folder.is_remote:
+        train.ahead(feed.rows_from(position))
     evaluation = None
     eval_rows = 0
     if held_out is not None:
@@ -168,13 +184,15 @@ def _find(store: CheckpointStore, notify: Callable[[dict[str, Any]], None]) -> C
     return store.latest(warn, set_aside=True)
 
 
-def _restore(config: Config, prepared: Path, source: str | None, task: CausalLM, optimizer: Optimizer) -> TrainState:
+def _restore(
+    config: Config, dataset: PreparedDataset, source: str | None, task: CausalLM, optimizer: Optimizer
+) -> TrainState:
     """Read the chosen checkpoint; without one, the state of a run that begins."""
     if source is None:
-        return TrainState(random_key=derive_key(config.run.seed, "dropout"), data=prepared.name)
+        return TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
     task.restore(Path(source))
     state = TrainState.load(Path(source), optimizer)
-    if state.data != prepared.name:
+    if state.data != dataset.content:
         raise DataError(
             "the data, the tokenizer or its chat template has changed since the run began",
             where=f"data.source={config.data.source}",
@@ -205,9 +223,9 @@ class _Notifier:
         return
 
 
-def _extras(config: Config, prepared: Path) -> Callable[[Path], None]:
+def _extras(config: Config, dataset: PreparedDataset) -> Callable[[Path], None]:
     tokenizer = load_tokenizer(config.model)
-    kind = PreparedDataset(prepared).manifest["kinds"]["train"]
+    kind = dataset.kind()
     notes = {"base_model": config.model.name, "revision": config.model.revision, "rows": kind}
 
     def save(folder: Path) -> None:

@@ -70,6 +70,11 @@ class Feed:
         self._rank = rank
         self._world_size = world_size
 
+    def rows_from(self, position: int) -> Iterator[int]:
+        """The rows that will be read from a position of the stream on, through one epoch."""
+        for item in self._order.batch(position, self._order.count):
+            yield from self._plan.pack(item)
+
     def at(self, position: int) -> StepData:
         """The step that starts at a position of the stream: a pure function of it."""
         items = self._order.batch(position, self._global_batch_size)

@@ -25,7 +25,7 @@ class TrainState:
         position: items of the data stream consumed (the cursor; the epoch follows from it).
         updates: updates the schedule has seen.
         random_key: key of all random streams.
-        data: fingerprint of the prepared dataset.
+        data: digest of the tokens of the prepared dataset.
         tokens: tokens seen, over all ranks.
         supervised: targets learned from, over all ranks.
         seconds: training time so far, over all attempts.

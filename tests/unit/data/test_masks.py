@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ TEMPLATES = {
     "default system": (
         "{% for m in messages %}{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\n"
         "be kind<|im_end|>\n{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     ),
 }
 
@@ -163,14 +165,41 @@ def test_a_cut_off_answer_says_so(tokenizer: Any) -> None:
         make(tokenizer, max_length=16, on_too_long="error").encode([chat])
 
 
-def test_a_template_that_rewrites_messages_is_refused(tokenizer: Any) -> None:
+@pytest.fixture
+def with_template(tokenizer: Any) -> Iterator[Callable[[str], Any]]:
     before = tokenizer.chat_template
-    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] | upper }}<|im_end|>{% endfor %}"
-    try:
-        with pytest.raises(DataError, match="rewrites messages"):
-            make(tokenizer).encode([conversation(("user", "a"), ("assistant", "b"))])
-    finally:
-        tokenizer.chat_template = before
+
+    def use(template: str) -> Any:
+        tokenizer.chat_template = template
+        return tokenizer
+
+    yield use
+    tokenizer.chat_template = before
+
+
+def test_a_template_that_rewrites_answers_is_noted(with_template: Callable[[str], Any]) -> None:
+    upper = (
+        "{% for m in messages %}<|im_start|>{{ m['content'] | upper if m['role'] == 'assistant' else m['content'] }}"
+    )
+    chat = conversation(("user", "a"), ("assistant", "b"))
+    (noted,) = make(with_template(upper + "<|im_end|>{% endfor %}")).encode_noted([chat])
+    assert noted.notes == {"answers_rewritten"}
+    (faithful,) = make(with_template(upper.replace(" | upper", "") + "<|im_end|>{% endfor %}")).encode_noted([chat])
+    assert faithful.notes == frozenset()
+
+
+def test_without_a_generation_prompt_the_header_is_learned_too(with_template: Callable[[str], Any]) -> None:
+    """A server that renders no header leaves it to the model to write one."""
+    plain = tiny.CHATML.split("{% if add_generation_prompt %}")[0]
+    chat = conversation(("user", "what"), ("assistant", "a dog"))
+    assert learned_text(with_template(plain), chat) == "<|im_start|>assistant\na dog<|im_end|>"
+
+
+def test_a_prompt_that_differs_in_serving_is_refused(with_template: Callable[[str], Any]) -> None:
+    chat = conversation(("user", "what"), ("assistant", "a dog"))
+    thinking = tiny.CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+    with pytest.raises(DataError, match=r"training and serving differ.*<think>"):
+        make(with_template(thinking)).encode([chat])
 
 
 def test_a_template_that_refuses_is_quoted(tokenizer: Any) -> None:

@@ -9,25 +9,31 @@ from typing import Any
 
 import pytest
 
+from finray.config.load import build_config
 from finray.config.schema import DataConfig
 from finray.data.collate import collate
-from finray.data.prepared import Preparation, PreparedDataset, plan_sources, prepare, tokenizer_digest
-from finray.data.tokenize import Tokenizer
+from finray.data.prepared import PreparedDataset, Splits
 from finray.errors import DataError
+from finray.runtime.prepare import prepare_here
 from tests.support import tiny
 
 
-def run(tokenizer: Any, cache: Path, **fields: Any) -> Path:
-    data = DataConfig(**{"max_length": 64, **fields})
-    encoder = Tokenizer(tokenizer, train_on=data.train_on, max_length=data.max_length, on_too_long=data.on_too_long)
-    return prepare(Preparation(plan_sources(data), data, tokenizer_digest(tokenizer)), encoder, cache)
+def run(tokenizer: Any, cache: Path, *, prepare: dict[str, Any] | None = None, **fields: Any) -> Path:
+    """Prepare with the tokenizer as it is now; the directory."""
+    model = cache.parent / "model"
+    tokenizer.save_pretrained(str(model))
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    plain = {"model": {"name": str(model)}, "data": {"max_length": 64, **fields}, "prepare": prepare or {}}
+    return Path(prepare_here(build_config(plain, source="test"), root=cache))
+
+
+def split_of(folder: Path, *, seed: int = 0, **data: Any) -> Splits:
+    return PreparedDataset(folder).splits(DataConfig(source="x", **data), seed=seed)
 
 
 def test_rows_come_back_as_they_were(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
     rows = tiny.chat_rows(2500)
-    split, _ = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).splits(
-        eval_ratio=0, seed=0
-    )
+    split = split_of(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).train
     assert len(split) == 2500
     assert split.source_rows.tolist() == list(range(2500))
     for number in (0, 1, 1023, 1024, 2499):
@@ -62,7 +68,7 @@ def test_whatever_shapes_the_tokens_changes_the_name(
     for fields in ({"max_length": 32}, {"train_on": "all"}, {"train_on": "last_assistant"}, {"on_too_long": "drop"}):
         names.add(run(tokenizer, tmp_path / "c", source=str(source), **fields).name)
     template = tokenizer.chat_template
-    tokenizer.chat_template = template + " "
+    tokenizer.chat_template = template.replace("<|im_end|>", " <|im_end|>")
     try:
         names.add(run(tokenizer, tmp_path / "c", source=str(source)).name)
     finally:
@@ -75,10 +81,10 @@ def test_whatever_shapes_the_tokens_changes_the_name(
 def test_a_ratio_split_does_not_depend_on_anything_but_the_seed(
     tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
-    dataset = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(tiny.chat_rows(40)))))
-    train, held = dataset.splits(eval_ratio=0.25, seed=1)
-    again, held_again = dataset.splits(eval_ratio=0.25, seed=1)
-    other, held_other = dataset.splits(eval_ratio=0.25, seed=2)
+    folder = run(tokenizer, tmp_path / "c", source=str(write_rows(tiny.chat_rows(40))))
+    splits, same, different = (split_of(folder, eval_ratio=0.25, seed=seed) for seed in (1, 1, 2))
+    train, held, again, held_again = splits.train, splits.eval, same.train, same.eval
+    other, held_other = different.train, different.eval
     assert held is not None
     assert held_again is not None
     assert held_other is not None
@@ -95,7 +101,7 @@ def test_nothing_to_learn_is_an_error(tokenizer: Any, tmp_path: Path, write_rows
     rows = [{"messages": [{"role": "user", "content": "one"}]}] * 3
     with pytest.raises(DataError, match="none of the 3 rows has a token to learn"):
         run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))
-    assert not list((tmp_path / "c").glob("*"))
+    assert not [path for path in (tmp_path / "c").iterdir() if not path.name.startswith((".locks", ".digests"))]
 
 
 def test_rows_with_nothing_to_learn_are_counted_and_left_out(
@@ -146,7 +152,7 @@ def test_collation_restarts_positions_and_never_predicts_across_rows(
     tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
     folder = run(tokenizer, tmp_path / "c", source=str(write_rows([{"text": "one two"}, {"text": "three"}])))
-    split, _ = PreparedDataset(folder).splits(eval_ratio=0, seed=0)
+    split = split_of(folder).train
     batch = collate([split.row(0), split.row(1)], [0, 1])
     first = int(split.lengths[0])
     assert batch.positions_1T[0].tolist() == [*range(first), *range(int(split.lengths[1]))]
@@ -155,4 +161,4 @@ def test_collation_restarts_positions_and_never_predicts_across_rows(
     assert first - 1 not in batch.at_K.tolist()
     assert len(batch.targets_K) == split.supervised.sum() == batch.tokens - 2
     assert batch.targets_K.tolist() == [int(batch.tokens_1T[0, at + 1]) for at in batch.at_K]
-    assert json.loads((folder / "manifest.json").read_text())["kinds"] == {"train": "text"}
+    assert json.loads((folder / "manifest.json").read_text())["splits"]["train"]["kind"] == "text"

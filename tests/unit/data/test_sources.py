@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finray.data.formats import Chat, Completion, Text, detect, to_example
-from finray.data.sources import Row, read, resolve
+from finray.data.convert import converter_of
+from finray.data.formats import Chat, Completion, Text, detect
+from finray.data.pieces import read
+from finray.data.sources import resolve
 from finray.errors import DataError
 
 ROWS = [{"text": "one"}, {"text": "zwei ü"}, {"text": "three"}]
@@ -55,7 +58,7 @@ def test_named_splits_in_a_directory(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl")
     write(tmp_path / "validation-00000.jsonl")
     assert len(texts(tmp_path, split="train")) == 3
-    assert [path.name for path in resolve(str(tmp_path), split="validation").files] == ["validation-00000.jsonl"]
+    assert [Path(file).name for file in resolve(str(tmp_path), split="validation").files] == ["validation-00000.jsonl"]
     with pytest.raises(DataError, match="no file of the split `test`"):
         resolve(str(tmp_path), split="test")
 
@@ -124,54 +127,63 @@ def test_a_name_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         texts("nobody/nothing-of-this-name")
 
 
+def kind(columns: list[str], mapping: dict[str, str] | None = None, wanted: str = "auto") -> tuple[str, dict[str, str]]:
+    found = detect(columns, mapping or {}, wanted)
+    return found.kind, dict(found.columns)
+
+
 def test_formats_are_told_from_columns() -> None:
-    assert detect(["id", "messages"], {}) == "messages"
-    assert detect(["prompt", "completion"], {}) == "prompt_completion"
-    assert detect(["q", "a"], {"prompt": "q", "completion": "a"}) == "prompt_completion"
-    assert detect(["content"], {"text": "content"}) == "text"
-    with pytest.raises(DataError, match="question, answer"):
-        detect(["question", "answer"], {})
+    assert kind(["id", "messages"]) == ("messages", {"messages": "messages"})
+    assert kind(["conversations", "tools"])[0] == "sharegpt"
+    assert kind(["prompt", "completion"])[0] == "prompt_completion"
+    assert kind(["input", "output"]) == ("prompt_completion", {"prompt": "input", "completion": "output"})
+    assert kind(["instruction", "input", "output"])[0] == "alpaca"
+    assert kind(["question", "answer"]) == ("alpaca", {"instruction": "question", "output": "answer"})
+    assert kind(["q", "a"], {"prompt": "q", "completion": "a"})[0] == "prompt_completion"
+    assert kind(["path", "content"]) == ("text", {"text": "content"})
+    assert kind(["text", "label"])[0] == "text"
+    assert kind(["sentence", "label"], wanted="labelled_text")[1] == {"text": "sentence", "label": "label"}
+    with pytest.raises(DataError, match="q, a"):
+        detect(["q", "a"], {})
+    with pytest.raises(DataError, match="not those of `alpaca`"):
+        detect(["text"], {}, "alpaca")
+
+
+def example(row: dict[str, Any], mapping: dict[str, str] | None = None, wanted: str = "auto") -> Any:
+    (found,) = converter_of(detect(row, mapping or {}, wanted), has_chat_template=True)(row)
+    return found
 
 
 def test_rows_become_examples() -> None:
-    chat = to_example(
-        Row(
-            "f",
-            1,
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": False}]},
-        ),
-        "messages",
-        {},
-    )
+    rows = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": False}]
+    chat = example({"messages": rows})
     assert isinstance(chat, Chat)
     assert [message.train for message in chat.messages] == [True, False]
-    assert to_example(Row("f", 1, {"q": "a", "completion": "b"}), "prompt_completion", {"prompt": "q"}) == Completion(
-        "a", "b"
-    )
-    assert to_example(Row("f", 1, {"text": "a"}), "text", {}) == Text("a")
-    joined = to_example(
-        Row(
-            "f",
-            1,
-            {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]},
-        ),
-        "prompt_completion",
-        {},
+    assert example({"q": "a", "completion": "b"}, {"prompt": "q"}) == Completion("a", "b")
+    assert example({"text": "a"}) == Text("a")
+    joined = example(
+        {"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}
     )
     assert isinstance(joined, Chat)
+    assert joined.prompt_messages == 1
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
         ({"txt": "a"}, r"`messages` is missing \(columns: txt\)"),
-        ({"messages": []}, "at least one"),
+        ({"messages": None}, "is null"),
+        ({"messages": []}, "empty list of messages"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] has no text"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\] must be an object"),
         ({"messages": [{"role": "user", "content": "x", "train": "no"}]}, "true or false"),
+        ({"messages": [{"role": "asistant", "content": "x"}]}, "unknown.*did you mean `assistant`"),
+        ({"messages": [{"role": "assistant", "content": "x"}] * 2}, r"messages\[1\]: two assistant turns in a row"),
+        ({"messages": {"a": 1}}, "nested columns"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "holds dict"),
     ],
 )
 def test_bad_conversations_are_named(value: dict[str, object], message: str) -> None:
-    with pytest.raises(DataError, match=message) as caught:
-        to_example(Row("file.jsonl", 7, value), "messages", {})
-    assert caught.value.where == "file.jsonl:7"
+    convert = converter_of(detect(["messages"], {}), has_chat_template=True)
+    with pytest.raises(DataError, match=message):
+        convert(value)

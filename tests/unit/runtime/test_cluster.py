@@ -47,7 +47,7 @@ def test_what_does_not_fit(fields: dict[str, object], nodes: list[dict[str, floa
 
 
 def test_threads_follow_the_placement_and_the_users_own_variables_win() -> None:
-    env = worker_environment(asked(env={"TOKENIZERS_PARALLELISM": "true", "X": "1"}), Placement(2, 3, False))
+    env = worker_environment(asked(env={"TOKENIZERS_PARALLELISM": "true", "X": "1"}), threads=3)
     assert env["OMP_NUM_THREADS"] == "3"
     assert env["TOKENIZERS_PARALLELISM"] == "true"
     assert env["X"] == "1"

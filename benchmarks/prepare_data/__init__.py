@@ -1,0 +1,1 @@
+"""The parts of the preparation benchmark, `benchmarks/prepare.py`."""

@@ -1,0 +1,82 @@
+"""Prepared rows that are in no file, for tests of what looks at rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from finray.data.inspection import Header, Inspection, Inspector
+from finray.data.serving import Served, ServingCheck, check_serving, served_prompts
+from finray.data.token_views import special_tokens
+
+
+class ListRows:
+    """Rows of a split as lists: token ids and mask of each."""
+
+    def __init__(
+        self, rows: Sequence[tuple[list[int], list[int]]], *, file: str = "rows.jsonl", sources: Sequence[int] = ()
+    ) -> None:
+        self._rows = [(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.uint8)) for ids, mask in rows]
+        self._file = file
+        self.lengths = np.array([len(ids) for ids, _ in rows], dtype=np.int64)
+        self.supervised = np.array([sum(mask[1:]) for _, mask in rows], dtype=np.int64)
+        self.source_rows = np.array(sources or range(len(rows)), dtype=np.int64)
+        self.digests = np.array([hash(tuple(ids)) for ids, _ in rows], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, number: int) -> tuple[Any, Any]:
+        return self._rows[number]
+
+    def where(self, number: int) -> str:
+        return f"{self._file}:{self.source_rows[number] + 1}"
+
+
+def completion_row(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    """A prompt that is not learned and an answer that is."""
+    before = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    after = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    return before + after, [0] * len(before) + [1] * len(after)
+
+
+def chat_row(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[int]]:
+    """One turn of ChatML; its end token is learned."""
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    ids, mask = completion_row(tokenizer, prompt, f"{answer}<|im_end|>")
+    newline = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    return ids + newline, mask + [0] * len(newline)
+
+
+def serving_of(tokenizer: Any, rows: ListRows, render: Callable[[int], str], *, whole: bool = False) -> ServingCheck:
+    """Compare every row with one served prompt, ``render(row number)``."""
+
+    def served() -> Any:
+        for number in range(len(rows)):
+            prompts, refusal = served_prompts([1], lambda _, number=number: render(number), tokenizer)
+            ids, mask = rows.row(number)
+            yield Served(rows.where(number), ids, mask, prompts, refusal)
+
+    special = special_tokens(tokenizer).special
+    return check_serving(served(), of=len(rows), whole=whole, tokenizer=tokenizer, special=special)
+
+
+def inspect_rows(
+    tokenizer: Any,
+    splits: dict[str, ListRows],
+    *,
+    learned: str = "completion",
+    max_length: int = 64,
+    serving: ServingCheck | None = None,
+    counters: dict[str, dict[str, int]] | None = None,
+    kind: str = "chat",
+    stops: Sequence[int] = (),
+    examples: int = 3,
+    chosen: Sequence[str] = (),
+) -> Inspection:
+    """An inspection of rows in memory."""
+    header = Header("tiny", "rows.jsonl", "messages", learned, max_length, True, kind, "prepared")
+    inspector = Inspector(header, splits, counters or {}, tokenizer, special_tokens(tokenizer, stops=stops))
+    return inspector.inspect(serving or ServingCheck(), examples=examples, chosen=chosen)

@@ -1,0 +1,218 @@
+"""Conversations that cannot be learned from with certainty are refused, and what a template leaves out is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finray.data.conversations import messages_of
+from finray.data.formats import Chat, Message
+from finray.data.tokenize import Tokenizer
+from finray.errors import DataError
+from tests.support import families
+from tests.support.talk import TOOLS, assistant, calling, learned_runs, result, system, user
+from tests.support.written_out import WRITTEN, Tools, joined
+
+WITH_SYSTEM = sorted(name for name, written in WRITTEN.items() if written.system)
+
+
+def encode(name: str, *messages: Message, tools: Tools = (), train_on: str = "assistant", **arguments: Any) -> Any:
+    """What becomes of a conversation: rows and notes."""
+    tokenizer = Tokenizer(
+        families.tokenizer(name),
+        train_on=train_on,  # type: ignore[arg-type]
+        max_length=4096,
+        on_too_long="error",
+        template_arguments=arguments or None,
+    )
+    (encoded,) = tokenizer.encode_noted([Chat(tuple(messages), tuple(tools))])
+    return encoded
+
+
+def learned_texts(name: str, encoded: Any) -> list[str]:
+    """Text of every learned run, of all rows."""
+    tokenizer = families.tokenizer(name)
+    return [tokenizer.decode([row.ids[at] for at in run]) for row in encoded.rows for run in learned_runs(row.mask)]
+
+
+def with_template(monkeypatch: pytest.MonkeyPatch, name: str, template: str) -> None:
+    """The family's tokenizer with another template, for one test."""
+    monkeypatch.setattr(families.tokenizer(name), "chat_template", template)
+
+
+TURN = (user("what"), assistant("a dog"))
+
+
+def test_a_generation_prompt_that_opens_reasoning_is_refused() -> None:
+    with pytest.raises(DataError, match="training and serving differ") as caught:
+        encode("deepseek-r1", *TURN)
+    assert "<think>" in str(caught.value)
+    assert "a dog" in str(caught.value)
+    with pytest.raises(DataError, match="training and serving differ"):
+        encode("deepseek-r1", user("what"), assistant("<think>\nit barks\n</think>\n\na dog"))
+
+
+def test_a_conversation_without_the_system_message_that_is_served_is_refused() -> None:
+    """Mistral v0.3 renders it only when a question comes last: in serving, and never in training."""
+    with pytest.raises(DataError, match="training and serving differ") as caught:
+        encode("mistral-v0.3", system("be small"), *TURN)
+    assert "be small" in str(caught.value)
+
+
+def test_thinking_that_is_switched_off_in_serving() -> None:
+    """Then the empty think block belongs to the prompt."""
+    encoded = encode("qwen-3", *TURN, enable_thinking=False)
+    assert learned_texts("qwen-3", encoded) == ["a dog<|im_end|>"]
+    encoded = encode("qwen-3", *TURN, user("why"), assistant("no"), enable_thinking=False)
+    assert sorted(learned_texts("qwen-3", encoded)) == ["a dog<|im_end|>", "no<|im_end|>"]
+    assert len(encoded.rows) == 2
+    with pytest.raises(DataError, match="training and serving differ") as caught:
+        encode("qwen-3", user("what"), assistant("a dog", reasoning_content="it barks"), enable_thinking=False)
+    assert "it barks" in str(caught.value)
+
+
+def test_conversations_that_are_split_are_counted() -> None:
+    assert "split_conversations" in encode("qwen-3", *TURN, user("why"), assistant("no")).notes
+    assert not encode("qwen-2.5", *TURN, user("why"), assistant("no")).notes
+
+
+SYSTEM_IGNORED = (
+    "{% for m in messages %}{% if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_ignores_the_system_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "system_ignored" not in encode("chatml", system("be small"), *TURN).notes
+    with_template(monkeypatch, "chatml", SYSTEM_IGNORED)
+    assert encode("chatml", system("be small"), *TURN).notes == {"system_ignored"}
+    assert not encode("chatml", *TURN).notes
+
+
+def test_a_system_message_whose_words_also_stand_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_template(monkeypatch, "chatml", SYSTEM_IGNORED)
+    assert encode("chatml", system("a dog"), *TURN).notes == {"system_ignored"}
+
+
+@pytest.mark.parametrize("name", WITH_SYSTEM)
+def test_a_system_message_that_is_rendered_is_not_called_ignored(name: str) -> None:
+    for said in ("be small", " be\n\n{small} \n"):
+        assert "system_ignored" not in encode(name, system(said), *TURN).notes
+
+
+def test_orders_in_a_system_message_are_not_called_ignored() -> None:
+    """SmolLM3 reads `/no_think` and takes it out."""
+    assert "system_ignored" not in encode("smollm3", system("be small /no_think"), *TURN).notes
+
+
+def test_a_role_that_the_template_leaves_out_is_refused() -> None:
+    with pytest.raises(DataError, match=r"leaves out messages\[2\]"):
+        encode("zephyr", user("how deep"), calling("blue"), result("about nine"), assistant("four"))
+
+
+def test_a_role_that_is_left_out_though_its_words_also_stand_elsewhere() -> None:
+    with pytest.raises(DataError, match=r"leaves out messages\[2\]"):
+        encode("zephyr", user("how deep"), calling("blue"), result("4"), assistant("4 metres"))
+
+
+def test_a_template_that_refuses_an_order_of_roles_is_quoted() -> None:
+    for name in ("gemma-3", "mistral-v0.3", "mistral-small"):
+        with pytest.raises(DataError, match="roles must alternate"):
+            encode(name, user("what"), user("why"), assistant("no"))
+
+
+def test_a_conversation_that_begins_with_an_answer() -> None:
+    with pytest.raises(DataError, match="begins with an assistant turn"):
+        encode("chatml", assistant("hello"), *TURN)
+    assert learned_texts("chatml", encode("chatml", assistant("hello", train=False), *TURN)) == ["a dog<|im_end|>"]
+
+
+@pytest.mark.parametrize(("role", "meant"), [("asistant", "assistant"), ("User", "user"), ("sytem", "system")])
+def test_an_unknown_role_names_the_one_that_was_meant(role: str, meant: str) -> None:
+    rows = [{"role": "user", "content": "what"}, {"role": role, "content": "a dog"}]
+    with pytest.raises(DataError, match=rf"did you mean `{meant}`") as caught:
+        messages_of(rows, "messages")
+    assert "messages[1]" in str(caught.value)
+    assert role in str(caught.value)
+
+
+def test_two_answers_in_a_row_are_refused() -> None:
+    rows = [{"role": role, "content": "a"} for role in ("user", "assistant", "assistant")]
+    with pytest.raises(DataError, match=r"messages\[2\]: two assistant turns in a row"):
+        messages_of(rows, "messages")
+
+
+# Tools in templates that know nothing of them
+
+
+CALL = '<tool_call>\n{"name": "depth", "arguments": {"river": "blue"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("name", ["chatml", "chatml-markers", "llama-3", "smollm2", "smollm3"])
+def test_calls_become_text(name: str) -> None:
+    eos = families.FAMILIES[name].eos
+    turns = (user("how deep"), calling("blue"), result("nine"), assistant("four"))
+    encoded = encode(name, *turns, tools=TOOLS)
+    assert "tools_as_text" in encoded.notes
+    assert learned_texts(name, encoded) == [CALL + eos, "four" + eos]
+    text = families.tokenizer(name).decode(encoded.rows[0].ids)
+    assert all(tool["function"]["name"] in text for tool in TOOLS)
+    said = learned_texts(name, encode(name, user("how deep"), calling("blue", content="I look")))
+    assert said == [f"I look\n{CALL}{eos}"]
+
+
+def test_what_a_template_leaves_out_of_an_answer_is_counted() -> None:
+    """Llama 3.1 drops text beside a call; templates that know no reasoning drop that."""
+    assert encode("llama-3.1", user("how deep"), calling("blue", content="I look")).notes
+    assert encode("chatml", user("what"), assistant("a dog", reasoning_content="it barks")).notes
+
+
+def test_calls_that_a_template_refuses() -> None:
+    with pytest.raises(DataError, match="only one tool call"):
+        encode("llama-3.1", user("how deep"), calling("blue", "green"))
+    short = assistant("", tool_calls=[{"id": "x", "type": "function", "function": {"name": "time", "arguments": {}}}])
+    with pytest.raises(DataError, match="nine characters"):
+        encode("mistral-v0.3", user("how deep"), short)
+
+
+def test_tools_and_calls_as_data_sets_write_them() -> None:
+    """OpenAI keeps arguments as JSON text; Qwen's template would quote that twice."""
+    function = {"name": "depth", "arguments": '{"river": "blue"}'}
+    rows = [
+        {"role": "user", "content": "how deep"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]},
+    ]
+    assert learned_texts("qwen-2.5", encode("qwen-2.5", *messages_of(rows, "messages"))) == [CALL + "<|im_end|>"]
+
+
+# Everything but messages that forbid it
+
+
+def test_all_but_a_question_that_forbids_it() -> None:
+    turns = (user("what"), assistant("a dog"), user("why", train=False), assistant("no"))
+    for name in ("chatml", "llama-3", "qwen-2.5", "zephyr", "phi-4"):
+        (row,) = encode(name, *turns, train_on="all").rows
+        tokenizer = families.tokenizer(name)
+        hidden = tokenizer.decode([token for token, learned in zip(row.ids, row.mask, strict=True) if not learned])
+        before, upto = WRITTEN[name].segments(turns[:2], ()), WRITTEN[name].segments(turns[:3], ())
+        assert hidden == joined(upto)[len(joined(before)) :]
+
+
+def test_all_but_a_system_message_that_is_folded_into_the_question() -> None:
+    """Rendered alone it is nothing, so where it lies is not known; it must not be learned all the same."""
+    hidden = Message("system", "be small", train=False)
+    with pytest.raises(DataError, match="cannot be told"):
+        encode("gemma-3", hidden, *TURN, train_on="all")
+
+
+def test_a_template_that_only_separates_turns() -> None:
+    """No token ends a turn: end of sequence is added, and learned."""
+    name = "zephyr"
+    template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        with_template(patch, name, template)
+        assert learned_texts(name, encode(name, *TURN)) == [" a dog</s>"]

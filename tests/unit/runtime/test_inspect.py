@@ -1,0 +1,130 @@
+"""`finray inspect` from a config: prepared rows, the proof that they continue what is served, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.config.load import build_config
+from finray.errors import DataError
+from finray.runtime.inspect import generation_stops, inspect
+from tests.support import tiny
+
+TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"
+OPENS_REASONING = tiny.CHATML.replace("assistant\n' }}", "assistant\n<think>' }}")
+
+
+def _config(model: Path, rows: Path, output: Path, *, template: str | None = None, **data: Any) -> Any:
+    named: dict[str, Any] = {"name": str(model)}
+    if template is not None:
+        (output / "template.jinja").write_text(template, encoding="utf-8")
+        named["chat_template"] = str(output / "template.jinja")
+    section = {"source": str(rows), "max_length": 512, **data}
+    return build_config({"run": {"output_dir": str(output)}, "model": named, "data": section}, source="test")
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    """Forty conversations, of one to three questions, some with reasoning in the answers."""
+    rows = []
+    for number in range(40):
+        messages = []
+        for turn in range(1 + number % 3):
+            messages.append({"role": "user", "content": f"how many {tiny.WORDS[number]} {turn}"})
+            thought = "<think>\nnever\n</think>\n\n" if number % 4 == 0 else ""
+            messages.append({"role": "assistant", "content": f"{thought}{tiny.WORDS[number + turn]} {number}"})
+        rows.append({"messages": messages})
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_every_answer_continues_the_served_prompt(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
+    found = inspect(_config(tiny_model_dir, conversations, tmp_path, eval_ratio=0.1), compared=None)
+    assert found.header.format == "messages (messages) (detected)"
+    assert [split.name for split in found.splits] == ["train", "eval"]
+    assert [split.rows for split in found.splits] == [36, 4]
+    assert found.serving.rows == found.serving.of == 36
+    answers = [
+        1 + (int(view.where.rpartition(":")[2]) - 1) % 3
+        for view in _all(found, tiny_model_dir, conversations, tmp_path)
+    ]
+    assert found.serving.turns == found.serving.matching == sum(answers)
+    assert {check.level for check in found.checks} <= {"ok", "note"}
+
+
+def _all(found: Any, model: Path, rows: Path, output: Path) -> Any:
+    """Every training row as tokens."""
+    chosen = [str(number) for number in range(found.splits[0].rows)]
+    return inspect(_config(model, rows, output, eval_ratio=0.1), chosen=chosen, compared=1).examples
+
+
+def test_a_template_that_rewrites_history_gives_rows_that_are_proven(
+    tiny_model_dir: Path, conversations: Path, tmp_path: Path
+) -> None:
+    template = (TEMPLATES / "qwen-3.jinja").read_text(encoding="utf-8")
+    found = inspect(_config(tiny_model_dir, conversations, tmp_path, template=template), compared=None)
+    assert found.serving.holds
+    assert found.serving.turns == sum(1 + number % 3 for number in range(40))
+
+
+def test_a_sample_is_compared_where_that_is_enough(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
+    found = inspect(_config(tiny_model_dir, conversations, tmp_path), compared=10)
+    assert (found.serving.rows, found.serving.of, found.serving.holds) == (10, 40, True)
+
+
+def test_data_that_is_refused_shows_the_difference(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
+    """The negative control of the proof: serving opens a block of reasoning that training does not have."""
+    found = inspect(_config(tiny_model_dir, conversations, tmp_path, template=OPENS_REASONING))
+    assert isinstance(found.refusal, DataError)
+    assert found.splits == ()
+    assert not found.serving.holds
+    difference = found.serving.differences[0]
+    assert difference.served.endswith("<|im_start|>assistant\n<think>")
+    assert not difference.trained.endswith("<think>")
+    assert difference.where.startswith("chats.jsonl:")
+
+
+def test_rows_learned_whole_are_compared_too(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
+    whole = inspect(_config(tiny_model_dir, conversations, tmp_path, train_on="all"), compared=None)
+    assert whole.serving.holds
+    assert whole.serving.turns == sum(1 + number % 3 for number in range(40))
+    other = inspect(_config(tiny_model_dir, conversations, tmp_path, train_on="all", template=OPENS_REASONING))
+    assert other.refusal is None
+    assert other.serving.matching < other.serving.turns
+
+
+def test_another_mistake_is_raised_as_it_is(tiny_model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"messages": []}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"messages"):
+        inspect(_config(tiny_model_dir, path, tmp_path))
+
+
+def test_completions_are_compared_with_the_tokenised_prompt(tiny_model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{tiny.WORDS[number]} is", "completion": f" {tiny.WORDS[number + 1]}"} for number in range(12)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = inspect(_config(tiny_model_dir, path, tmp_path))
+    assert (found.serving.turns, found.serving.matching) == (12, 12)
+
+
+def test_plain_text_has_nothing_to_compare(tiny_model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "the green house " * 40}) + "\n", encoding="utf-8")
+    found = inspect(_config(tiny_model_dir, path, tmp_path, max_length=32))
+    assert (found.serving.turns, found.serving.without_prompt) == (0, found.splits[0].rows)
+    assert found.serving.holds
+    ends = next(check for check in found.checks if check.name == "Learned text ends with an end token")
+    assert ends.level == "ok"
+
+
+def test_serving_stops_at_the_tokens_of_the_generation_settings(tiny_model_dir: Path, tmp_path: Path) -> None:
+    config = _config(tiny_model_dir, tmp_path / "rows.jsonl", tmp_path)
+    assert generation_stops(config.model) == (2,)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 7]}), encoding="utf-8")
+    assert generation_stops(config.model.model_copy(update={"name": str(tmp_path)})) == (5, 7)
+    assert generation_stops(config.model.model_copy(update={"name": str(tmp_path / "none")})) == ()
