@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 # pytest-xdist workers; integration tests share one Ray cluster and run in one of them.
 JOBS   ?= 2
 
-.PHONY: quickstart test check format docs bench clean help
+.PHONY: quickstart test browser check format docs bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -49,7 +49,11 @@ quickstart: $(VENV)/.core $(MODEL_FILES)
 	@echo 'resume it:  $(BIN)/finray train examples/quickstart/quickstart.yaml model.name=$(MODEL)   (kill it half-way and see)'
 	@echo 'export it:  $(BIN)/finray export runs/quickstart --output runs/quickstart-merged'
 
-test: $(VENV)/.dev .models/SmolLM2-135M-Instruct
+# For the test that opens the page of `finray inspect`.
+browser:
+	@.ci/browser
+
+test: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 check: $(VENV)/.dev

@@ -34,8 +34,7 @@ class ChatTokenizer(Protocol):
 
     chat_template: Any
 
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any:
-        """Render a conversation."""
+    special_tokens_map: dict[str, Any]
 
     def get_chat_template(self, chat_template: str | None, tools: list[dict[str, Any]] | None) -> str:
         """The template for a conversation with or without tools."""
@@ -97,6 +96,12 @@ class ChatRenderer:
         source = str(tokenizer.chat_template)
         self._dated = "strftime_now" in source
         self._shapes: dict[Any, frozenset[int] | None] = {}
+        self._compiled: dict[bool, Any] = {}
+        self._variables = {**tokenizer.special_tokens_map, **self._arguments}
+        # Longest first, because one special token may begin with another.
+        self._any_special = re.compile(
+            "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)"
+        )
         self._renders_tools = re.search(r"\btools\b", source) is not None
         self._renders_calls = "tool_calls" in source
 
@@ -219,13 +224,9 @@ class ChatRenderer:
         if not last.startswith(prompt):
             return None
         closing = self._closing(last, len(prompt))
-        first = min(
-            ((at, at + len(token)) for token in self._special if (at := last.find(token, closing)) >= 0),
-            default=None,
-            key=lambda span: (span[0], -span[1]),
-        )
-        stop = first[1] if first is not None else closing
-        if last[:stop] != text[:stop]:
+        first = self._any_special.search(last, closing)
+        stop = first.end() if first is not None else closing
+        if last is not text and last[:stop] != text[:stop]:
             return None
         return (len(prompt), stop), first is not None
 
@@ -233,12 +234,13 @@ class ChatRenderer:
         """Where the run of special tokens and white space at the end of a text begins."""
         stop = len(text)
         while True:
-            bare = len(text[start:stop].rstrip()) + start
-            token = next((token for token in self._special if text.endswith(token, start, bare)), None)
-            if token is None:
+            bare = stop
+            while bare > start and text[bare - 1].isspace():
+                bare -= 1
+            if not self._special or not text.endswith(self._special, start, bare):
                 # Trailing white space belongs to the answer only where a token follows it.
                 return bare
-            stop = bare - len(token)
+            stop = bare - max(len(token) for token in self._special if text.endswith(token, start, bare))
 
     # --- rendering --------------------------------------------------------------------------------------------------
 
@@ -251,16 +253,13 @@ class ChatRenderer:
     ) -> str:
         from jinja2.exceptions import TemplateError
 
-        offered = [dict(tool) for tool in tools] or None
-        dated = {"chat_template": _dated(self._tokenizer.get_chat_template(None, offered))} if self._dated else {}
         try:
-            text = self._tokenizer.apply_chat_template(
-                [message.plain() for message in messages],
-                tools=offered,
-                tokenize=False,
+            text = self._template(bool(tools)).render(
+                messages=[message.plain() for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **dated,
-                **self._arguments,
+                **self._variables,
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             # Besides its own errors a template raises Python's, when it adds a null to text for instance.
@@ -270,6 +269,15 @@ class ChatRenderer:
                 repair="check the order and names of the roles",
             ) from None
         return str(text)
+
+    def _template(self, with_tools: bool) -> Any:
+        """The template, compiled as Transformers does; its own way to it costs as much again as a rendering."""
+        if with_tools not in self._compiled:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
+            self._compiled[with_tools] = _compile_jinja_template(_dated(source) if self._dated else source)
+        return self._compiled[with_tools]
 
     def _within_the_template(self, chat: Chat, noted: _Noted) -> Chat:
         """The conversation without what the template cannot write: tools and their calls become text."""

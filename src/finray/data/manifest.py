@@ -18,11 +18,15 @@ COUNTS = (
     "tokens",
     "supervised",
     "truncated",
+    "truncated_tokens",
     "answers_lost",
     "dropped_too_long",
+    "dropped_tokens",
     "unlearnable",
     "left_out",
     "bad_rows",
+    "split_rows",
+    "split_tokens",
     *NOTES,
 )
 

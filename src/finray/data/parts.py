@@ -160,7 +160,14 @@ class PartWriter:
 
 def _keep(writer: RowWriter, counts: dict[str, int], place: _Place, group: Any, encoded: Encoded) -> None:
     counts["dropped_too_long"] += encoded.dropped
+    counts["dropped_tokens"] += encoded.dropped_tokens
+    counts["truncated_tokens"] += encoded.truncated_tokens
     counts["answers_lost"] += encoded.answers_lost
+    # Rows that lost their answer have their own counter.
+    counts["unlearnable"] -= encoded.answers_lost
+    if "split_conversations" in encoded.notes:
+        counts["split_rows"] += len(encoded.rows)
+        counts["split_tokens"] += sum(len(row.ids) for row in encoded.rows)
     for note in encoded.notes:
         counts[note] += 1
     for row in encoded.rows:

@@ -83,7 +83,6 @@ class PreparedSplit:
         supervised: int64 targets per row.
         source_rows: int64 row number in the sources of the split, from 0.
         digests: int64 hash of each row's token ids.
-        groups: int64, equal where rows must stay on one side of a split.
         streams: int64 number of the source that each row came from.
         labels: class of each row, for labelled text.
     """
@@ -106,11 +105,23 @@ class PreparedSplit:
         self.digests = self._index.int64("digest")[select]
         source_rows = self._index.int64("source_row") + np.repeat(before[:-1], counts)
         self.source_rows = source_rows[select]
-        self.groups = (self._index.int64("group") if self._index.has("group") else source_rows)[select]
+        self._groups = self._index.int64("group")[select] if self._index.has("group") else None
         self.streams = np.repeat([number for number, _, _ in parts], counts).astype(np.int64)[select]
 
     def __len__(self) -> int:
         return len(self._indices)
+
+    @property
+    def groups(self) -> IntArray:
+        """int64, equal where rows must stay on one side of a split: by `data.group_by`, else rows that are the same.
+
+        The rows of one source row (pieces of a text, parts of a conversation) stay together, with those of any source
+        row that begins with the same tokens.
+        """
+        if self._groups is not None:
+            return self._groups
+        _, first, number = np.unique(self.source_rows, return_index=True, return_inverse=True)
+        return self.digests[first][number]
 
     def take(self, indices: IntArray) -> PreparedSplit:
         """Some of the rows, in this order; a row may stand more than once."""

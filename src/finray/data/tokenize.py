@@ -62,12 +62,16 @@ class Encoded:
         rows: none when it was dropped, several for long text and for conversations that are learned in parts.
         notes: names of counters that it adds to.
         dropped: how many rows were longer than allowed.
+        dropped_tokens: in those rows.
+        truncated_tokens: that were cut off.
         answers_lost: how many rows lost everything that was to be learned to truncation.
     """
 
     rows: list[Tokens]
     notes: frozenset[str] = frozenset()
     dropped: int = 0
+    dropped_tokens: int = 0
+    truncated_tokens: int = 0
     answers_lost: int = 0
 
 
@@ -214,14 +218,16 @@ class Tokenizer:
 
     def _encoded(self, example: Example, encoded: list[tuple[_Job, Any]], notes: frozenset[str]) -> Encoded:
         rows: list[Tokens] = []
-        dropped = lost = 0
+        dropped = dropped_tokens = cut = lost = 0
         for job, encoding in encoded:
             whole = self._labelled(job) if isinstance(example, Labelled) else self._tokens(job, encoding)
             pieces = self._fit(whole, chunked=isinstance(example, Text))
             dropped += not pieces
+            dropped_tokens += 0 if pieces else len(whole.ids)
+            cut += sum(len(whole.ids) - len(piece.ids) for piece in pieces if piece.truncated)
             lost += bool(pieces) and bool(whole.supervised) and not any(piece.supervised for piece in pieces)
             rows += pieces
-        return Encoded(rows, notes, dropped, lost)
+        return Encoded(rows, notes, dropped, dropped_tokens, cut, lost)
 
     def _labelled(self, job: _Job) -> Tokens:
         """With the special tokens that classifiers are trained with, such as [CLS] and [SEP]."""

@@ -210,7 +210,7 @@ def _outcomes(
         _write_parts,
         batch_size=1,
         fn_args=[work],
-        # Tasks and not actors: Ray keeps their processes, so that libraries are loaded once and training finds them warm.
+        # Tasks and not actors: Ray keeps their processes, so that libraries are loaded once.
         concurrency=max(1, min(len(parts), config.prepare.num_workers or cpus)),
         num_cpus=1,
         runtime_env={"env_vars": env},
@@ -360,8 +360,9 @@ def report_lines(manifest: dict[str, Any]) -> list[str]:
         )
         if stats["split_conversations"]:
             lines.append(
-                f"{split}: {stats['split_conversations']:,} conversations are learned in several rows, because the "
-                "chat template rewrites earlier turns"
+                f"{split}: {stats['split_conversations']:,} conversations became {stats['split_rows']:,} rows with "
+                f"{stats['split_tokens'] / max(1, stats['tokens']):.0%} of all tokens: the chat template rewrites "
+                "earlier turns (data.train_on: last_assistant makes one row of each)"
             )
         lines += warning_lines(split, stats)
     return lines
