@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.support import tiny
+from tests.support import s3, tiny
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,7 +51,29 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[str]:
+def s3_socket() -> Iterator[socket.socket]:
+    """Where the S3 server of a session will answer. Ray's workers have the environment that Ray was started in, so the
+    address and the credentials are there before the shared Ray is."""
+    with s3.reserve() as listening:
+        os.environ.update(s3.environment(listening))
+        yield listening
+
+
+@pytest.fixture(scope="session")
+def s3_server(s3_socket: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s3.Server]:
+    """A running S3 server."""
+    with s3.serve(s3_socket, tmp_path_factory.mktemp("s3") / "requests.log") as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3_server: s3.Server) -> s3.Bucket:
+    """A new bucket."""
+    return s3_server.bucket()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(s3_socket: socket.socket) -> Iterator[str]:
     """One local Ray for all tests of a session; its address, which `finray` processes join through RAY_ADDRESS.
 
     It has four CPUs by its own account, so that three workers can be placed on a machine with two cores.

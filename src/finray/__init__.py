@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from finray.errors import FinrayError
     from finray.runtime.driver import TrainResult, train
     from finray.runtime.inference import evaluate, export_model, generate_text
-    from finray.runtime.prepare import prepare_here as prepare
+    from finray.runtime.inspect import inspect
+    from finray.runtime.prepare import prepare
 
 _HOMES = {
     "load_config": ("finray.config.load", "load_config"),
     "FinrayError": ("finray.errors", "FinrayError"),
     "TrainResult": ("finray.runtime.driver", "TrainResult"),
     "train": ("finray.runtime.driver", "train"),
+    "inspect": ("finray.runtime.inspect", "inspect"),
     "prepare": ("finray.runtime.prepare", "prepare"),
     "evaluate": ("finray.runtime.inference", "evaluate"),
     "export_model": ("finray.runtime.inference", "export_model"),
@@ -37,6 +39,7 @@ __all__ = [
     "evaluate",
     "export_model",
     "generate_text",
+    "inspect",
     "load_config",
     "prepare",
     "train",

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +92,22 @@ def write_config(plain: dict[str, Any], path: Path) -> Path:
     return path
 
 
-def start_cli(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> subprocess.Popen[str]:
-    """Start `finray ...` as a user would."""
+def start_cli(
+    *arguments: str, env: Mapping[str, str | None] | None = None, cwd: Path | None = None
+) -> subprocess.Popen[str]:
+    """Start `finray ...` as a user would; a variable of None is not set."""
+    changed = {**os.environ, **(env or {})}
     return subprocess.Popen(
         [sys.executable, "-m", "finray.cli.main", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, **(env or {})},
+        env={name: value for name, value in changed.items() if value is not None},
         cwd=cwd,
     )
 
 
-def cli(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> tuple[int, str, str]:
+def cli(*arguments: str, env: Mapping[str, str | None] | None = None, cwd: Path | None = None) -> tuple[int, str, str]:
     """Run `finray ...` to its end: exit code, standard output, standard error."""
     process = start_cli(*arguments, env=env, cwd=cwd)
     out, err = process.communicate(timeout=300)

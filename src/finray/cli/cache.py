@@ -84,4 +84,4 @@ def _root(where: str) -> str:
 
     if Path(where).suffix in (".yaml", ".yml"):
         return prepared_dir(load_config(where))
-    return where
+    return str(Path(where).expanduser()) if "://" not in where else where

@@ -15,6 +15,7 @@ from rich.console import Console
 from finray.cli import cache, data, show
 from finray.cli import config as config_commands
 from finray.cli import inspect as inspect_command
+from finray.cli import plan as plan_command
 from finray.config.load import load_config
 from finray.config.redact import redact_text
 from finray.errors import ConfigError, FinrayError
@@ -28,9 +29,12 @@ app = typer.Typer(
 )
 app.add_typer(config_commands.app, name="config")
 app.command("init")(config_commands.init)
+app.command("plan")(plan_command.plan)
 app.command("prepare")(data.prepare)
 app.command("inspect")(inspect_command.inspect)
 app.add_typer(cache.app, name="cache")
+
+_INTERRUPTED = 130
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
@@ -146,14 +150,17 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: run the application and turn finray's errors into one message."""
+    errors = Console(stderr=True, emoji=False)
     try:
         app()
     except FinrayError as error:
-        Console(stderr=True).print(f"error: {redact_text(str(error))}", highlight=False, markup=False, soft_wrap=True)
+        errors.print(f"error: {redact_text(str(error))}", highlight=False, markup=False, soft_wrap=True)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        Console(stderr=True).print("interrupted; the same command goes on from the last checkpoint", highlight=False)
-        sys.exit(130)
+    except SystemExit as stop:
+        # Typer makes this of a keyboard interrupt.
+        if stop.code == _INTERRUPTED:
+            errors.print("interrupted; the same command goes on from where it stood", highlight=False)
+        raise
 
 
 if __name__ == "__main__":

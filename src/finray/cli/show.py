@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def console() -> Console:
     """Standard output; wide where it is not a terminal, so that lines stay whole in a log."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+    return Console(width=None if sys.stdout.isatty() else 160, emoji=False)
 
 
 class RunView:

@@ -64,6 +64,14 @@ class ModelConfig(Section):
         False, description="Run code shipped with the model. Off unless you have read that code."
     )
 
+    @field_validator("chat_template_arguments")
+    @classmethod
+    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        ours = sorted(set(value) & {"messages", "tools", "documents", "add_generation_prompt"})
+        if ours:
+            raise ValueError(f"{', '.join(ours)} is given by finray itself")
+        return value
+
 
 class AdapterConfig(Section):
     """Which weights are trained."""
@@ -104,6 +112,8 @@ class SourceConfig(Section):
     def _one_size(self) -> SourceConfig:
         if self.weight is not None and self.count is not None:
             raise ValueError("set weight or count, not both")
+        if (self.input_template is None) != (self.output_template is None):
+            raise ValueError("input_template and output_template go together")
         return self
 
 
@@ -171,12 +181,24 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
         if (self.source is None) == (not self.mix):
-            raise ValueError("data.source: set it, or data.mix, one of the two")
+            raise ValueError("data.source: set it, or data.mix, one of the two (`data.source: null` leaves it out)")
         if (self.input_template is None) != (self.output_template is None):
             raise ValueError("data.input_template and data.output_template go together")
-        unknown = sorted(set(self.field_mapping) - FIELDS)
-        if unknown and self.input_template is None and self.converter is None:
-            raise ValueError(f"data.field_mapping: unknown field {', '.join(unknown)}; use {', '.join(sorted(FIELDS))}")
+        if self.converter is not None and (self.input_template or self.field_mapping or self.format != "auto"):
+            raise ValueError("data.converter: it reads the rows alone; leave out format, field_mapping and templates")
+        if self.input_template is not None and self.format not in ("auto", "template"):
+            raise ValueError(f"data.input_template has no effect with format {self.format}")
+        for place, mapping, template in [
+            ("data.field_mapping", self.field_mapping, self.input_template),
+            *(
+                (f"data.mix.{number}.field_mapping", one.field_mapping or {}, one.input_template or self.input_template)
+                for number, one in enumerate(self.mix)
+            ),
+        ]:
+            unknown = sorted(set(mapping) - FIELDS)
+            if unknown and template is None:
+                known = ", ".join(sorted(FIELDS))
+                raise ValueError(f"{place}: unknown field {', '.join(unknown)}; use {known}")
         if self.format == "template" and self.input_template is None:
             raise ValueError("data.format: template needs data.input_template and data.output_template")
         if self.group_by is not None and not (self.eval_ratio or self.test_ratio):
@@ -201,7 +223,9 @@ class PrepareConfig(Section):
     local_dir: str | None = Field(
         None, description="Where workers keep what they fetch from a remote `prepare.dir`; null is the user's cache."
     )
-    max_row_bytes: PositiveInt = Field(8_000_000, description="A row of a file that is larger is a bad row.")
+    max_row_bytes: PositiveInt = Field(
+        8_000_000, description="A row of a JSON or CSV file that is larger is a bad row."
+    )
     text_rows: Literal["file", "paragraph", "line"] = Field(
         "file", description="What is a row in a text or source file: all of it, a paragraph, or a line."
     )

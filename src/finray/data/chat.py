@@ -202,7 +202,7 @@ class ChatRenderer:
         text = self._apply(chat.messages[: index + 1], chat.tools)
         found = self._span(prompt, text, text) if text.startswith(prompt) else None
         if found is None:
-            raise _mismatch(prompt, text)
+            raise _mismatch(prompt, text, has_system=chat.messages[0].role == "system")
         return Rendered(text, (found[0],), (found[1],))
 
     def _prompt(self, chat: Chat, index: int) -> str:
@@ -323,6 +323,8 @@ class ChatRenderer:
         return self._shapes[shape]
 
     def _check_answer(self, message: Message, learned: str, noted: _Noted) -> None:
+        if not message.content.strip() and "tool_calls" not in message.extra:
+            noted.notes.add("empty_answers")
         reasoning = next((message.extra[name] for name in _REASONING if message.extra.get(name)), "")
         squeezed = ""
         for said in (message.content, str(reasoning)):
@@ -362,7 +364,7 @@ def _dated(template: str) -> str:
     return f"{{%- macro strftime_now(pattern) -%}}{{{{ pattern{filters} }}}}{{%- endmacro -%}}{template}"
 
 
-def _mismatch(prompt: str, text: str) -> DataError:
+def _mismatch(prompt: str, text: str, *, has_system: bool) -> DataError:
     """What is served and what is trained, from where they part."""
     same = next((at for at, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1]), len(text))
     return DataError(
@@ -370,5 +372,6 @@ def _mismatch(prompt: str, text: str) -> DataError:
         f"the conversation with {text[same : same + 40]!r}",
         where="model.chat_template",
         repair="set model.chat_template_arguments so that both agree (such as `enable_thinking: false`), or "
-        "model.chat_template to a template whose generation prompt is how it begins an answer",
+        "model.chat_template to a template whose generation prompt is how it begins an answer"
+        + (", or leave the system message out, which this one may not know" if has_system else ""),
     )

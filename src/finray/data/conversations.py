@@ -82,6 +82,10 @@ def _decoded(value: Any, column: str, *, strict: bool = False) -> Any:
             return json.loads(value)
         except json.JSONDecodeError as error:
             raise DataError(f"the column `{column}` is not JSON: {error.msg} (character {error.pos})") from None
+        except (ValueError, RecursionError):
+            raise DataError(
+                f"the column `{column}` is not JSON that can be read: too deep, or too long a number"
+            ) from None
     return value
 
 

@@ -8,7 +8,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from finray.data.formats import Chat, Completion, Example, Kind, Labelled, Messa
 from finray.errors import ConfigError, DataError
 
 Columns = Mapping[str, Any]
-_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
 _ESCAPES = {"\\n": "\n", "\\t": "\t"}
 
 
@@ -54,20 +54,21 @@ class FormatChoice:
             "converter": None if self.converter is None else [self.converter, converter_digest(self.converter)],
         }
 
-    def decide(self, first_row: Columns) -> RowFormat:
-        """The format of the rows.
+    def decide(self, columns: Iterable[str]) -> RowFormat:
+        """The format of rows with these columns.
 
         Raises:
-            DataError: the columns of the first row fit none.
+            DataError: they fit none.
         """
         if self.converter is not None:
             return RowFormat("converter", converter=self.converter)
         if self.input_template is not None and self.format in ("auto", "template"):
             assert self.output_template is not None
             names = [*_fields(self.input_template), *_fields(self.output_template)]
-            columns = {name: self.field_mapping.get(name, name) for name in dict.fromkeys(names)}
-            return RowFormat("template", columns, self.input_template, self.output_template)
-        return detect(first_row, self.field_mapping, self.format)
+            _check_placeholders(names, self.field_mapping)
+            read = {name: self.field_mapping.get(name, name) for name in dict.fromkeys(names)}
+            return RowFormat("template", read, self.input_template, self.output_template, present=tuple(columns))
+        return detect(columns, self.field_mapping, self.format)
 
 
 def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[[Columns], list[Example]]:
@@ -118,8 +119,14 @@ def _text(row: Columns, name: str) -> str:
 
 
 def _optional(row: Columns, columns: Mapping[str, str], field: str) -> Any:
+    """The value of a column that a row may leave out; None where it is missing, null, or in nothing."""
     name = columns.get(field)
-    return None if name is None or row.get(name) is None else column(row, name)
+    if name is None:
+        return None
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 # --- formats --------------------------------------------------------------------------------------------------------
@@ -155,19 +162,28 @@ def _from_alpaca(row: Columns, row_format: RowFormat) -> Chat:
     system = _optional(row, columns, "system")
     if system:
         messages.append(Message("system", str(system)))
-    for question, answer in _optional(row, columns, "history") or ():
-        messages += [Message("user", str(question)), Message("assistant", str(answer))]
+    messages += _turns(_optional(row, columns, "history"))
     more = _optional(row, columns, "input")
     question = _text(row, columns["instruction"]) + (f"\n{more}" if more else "")
     return Chat((*messages, Message("user", question), Message("assistant", _text(row, columns["output"]))))
 
 
+def _turns(history: Any) -> list[Message]:
+    """Earlier turns, as pairs of question and answer."""
+    pairs = history or []
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError("the column `history` must be a list of pairs: question and answer")
+    return [Message(role, str(text)) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+
+
 def _plain_alpaca(row: Columns, columns: Mapping[str, str]) -> Completion:
     """For base models: the sections of the Alpaca prompt, without a chat template."""
+    chat = _from_alpaca(row, RowFormat("alpaca", {**columns, "input": ""}))
+    titles = {"system": "", "user": "### Instruction:\n", "assistant": "### Response:\n"}
+    before = "".join(f"{titles[one.role]}{one.content}\n\n" for one in chat.messages[:-1])
     more = _optional(row, columns, "input")
     given = f"### Input:\n{more}\n\n" if more else ""
-    prompt = f"### Instruction:\n{_text(row, columns['instruction'])}\n\n{given}### Response:\n"
-    return Completion(prompt, _text(row, columns["output"]))
+    return Completion(f"{before}{given}### Response:\n", chat.messages[-1].content)
 
 
 def _from_text(row: Columns, row_format: RowFormat) -> Text:
@@ -206,6 +222,21 @@ _KINDS: dict[Kind, Callable[[Columns, RowFormat], Example]] = {
 
 def _fields(template: str) -> list[str]:
     return [match[1] for match in _PLACEHOLDER.finditer(template) if match[1]]
+
+
+def _check_placeholders(names: list[str], mapping: Mapping[str, str]) -> None:
+    if not names:
+        raise ConfigError(
+            "the templates name no column, so every row would be the same",
+            where="data.input_template",
+            repair="write a column's name in braces, such as {question}",
+        )
+    unused = sorted(set(mapping) - set(names))
+    if unused:
+        raise ConfigError(
+            f"{', '.join(unused)} stands in no template (there are: {', '.join(dict.fromkeys(names))})",
+            where="data.field_mapping",
+        )
 
 
 def _filled(template: str, row: Columns, columns: Mapping[str, str]) -> str:
@@ -265,17 +296,18 @@ def converter_digest(path: str) -> str:
 def _converted(function: Callable[..., Any], row: Columns, *, has_chat_template: bool) -> list[Example]:
     try:
         result = function(dict(row))
+        # A generator runs, and fails, only here.
+        rows = list(result) if isinstance(result, Iterable) and not isinstance(result, Mapping | str) else [result]
     except Exception as error:
         # Whatever the user's own code raises is about this row.
         raise DataError(f"the converter failed: {type(error).__name__}: {error}") from None
     if result is None:
         return []
-    rows = [result] if isinstance(result, Mapping) else result
-    if not isinstance(rows, Iterable) or not all(isinstance(item, Mapping) for item in rows):
+    if not all(isinstance(item, Mapping) for item in rows):
         raise DataError("the converter must return a row (a dictionary), a list of rows, or None to leave it out")
     examples: list[Example] = []
     for item in rows:
         wanted = "labelled_text" if "label" in item and "text" in item else "auto"
-        row_format = replace(detect(item, {}, wanted))
+        row_format = detect(item, {}, wanted)
         examples += converter_of(row_format, has_chat_template=has_chat_template)(item)
     return examples

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 from finray.data.storage import Folder
@@ -52,28 +53,51 @@ class RemoteFiles:
         self._folder = folder
         self._root = (local_dir or default_local_dir()) / fingerprint
         self._expected = dict(files)
-        self._pool = ThreadPoolExecutor(max_workers=_AT_A_TIME, thread_name_prefix="finray-fetch")
-        self._running: dict[str, Future[Path]] = {}
+        self._claimed: dict[str, Future[Path]] = {}
+        self._wanted: deque[str] = deque()
+        self._threads = 0
         self._lock = Lock()
 
     def path(self, name: str) -> Path:
-        """A local path of a file; waits until it is there.
+        """A local path of a file; waits until it is there, and not for those that are fetched ahead.
 
         Raises:
             DataError: it cannot be fetched, or is damaged.
         """
-        return self._submit(name).result()
+        return self._claim(name).result()
 
     def ahead(self, names: Iterable[str]) -> None:
         """Begin to fetch files, the first one first."""
-        for name in names:
-            self._submit(name)
-
-    def _submit(self, name: str) -> Future[Path]:
         with self._lock:
-            if name not in self._running:
-                self._running[name] = self._pool.submit(self._fetch, name)
-            return self._running[name]
+            self._wanted.extend(names)
+            new = min(_AT_A_TIME - self._threads, len(self._wanted))
+            self._threads += new
+        for _ in range(new):
+            # A process that ends does not wait for what it would have read later.
+            Thread(target=self._fetch_ahead, name="finray-fetch", daemon=True).start()
+
+    def _fetch_ahead(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._threads -= 1
+                    return
+                name = self._wanted.popleft()
+            self._claim(name)
+
+    def _claim(self, name: str) -> Future[Path]:
+        """The outcome of fetching a file: by this thread, unless another one is at it."""
+        with self._lock:
+            known = self._claimed.get(name)
+            # What failed while it was fetched ahead gets another chance when it is wanted.
+            if known is not None and not (known.done() and known.exception() is not None):
+                return known
+            mine = self._claimed[name] = Future[Path]()
+        try:
+            mine.set_result(self._fetch(name))
+        except BaseException as error:
+            mine.set_exception(error)
+        return mine
 
     def _fetch(self, name: str) -> Path:
         target = self._root / name

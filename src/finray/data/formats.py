@@ -5,6 +5,7 @@ Which of these a row is follows from its columns, or from `data.format`. Turning
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -86,6 +87,7 @@ class RowFormat:
         input_template: for ``template``.
         output_template: for ``template``.
         converter: `package.module:function`, for ``converter``.
+        present: columns that the first rows have.
     """
 
     kind: Kind
@@ -93,13 +95,18 @@ class RowFormat:
     input_template: str | None = None
     output_template: str | None = None
     converter: str | None = None
+    present: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """For people: the format, and the columns it is read from."""
+        """For people: the format, the columns it is read from, and those that nothing reads."""
         if self.kind == "converter":
             return f"converter {self.converter}"
-        renamed = [name if name == column else f"{name} from {column}" for name, column in self.columns.items()]
-        return f"{self.kind} ({', '.join(renamed)})" if renamed else self.kind
+        read = {name: column for name, column in self.columns.items() if _root(column, self.present) is not None}
+        renamed = [name if name == column else f"{name} from {column}" for name, column in read.items()]
+        used = {_root(column, self.present) for column in read.values()}
+        unread = [column for column in self.present if column not in used]
+        text = f"{self.kind} ({', '.join(renamed)})" if renamed else self.kind
+        return f"{text}; not read: {', '.join(unread)}" if unread else text
 
 
 # In this order: the first format whose columns are all there. Each field may be found under several names.
@@ -112,51 +119,78 @@ _REQUIRED: tuple[tuple[Kind, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
     ("alpaca", (("instruction", ("question", "prompt", "query")), ("output", ("answer", "response")))),
     ("text", (("text", ("text", "content")),)),
 )
-_OPTIONAL: dict[Kind, tuple[str, ...]] = {
-    "messages": ("tools",),
-    "sharegpt": ("system", "tools"),
-    "alpaca": ("input", "system", "history"),
+# Read where a row has them; the first rows may be without.
+_OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
+    "messages": {"tools": ("tools",)},
+    "sharegpt": {"system": ("system",), "tools": ("tools",)},
+    "alpaca": {"input": ("input", "context"), "system": ("system",), "history": ("history",)},
 }
 _LABELLED = (("text", ("text", "sentence", "content")), ("label", ("label", "labels")))
 
 
 def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "auto") -> RowFormat:
-    """The format that a row's columns speak for.
+    """The format that rows' columns speak for.
 
     Args:
-        columns: of the first row.
+        columns: of the first rows.
         mapping: field to column, as the user gave it.
         wanted: a format, or ``auto``.
 
     Raises:
-        DataError: no format fits; the message lists the columns.
+        DataError: no format fits, or the mapping comes to nothing; the message lists the columns.
     """
-    present = list(columns)
+    present = tuple(columns)
     candidates = (*_REQUIRED, ("labelled_text", _LABELLED)) if wanted == "labelled_text" else _REQUIRED
     for kind, fields in candidates:
-        if wanted in ("auto", kind):
+        optional = _OPTIONAL.get(kind, {})
+        known = {name for name, _ in fields} | optional.keys()
+        if wanted in ("auto", kind) and mapping.keys() <= known:
             found = {name: _column(name, names, present, mapping) for name, names in fields}
             if all(column is not None for column in found.values()):
-                return RowFormat(kind, {**_strings(found), **_extras(kind, present, mapping)})
+                extras = {name: _optional_column(name, names, present, mapping) for name, names in optional.items()}
+                required = {name: column for name, column in found.items() if column is not None}
+                return RowFormat(kind, {**required, **extras}, present=present)
+    raise _no_format(present, mapping, wanted)
+
+
+def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str) -> DataError:
+    for name, column in mapping.items():
+        if _root(column, present) is None:
+            return DataError(
+                f"`{name}` is read from `{column}`, which is no column ({', '.join(present)})",
+                where="data.field_mapping",
+                repair="name a column that the rows have",
+            )
     named = f"`{wanted}`" if wanted != "auto" else "a format"
-    raise DataError(
-        f"the columns are not those of {named} ({', '.join(present)})",
+    mapped = f" with data.field_mapping of {', '.join(mapping)}" if mapping else ""
+    labelled = " (for classification: data.format: labelled_text)" if {"label", "labels"} & set(present) else ""
+    return DataError(
+        f"the columns are not those of {named}{mapped} ({', '.join(present)})",
         where="data.format",
         repair="rows need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and `output`, "
-        "or `text`; data.field_mapping names other columns, data.input_template makes a prompt of any",
+        f"or `text`; data.field_mapping names other columns, data.input_template makes a prompt of any{labelled}",
     )
 
 
-def _column(name: str, names: tuple[str, ...], present: list[str], mapping: Mapping[str, str]) -> str | None:
+def _root(column: str, present: Iterable[str]) -> str | None:
+    """The column of the table that a column, or a field nested in one, lies in."""
+    return next((name for name in (column, column.split(".")[0]) if name in present), None)
+
+
+def _column(name: str, names: tuple[str, ...], present: tuple[str, ...], mapping: Mapping[str, str]) -> str | None:
     if name in mapping:
-        column = mapping[name]
-        return column if column in present or column.split(".")[0] in present else None
+        return mapping[name] if _root(mapping[name], present) is not None else None
     return next((candidate for candidate in names if candidate in present), None)
 
 
-def _strings(found: Mapping[str, str | None]) -> dict[str, str]:
-    return {name: column for name, column in found.items() if column is not None}
-
-
-def _extras(kind: Kind, present: list[str], mapping: Mapping[str, str]) -> dict[str, str]:
-    return _strings({name: _column(name, (name,), present, mapping) for name in _OPTIONAL.get(kind, ())})
+def _optional_column(name: str, names: tuple[str, ...], present: tuple[str, ...], mapping: Mapping[str, str]) -> str:
+    column = mapping.get(name)
+    if column is None:
+        return next((candidate for candidate in names if candidate in present), names[0])
+    close = difflib.get_close_matches(column, present, n=1, cutoff=0.75)
+    if _root(column, present) is None and close:
+        raise DataError(
+            f"`{name}` is read from `{column}`, which the first rows do not have (did you mean `{close[0]}`?)",
+            where="data.field_mapping",
+        )
+    return column

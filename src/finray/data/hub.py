@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,39 @@ from finray.data.sources import Source
 from finray.errors import DataError
 
 
-@lru_cache(maxsize=8)
 def load(source: Source) -> Any:
     """The split of a source as a ``datasets.Dataset``, memory-mapped.
 
     Raises:
         DataError: it cannot be loaded, or has no such split.
     """
+    return _load(source, _state(source))
+
+
+def _state(source: Source) -> str:
+    """A digest of names, sizes and times of the files in a local directory; empty for what lies on the Hub."""
+    path = Path(source.name).expanduser()
+    if not path.is_dir():
+        return ""
+    files = sorted(item for item in path.rglob("*") if item.is_file())
+    known = [[str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:24]
+
+
+@lru_cache(maxsize=8)
+def _load(source: Source, state: str) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     path = Path(source.name).expanduser()
+    # `datasets` takes its own copy of a local directory for current when the files in there have changed since.
+    apart = {"cache_dir": str(Path(datasets.config.HF_DATASETS_CACHE) / f"finray-{state}")} if state else {}
     try:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             return _saved(datasets, path, source)
         name = str(path) if path.is_dir() else source.name.rpartition(":")[0] if source.data_dir else source.name
         return datasets.load_dataset(
-            name, source.subset, data_dir=source.data_dir, split=source.split, revision=source.revision
+            name, source.subset, data_dir=source.data_dir, split=source.split, revision=source.revision, **apart
         )
     except DataError:
         raise
@@ -58,10 +75,35 @@ def _saved(datasets: Any, path: Path, source: Source) -> Any:
 
 
 def digest(source: Source) -> str:
-    """A digest of what identifies the rows: the fingerprint that ``datasets`` keeps, and their number."""
-    dataset = load(source)
-    identity = [source.subset, source.revision, source.split, source.data_dir, dataset._fingerprint, len(dataset)]
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    """A digest of what identifies the rows: the fingerprint that ``datasets`` keeps, their number, and local files."""
+    dataset, state = load(source), _state(source)
+    asked = [source.subset, source.revision, source.split, source.data_dir]
+    return hashlib.sha256(json.dumps([*asked, dataset._fingerprint, len(dataset), state]).encode()).hexdigest()
+
+
+def share_rows(one: Source, other: Source) -> bool:
+    """Whether two splits of a data set have rows in common, as far as their names and slices tell."""
+    if load(one)._fingerprint == load(other)._fingerprint:
+        return True
+    if (one.subset, one.revision, one.data_dir) != (other.subset, other.revision, other.data_dir):
+        return False
+    ranges = [_ranges(source) for source in (one, other)]
+    return any(
+        name == split and max(start, begin) < min(stop, end)
+        for name, start, stop in ranges[0]
+        for split, begin, end in ranges[1]
+    )
+
+
+def _ranges(source: Source) -> list[tuple[str, int, int]]:
+    import datasets
+
+    name = source.split.partition("[")[0]
+    if "[" not in source.split or "+" in source.split:
+        return [(part.strip().partition("[")[0], 0, 2**62) for part in source.split.split("+")]
+    rows = len(load(replace(source, split=name)))
+    parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({name: rows})
+    return [(name, part.from_ or 0, rows if part.to is None else part.to) for part in parts]
 
 
 def label_names(source: Source) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from finray.data.preparation import Stream, fingerprint
 from finray.errors import DataError
 
 # Counted per row by the encoder: see finray.data.chat.
-NOTES = ("system_ignored", "answers_rewritten", "tools_as_text", "split_conversations")
+NOTES = ("system_ignored", "answers_rewritten", "tools_as_text", "empty_answers", "split_conversations")
 COUNTS = (
     "source_rows",
     "rows",

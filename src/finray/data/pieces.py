@@ -99,6 +99,12 @@ def read_piece(
         position += 1
 
 
+def count_rows(source: Source, reading: Reading) -> int:
+    """Rows of a source's files, without its slice."""
+    whole = replace(source, slice=None)
+    return sum(_count(piece, whole, reading)[0] for part in plan_parts(whole, reading) for piece in part)
+
+
 def read(source: Source, reading: Reading | None = None) -> Iterator[Row]:
     """All rows of a source, in order.
 

@@ -15,14 +15,16 @@ from finray.config.schema import Config, DataConfig
 from finray.data import hub
 from finray.data.convert import FormatChoice
 from finray.data.formats import RowFormat
-from finray.data.pieces import plan_parts, read_piece, row_number
+from finray.data.pieces import count_rows, plan_parts, read_piece, row_number
 from finray.data.readers import BadRow, Piece, Reading
-from finray.data.sources import Row, Source, resolve
+from finray.data.sources import Source, resolve
 from finray.data.storage import DigestCache, content_digest
 from finray.data.tokenize import Tokenizer
 from finray.errors import DataError
 
 FORMAT_VERSION = 2
+_ROWS_THAT_DECIDE = 100
+_USES = {"train": "training", "eval": "evaluation", "test": "the test"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Settings:
         )
 
 
-def plan_streams(data: DataConfig) -> list[Stream]:
+def plan_streams(data: DataConfig, reading: Reading | None = None) -> list[Stream]:
     """The sources of a config, by split (ratio splits are taken later, from the training rows).
 
     Raises:
@@ -118,7 +120,7 @@ def plan_streams(data: DataConfig) -> list[Stream]:
         streams.append(Stream("eval", "eval", _own(data, data.eval_split), choice))
     if data.test_split is not None:
         streams.append(Stream("test", "test", _own(data, data.test_split), choice))
-    _check_apart(streams, data)
+    _check_apart(streams, data, reading or Reading())
     return streams
 
 
@@ -132,17 +134,27 @@ def _own(data: DataConfig, split: str) -> Source:
     return resolve(data.source, split=split, subset=data.subset, revision=data.revision)
 
 
-def _check_apart(streams: list[Stream], data: DataConfig) -> None:
+def _check_apart(streams: list[Stream], data: DataConfig, reading: Reading) -> None:
     for number, later in enumerate(streams):
         for earlier in streams[:number]:
-            one, other = later.source, earlier.source
-            same = one == other or (set(one.files) & set(other.files) and one.slice == other.slice)
-            if later.split != earlier.split and same:
+            if later.split != earlier.split and _share_rows(later.source, earlier.source, reading):
                 raise DataError(
-                    "evaluation would see the training rows: both are read from the same place",
+                    f"{_USES[later.split]} would see rows of {_USES[earlier.split]}: both are read from the same place",
                     where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
                     repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
                 )
+
+
+def _share_rows(one: Source, other: Source, reading: Reading) -> bool:
+    if not one.is_files and not other.is_files:
+        return one.name == other.name and hub.share_rows(one, other)
+    if not set(one.files) & set(other.files):
+        return False
+    if one.slice is None or other.slice is None or one.files != other.files:
+        return True
+    rows = count_rows(one, reading)
+    (start, stop), (begin, end) = one.slice.of(rows), other.slice.of(rows)
+    return max(start, begin) < min(stop, end)
 
 
 def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, digests: DigestCache) -> dict[str, Any]:
@@ -207,23 +219,35 @@ def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
     parts: list[Part] = []
     for stream in streams:
         pieces = plan_parts(stream.source, settings.reading)
-        row_format = stream.choice.decide(first_row(stream, pieces, settings).value)
+        row_format = stream.choice.decide(first_columns(stream, pieces, settings))
         parts += [Part(stream, number, part, row_format) for number, part in enumerate(pieces)]
     return parts
 
 
-def first_row(stream: Stream, parts: list[tuple[Piece, ...]], settings: Settings) -> Row:
-    """The first row that can be read: its columns decide the format.
+def first_columns(stream: Stream, parts: list[tuple[Piece, ...]], settings: Settings) -> list[str]:
+    """The columns of the first rows that can be read: they decide the format.
 
     Raises:
-        DataError: there is none; or it is bad and `data.on_bad_row` is `error`.
+        DataError: there is no such row; or one is bad and `data.on_bad_row` is `error`.
     """
+    columns: dict[str, None] = {}
+    rows = 0
+    bad: DataError | None = None
     for piece in (piece for part in parts for piece in part):
         for item in read_piece(piece, stream.source, settings.reading):
             if not isinstance(item.value, BadRow):
-                return Row(piece.file, item.number, item.value)
-            if settings.data.on_bad_row == "error":
-                raise bad_row(item.value, piece, item.number, settings.reading)
+                columns |= dict.fromkeys(item.value)
+                rows += 1
+            else:
+                bad = bad or bad_row(item.value, piece, item.number, settings.reading)
+                if settings.data.on_bad_row == "error":
+                    raise bad
+            if rows == _ROWS_THAT_DECIDE:
+                return list(columns)
+    if columns:
+        return list(columns)
+    if bad is not None:
+        raise bad
     raise DataError("the data set is empty", where=stream.source.name, repair="check data.source and the split names")
 
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from finray.config.schema import DataConfig
 from finray.data.fetch import LocalFiles, RemoteFiles
+from finray.data.order import mix
 from finray.data.splits import hold_out, mixed, sizes_of_mix
 from finray.data.storage import Folder
 from finray.errors import DataError
@@ -116,12 +117,16 @@ class PreparedSplit:
         """int64, equal where rows must stay on one side of a split: by `data.group_by`, else rows that are the same.
 
         The rows of one source row (pieces of a text, parts of a conversation) stay together, with those of any source
-        row that begins with the same tokens.
+        row that became the same rows.
         """
         if self._groups is not None:
             return self._groups
         _, first, number = np.unique(self.source_rows, return_index=True, return_inverse=True)
-        return self.digests[first][number]
+        within = np.arange(len(number)) - first[number]
+        # A sum of hashes that depend on the place within the source row, with the wrap-around of 64 bits.
+        combined = np.zeros(len(first), dtype=np.uint64)
+        np.add.at(combined, number, mix(self.digests.view(np.uint64) ^ mix(within.astype(np.uint64))))
+        return combined.view(np.int64)[number]
 
     def take(self, indices: IntArray) -> PreparedSplit:
         """Some of the rows, in this order; a row may stand more than once."""

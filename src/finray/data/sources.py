@@ -22,10 +22,12 @@ _TEXT_SUFFIXES = """
     dart zig nim v vhd sol asm s f90 el lisp scm tcl m mm
 """
 TEXTS = frozenset(f".{suffix}" for suffix in _TEXT_SUFFIXES.split())
-# First words of file names that speak of a split.
-SPLITS = ("train", "training", "validation", "valid", "val", "dev", "eval", "test")
+# First words of file names that speak of a split, and what else the split is called.
+_SAME_SPLIT = (("train", "training"), ("validation", "valid", "val", "dev"), ("test", "testing"), ("eval",))
+SPLITS = tuple(name for names in _SAME_SPLIT for name in names)
 _GLOB_CHARACTERS = frozenset("*?[")
-_SLICE = re.compile(r"^(?P<name>[^\[\]+]+?)(?:\[(?P<start>-?\d*%?):(?P<stop>-?\d*%?)\])?$")
+_END = r"(?:-?\d[\d_]*%?)?"
+_SLICE = re.compile(rf"^(?P<name>[^\[\]+]+?)(?:\[(?P<start>{_END}):(?P<stop>{_END})\])?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     """
     if is_url(name):
         return _remote(name, split)
+    name = name.removeprefix("file://")
     path = Path(name).expanduser()
     parent, colon, inside = name.rpartition(":")
     if colon and not path.exists() and parent:
@@ -143,7 +146,7 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
                 "the pattern matches no file", where=name, repair="check data.source and the working directory"
             )
         return _of_files(name, files, split)
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or file_suffix(name) in TABLES:
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or file_suffix(name) in (*TABLES, ".txt", ".md"):
         raise DataError("the file does not exist", where=name, repair="check data.source and the working directory")
     return Source(name, subset=subset, revision=revision, split=split)
 
@@ -163,6 +166,12 @@ def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Sli
         )
     if match["start"] is None:
         return split, None
+    if len({end.endswith("%") for end in (match["start"], match["stop"]) if end}) > 1:
+        raise DataError(
+            f"`{split}` counts from one end in rows and from the other in percent",
+            where=where,
+            repair="write both in rows, or both in percent",
+        )
     return match["name"], Slice(match["start"], match["stop"])
 
 
@@ -223,7 +232,12 @@ def _glob(pattern: str) -> Iterator[Path]:
 
 def _of_split(files: list[str], split: str) -> list[str]:
     stems = {file: PurePosixPath(file).name.split(".")[0] for file in files}
-    named = [file for file in files if re.match(rf"{re.escape(split)}([-_]|$)", stems[file])]
+    alike = next((names for names in _SAME_SPLIT if split in names), (split,))
+    of_name = {
+        name: [file for file in files if re.match(rf"{re.escape(name)}([-_]|$)", stems[file])]
+        for name in (split, *alike)
+    }
+    named = next((found for found in of_name.values() if found), [])
     of_another = {file for file in files if re.split(r"[-_.]", stems[file])[0] in SPLITS}
     rest = [file for file in files if file not in of_another]
     if not named and of_another and (split != "train" or not rest):

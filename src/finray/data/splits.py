@@ -43,7 +43,7 @@ def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: in
         raise DataError(
             f"{what} cannot be split",
             where="data.eval_ratio" if eval_ratio else "data.test_ratio",
-            repair="give more rows",
+            repair="give more rows; rows that are the same, and rows of equal data.group_by, count as one",
         )
     order = permutation(len(sizes), "split", seed)
     side = np.zeros(len(sizes), dtype=np.int8)

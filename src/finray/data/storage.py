@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import time
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import fsspec
+from fsspec.compression import compr
 
 from finray.errors import DataError
 
@@ -18,11 +20,13 @@ COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
 # A file that was written this short a time ago may be written again without its times showing it.
 _SETTLED_S = 2.0
+_BUFFER = 2**20
+_AHEAD = 4 * 2**20
 
 
 def is_url(name: str) -> bool:
     """Whether a name has a scheme: `s3://bucket/key`, but not a local path."""
-    return "://" in name
+    return "://" in name and not name.startswith("file://")
 
 
 def filesystem(url: str) -> tuple[Any, str]:
@@ -57,11 +61,10 @@ def open_binary(name: str) -> IO[bytes]:
     """A file for reading, decompressed where its suffix says so.
 
     Raises:
-        DataError: it cannot be opened.
+        DataError: it cannot be opened. Reading from it raises the same where it is remote or compressed.
     """
-    compression = COMPRESSION.get(PurePosixPath(name).suffix.lower())
     try:
-        stream: IO[bytes] = fsspec.open(name, "rb", compression=compression).open()
+        stream: Any = _open_remote(name) if is_url(name) else Path(name).open("rb")  # noqa: SIM115
     except DataError:
         raise
     except FileNotFoundError:
@@ -69,7 +72,75 @@ def open_binary(name: str) -> IO[bytes]:
     except Exception as error:
         # File systems raise types of their own libraries (botocore, aiohttp, ...), which have no common parent.
         raise reading_failed(name, error) from None
-    return stream
+    if is_url(name):
+        stream = io.BufferedReader(_Named(name, stream), _BUFFER)
+    if is_compressed(name):
+        method = COMPRESSION[PurePosixPath(name).suffix.lower()]
+        stream = io.BufferedReader(_Named(name, compr[method](stream, mode="rb"), stream), _BUFFER)
+    return stream  # type: ignore[no-any-return]
+
+
+def _open_remote(name: str) -> Any:
+    fs, path = filesystem(name)
+    # As much as one wants to read of a piece of a large file; the libraries' own blocks are up to 50 MB.
+    return fs.open(path, "rb", block_size=_AHEAD)
+
+
+class _Named(io.RawIOBase):
+    """A stream for Python's own buffering (fsspec's cannot read a line of limited length), whose errors name the file.
+
+    Args:
+        name: of the file.
+        stream: what is read.
+        below: is closed with it.
+    """
+
+    def __init__(self, name: str, stream: Any, below: Any = None) -> None:
+        self._name = name
+        self._stream = stream
+        self._below = below
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def seekable(self) -> bool:
+        """As the stream."""
+        return bool(self._stream.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        """Read some bytes."""
+        try:
+            content = self._stream.read(len(buffer))
+        except DataError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from None
+        buffer[: len(content)] = content
+        return len(content)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position."""
+        return int(self._stream.seek(offset, whence))
+
+    def tell(self) -> int:
+        """The position."""
+        return int(self._stream.tell())
+
+    def close(self) -> None:
+        """Close the stream and what lies below it."""
+        if not self.closed:
+            self._stream.close()
+            if self._below is not None:
+                self._below.close()
+        super().close()
+
+    def _failed(self, error: Exception) -> DataError:
+        if self._below is None:
+            return reading_failed(self._name, error)
+        return DataError(
+            f"the file cannot be decompressed: {error}", where=self._name, repair="write it again; it may be cut off"
+        )
 
 
 def is_compressed(name: str) -> bool:
@@ -171,6 +242,8 @@ def find(url: str) -> list[str]:
     """
     fs, path = filesystem(url)
     try:
+        # What was there a while ago is not asked for here; a source that changed must be seen.
+        fs.invalidate_cache()
         if set("*?[") & set(path):
             found = fs.glob(path)
         elif fs.isfile(path):
@@ -285,13 +358,21 @@ class Folder:
             yield path[len(self._path) :].lstrip("/"), int(info["size"] or 0)
 
     def delete(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the folder and all that is in it.
+
+        JSON files go first: whoever is killed half-way leaves none that speaks of files which are gone.
+        """
+        said = [name for name, _ in self.files() if name.endswith(".json")]
         if not self.is_remote:
             import shutil
 
+            for name in said:
+                self.remove(name)
             shutil.rmtree(self.root, ignore_errors=True)
             return
         try:
+            if said:
+                self._fs.rm([f"{self._path}/{name}" for name in said])
             self._fs.invalidate_cache()
             if self._fs.exists(self._path):
                 self._fs.rm(self._path, recursive=True)

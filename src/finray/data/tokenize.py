@@ -131,6 +131,11 @@ class Tokenizer:
         self._tails: dict[str, list[int]] = {}
 
     @property
+    def bos_text(self) -> str:
+        """What the tokenizer itself puts in front of every text; empty for those that put nothing."""
+        return str(self._tokenizer.bos_token) if self._bos else ""
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be rendered."""
         return bool(self._tokenizer.chat_template)
@@ -179,7 +184,8 @@ class Tokenizer:
             return [_Job(example.text, (), label=example.label)], frozenset()
         text = example.prompt + example.completion
         start = 0 if self._train_on == "all" else len(example.prompt)
-        return [_Job(text, ((start, len(text)),), self._bos, self._eos())], frozenset()
+        notes = frozenset() if example.completion.strip() else frozenset({"empty_answers"})
+        return [_Job(text, ((start, len(text)),), self._bos, self._eos())], notes
 
     def _chat_jobs(self, chat: Chat) -> tuple[list[_Job], frozenset[str]]:
         if self._train_on == "all":
@@ -308,8 +314,14 @@ class Tokenizer:
             return [row]
         if chunked:
             step = limit - self._overlap
-            starts = range(0, max(length - self._overlap, 1), step)
-            return [self._chunk(row, start, min(start + limit, length)) for start in starts]
+            starts = list(range(0, max(length - self._overlap, 1), step))
+            if length - starts[-1] == 1:
+                # A piece of one token has nothing before it to be predicted from.
+                starts[-1] -= 1
+            stops = [min(start + limit, length) for start in starts]
+            if not self._overlap:
+                stops[:-1] = starts[1:]
+            return [self._chunk(row, start, stop) for start, stop in zip(starts, stops, strict=True)]
         if self._on_too_long == "drop":
             return []
         if self._on_too_long == "error":

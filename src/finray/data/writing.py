@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from finray.data.storage import Folder
 from finray.data.tokenize import Tokens
+from finray.errors import DataError
 
 TOKENS = pa.schema([("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8()))])
 INDEX = pa.schema(
@@ -78,6 +79,8 @@ class RowWriter:
 
     def add(self, row: WrittenRow) -> None:
         """Add a row."""
+        if self._waiting and (self._waiting[0].tokens.label is None) != (row.tokens.label is None):
+            raise DataError("rows with a label and rows without one cannot stand in one data set")
         self._waiting.append(row)
         if len(self._waiting) == _ROWS_PER_BATCH:
             self._flush()

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finray.data.preparation import fingerprint
 from finray.data.prepared import MANIFEST, PreparedDataset
 from finray.data.storage import Folder, is_url
 from finray.errors import DataError
 
+_PARTIAL = ".partial-"
 _NAME = re.compile(r"^(\.partial-)?[0-9a-f]{24}$")
 
 
@@ -69,16 +74,25 @@ def entries(root: str) -> list[Entry]:
 def damaged(root: str, name: str) -> list[str]:
     """The files of a prepared dataset whose content is not what the manifest says."""
     folder = Folder(f"{root.rstrip('/')}/{name}")
-    try:
-        dataset = PreparedDataset(folder.root)
-    except DataError as error:
-        return [error.where or name]
-    bad = []
-    for file, expected in dataset.files():
-        content = folder.read(file)
-        if content is None or hashlib.sha256(content).hexdigest() != expected["sha256"]:
-            bad.append(folder.at(file))
+    with _not_a_use(folder):
+        try:
+            dataset = PreparedDataset(folder.root)
+        except DataError as error:
+            return [error.where or name]
+        bad = [] if _is_consistent(dataset.manifest, name) else [folder.at(MANIFEST)]
+        for file, expected in dataset.files():
+            content = folder.read(file)
+            if content is None or hashlib.sha256(content).hexdigest() != expected["sha256"]:
+                bad.append(folder.at(file))
     return bad
+
+
+def _is_consistent(manifest: dict[str, Any], name: str) -> bool:
+    """Whether a manifest is the one of its name, and its digest of the parts is theirs."""
+    splits = manifest["splits"]
+    content = json.dumps([splits[split]["streams"] for split in sorted(splits)], sort_keys=True)
+    said = (manifest["fingerprint"], manifest["content"])
+    return said == (name, hashlib.sha256(content.encode()).hexdigest()) and fingerprint(manifest["shaped_by"]) == name
 
 
 def prune(
@@ -96,20 +110,37 @@ def prune(
         if chosen:
             with _unused(root, entry.name) as free:
                 if free:
-                    Folder(f"{root.rstrip('/')}/{entry.name}").delete()
+                    _remove(root, entry.name)
                     removed.append((entry.name, entry.size))
     return removed
 
 
+def _remove(root: str, name: str) -> None:
+    """Without its manifest, or under another name, a prepared dataset is none: being killed half-way does no harm."""
+    folder = Folder(f"{root.rstrip('/')}/{name}")
+    if not folder.is_remote and not name.startswith(_PARTIAL):
+        aside = Path(root) / f"{_PARTIAL}{name}"
+        if aside.exists():
+            Folder(aside).delete()
+        Path(folder.root).rename(aside)
+        folder = Folder(aside)
+    folder.remove(MANIFEST)
+    folder.delete()
+
+
 def _entry(root: str, name: str, size: int) -> Entry:
     folder = Folder(f"{root.rstrip('/')}/{name}")
-    content = folder.read(MANIFEST)
     used = None if folder.is_remote else max(0.0, time.time() - _last_use(Path(folder.root)))
-    if content is None:
+    with _not_a_use(folder):
+        content = folder.read(MANIFEST)
+    if content is None or name.startswith(_PARTIAL):
         return Entry(name, False, 0, 0, size, used, "")
-    splits = json.loads(content)["splits"]
-    sources = "; ".join(f"{split}: {_files(one)}" for split, one in splits.items())
-    rows, tokens = (sum(one[key] for one in splits.values()) for key in ("rows", "tokens"))
+    try:
+        splits = json.loads(content)["splits"]
+        sources = "; ".join(f"{split}: {_files(one)}" for split, one in splits.items())
+        rows, tokens = (sum(one[key] for one in splits.values()) for key in ("rows", "tokens"))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Entry(name, True, 0, 0, size, used, "damaged")
     return Entry(name, True, rows, tokens, size, used, sources)
 
 
@@ -117,6 +148,19 @@ def _files(split: dict[str, Any]) -> str:
     parts = (part for stream in split["streams"] for part in stream["parts"])
     names = sorted({str(piece["file"]) for part in parts for piece in part["pieces"]})
     return ", ".join(names[:2]) + (" ..." if len(names) > 2 else "")
+
+
+@contextmanager
+def _not_a_use(folder: Folder) -> Iterator[None]:
+    """Reading a manifest here leaves the time it was last read as it is."""
+    manifest = Path(folder.root) / MANIFEST
+    before = None if folder.is_remote or not manifest.is_file() else manifest.stat()
+    try:
+        yield
+    finally:
+        if before is not None:
+            with suppress(OSError):
+                os.utime(manifest, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def _last_use(folder: Path) -> float:
@@ -132,8 +176,8 @@ class _unused:
     def __init__(self, root: str, name: str) -> None:
         from filelock import FileLock
 
-        fingerprint = name.removeprefix(".partial-")
-        self._lock = None if is_url(root) else FileLock(Path(root) / ".locks" / f"{fingerprint}.lock", timeout=0)
+        lock = f"{name.removeprefix(_PARTIAL)}.lock"
+        self._lock = None if is_url(root) else FileLock(Path(root) / ".locks" / lock, timeout=0)
 
     def __enter__(self) -> bool:
         from filelock import Timeout

@@ -15,8 +15,9 @@ from finray.checkpoint import CheckpointStore, directory_name, manifest
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError, from_dict
 from finray.runtime import cluster as clusters
+from finray.runtime.checks import require_startable
 from finray.runtime.paths import with_absolute_paths
-from finray.runtime.prepare import check_inputs, preparation_report, prepare_on_ray
+from finray.runtime.prepare import preparation_report, prepare_on_ray
 from finray.runtime.relay import Listener, start_mailbox
 from finray.runtime.rundir import RunDir, open_run
 
@@ -53,7 +54,7 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
     """
     clock = _Clock()
     config = with_absolute_paths(config)
-    check_inputs(config)
+    require_startable(config)
 
     def say(message: str) -> None:
         handle({"kind": "note", "step": 0, "message": message})

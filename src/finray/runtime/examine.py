@@ -76,7 +76,9 @@ def examine(
     try:
         planned = plan_preparation(config)
         if planned.is_done:
-            return _report(config, PreparedDataset(planned.target.root), True, clock() - started)
+            return _report(
+                config, PreparedDataset(planned.target.root, local_dir=local_dir_of(config)), True, clock() - started
+            )
         with tempfile.TemporaryDirectory(prefix="finray-") as folder:
             complete = _write_some(config, planned, Folder(folder), lambda: clock() - started < budget_s)
             return _report(config, PreparedDataset(folder), complete, clock() - started)
@@ -96,12 +98,25 @@ def _write_some(config: Config, planned: Planned, folder: Folder, has_time: Call
     return len(results) == len(parts)
 
 
+def _labelled(dataset: PreparedDataset) -> list[FinrayError]:
+    if dataset.kind() != "labelled":
+        return []
+    return [
+        DataError(
+            "the rows are text with a label, which a language model does not learn",
+            where="data.format",
+            repair="set data.format to text, to learn the text alone",
+        )
+    ]
+
+
 def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: float) -> DataReport:
     splits = dataset.splits(config.data, seed=config.run.seed)
     lengths = np.sort(splits.train.lengths)
     make_plan = plan_packs if config.data.packing else one_row_each
     lines = report_lines(dataset.manifest)
     return DataReport(
+        problems=_labelled(dataset),
         notes=[line for line in lines if not line.startswith("warning: ")],
         warnings=[line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")],
         rows=len(lengths),

@@ -45,7 +45,9 @@ def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
     written: dict[Path, int] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / READY).unlink(missing_ok=True)
+        for name in (READY, *NAMES.values()):
+            # Of an earlier export: its test rows may be trained on now.
+            (folder / name).unlink(missing_ok=True)
         for split, rows in _rows(config, dataset, encoder):
             path = folder / NAMES[split]
             written[path] = _write(path, rows)
@@ -109,4 +111,5 @@ def _input_output(example: Example, encoder: Tokenizer) -> dict[str, str]:
     prompt = encoder.renderer.render(example.messages[:last], example.tools, add_generation_prompt=True)
     whole = encoder.renderer.render(example.messages[: last + 1], example.tools)
     answer = example.messages[last].content or whole.removeprefix(prompt)
-    return {"input": prompt, "output": answer}
+    # Whoever trains on these rows puts the beginning-of-sequence token there again.
+    return {"input": prompt.removeprefix(encoder.bos_text), "output": answer}

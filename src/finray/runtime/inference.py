@@ -26,6 +26,7 @@ from finray.models.artifacts import Artifact, load_artifact, read_artifact
 from finray.models.causal_lm import CausalLM
 from finray.models.export import Exported, export
 from finray.models.loading import DTYPES, load_causal_lm, load_tokenizer, resolve_precision
+from finray.runtime.examine import local_dir_of
 from finray.runtime.prepare import prepare_here
 from finray.runtime.rundir import PREPARED, RunDir, saved_config
 
@@ -201,7 +202,10 @@ class _HeldOut:
 
 
 def _held_out(run: RunDir, config: Config, max_rows: int | None) -> _HeldOut:
-    dataset = PreparedDataset(prepare_here(config, root=config.prepare.dir or run.path.parent / PREPARED))
+    dataset = PreparedDataset(
+        prepare_here(config, root=None if config.prepare.dir else run.path.parent / PREPARED),
+        local_dir=local_dir_of(config),
+    )
     if config.data.train_on == "all" or dataset.kind() == "text":
         raise DataError(
             "rows that are learned as a whole have no prompt to answer",

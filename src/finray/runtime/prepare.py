@@ -42,6 +42,7 @@ from finray.runtime.rundir import prepared_dir
 
 Handle = Callable[[dict[str, Any]], None]
 _DIGESTS = ".digests.json"
+_PATIENCE_S = 1.0
 
 
 def _ignore(record: dict[str, Any]) -> None:
@@ -95,7 +96,7 @@ def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
     root = root or prepared_dir(config)
     digests = DigestCache(None if is_url(root) else Path(root) / _DIGESTS)
     settings = Settings.of(config)
-    streams = plan_streams(config.data)
+    streams = plan_streams(config.data, settings.reading)
     shape = shaped_by(settings, streams, tokenizer=_tokenizer_identity(config, digests), digests=digests)
     return Planned(settings, streams, shape, root)
 
@@ -119,7 +120,18 @@ def check_inputs(config: Config) -> None:
         FinrayError: a data file or the model does not exist.
     """
     check_exists(config.model.name)
-    plan_streams(config.data)
+    _check_task(config)
+    plan_streams(config.data, Settings.of(config).reading)
+
+
+def _check_task(config: Config) -> None:
+    data = config.data
+    if "labelled_text" in (data.format, *(one.format for one in data.mix)):
+        raise DataError(
+            "rows with a label are for classification, and model.task is causal_lm",
+            where="data.format",
+            repair="set data.format to text, to learn the text alone; `finray prepare` prepares labelled text",
+        )
 
 
 def prepare_here(config: Config, *, root: str | Path | None = None) -> str:
@@ -154,7 +166,7 @@ def prepare_on_ray(ray: Any, config: Config, *, env: dict[str, str], handle: Han
     """
     planned = plan_preparation(config)
     if not planned.is_done:
-        with _locked(planned):
+        with _locked(planned, handle):
             if not planned.is_done:
                 with _cleaned(planned):
                     parts = plan(planned.settings, planned.streams)
@@ -291,6 +303,9 @@ def _finish(planned: Planned, config: Config, results: list[dict[str, Any]]) -> 
             for note in notes:
                 scratch.remove(note)
             scratch.write(MANIFEST, content)
+            for path in Path(scratch.root).rglob(".*"):
+                # Left by a writer that was killed.
+                path.unlink()
             Path(scratch.root).rename(planned.target.root)
         else:
             scratch.write(MANIFEST, content)
@@ -302,27 +317,39 @@ def _finish(planned: Planned, config: Config, results: list[dict[str, Any]]) -> 
 
 @contextmanager
 def _cleaned(planned: Planned) -> Iterator[None]:
-    """What was written before an error in the data is of no use, and removed; after a kill it is gone on with."""
+    """What was written before an error in the data is of no use, and removed; after a kill it is gone on with.
+
+    Not behind a URL, where somebody else may be writing the same objects.
+    """
     try:
         yield
     except FinrayError:
-        planned.scratch.delete()
+        if not planned.scratch.is_remote:
+            planned.scratch.delete()
         raise
 
 
 @contextmanager
-def _locked(planned: Planned) -> Iterator[None]:
+def _locked(planned: Planned, handle: Handle = _ignore) -> Iterator[None]:
     """Two preparations of the same data on one file system take turns; remote ones write the same objects."""
     if is_url(planned.root):
         yield
         return
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     locks = Path(planned.root) / ".locks"
     try:
         locks.mkdir(parents=True, exist_ok=True)
-        with FileLock(locks / f"{planned.name}.lock"):
+        lock = FileLock(locks / f"{planned.name}.lock")
+        try:
+            lock.acquire(timeout=_PATIENCE_S)
+        except Timeout:
+            handle({"kind": "note", "message": "another process is preparing this data; waiting for it"})
+            lock.acquire()
+        try:
             yield
+        finally:
+            lock.release()
     except OSError as error:
         raise DataError(
             f"the prepared data set cannot be written: {error.strerror or error}", where=planned.root
@@ -339,6 +366,7 @@ _WARNINGS = (
     ("bad_rows", f"are bad and were left out; they are listed in {BAD_ROWS}"),
     ("system_ignored", "have a system message that the chat template leaves out"),
     ("answers_rewritten", "have an answer that the chat template rewrites"),
+    ("empty_answers", "have an empty answer: the model learns to say nothing there"),
     ("tools_as_text", "have tools or tool calls written as text, because the chat template knows none"),
 )
 
@@ -358,6 +386,8 @@ def report_lines(manifest: dict[str, Any]) -> list[str]:
             f"{split}: {stats['rows']:,} rows, {stats['tokens']:,} tokens, "
             f"{stats['supervised'] / max(1, stats['tokens']):.0%} supervised, longest {stats['longest']:,}"
         )
+        if stats["left_out"]:
+            lines.append(f"{split}: the converter left out {stats['left_out']:,} of {stats['source_rows']:,} rows")
         if stats["split_conversations"]:
             lines.append(
                 f"{split}: {stats['split_conversations']:,} conversations became {stats['split_rows']:,} rows with "

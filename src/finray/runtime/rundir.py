@@ -67,7 +67,7 @@ def prepared_dir(config: Config) -> str:
     """Where prepared datasets of a config's runs are kept: a directory, or a URL."""
     if config.prepare.dir is not None and is_url(config.prepare.dir):
         return config.prepare.dir.rstrip("/")
-    own = config.prepare.dir or str(Path(config.run.output_dir) / PREPARED)
+    own = (config.prepare.dir or "").removeprefix("file://") or str(Path(config.run.output_dir) / PREPARED)
     return str(Path(own).expanduser().resolve())
 
 

@@ -132,13 +132,16 @@ def kind(columns: list[str], mapping: dict[str, str] | None = None, wanted: str 
     return found.kind, dict(found.columns)
 
 
+ALPACA = {"input": "input", "system": "system", "history": "history"}
+
+
 def test_formats_are_told_from_columns() -> None:
-    assert kind(["id", "messages"]) == ("messages", {"messages": "messages"})
+    assert kind(["id", "messages"]) == ("messages", {"messages": "messages", "tools": "tools"})
     assert kind(["conversations", "tools"])[0] == "sharegpt"
     assert kind(["prompt", "completion"])[0] == "prompt_completion"
     assert kind(["input", "output"]) == ("prompt_completion", {"prompt": "input", "completion": "output"})
     assert kind(["instruction", "input", "output"])[0] == "alpaca"
-    assert kind(["question", "answer"]) == ("alpaca", {"instruction": "question", "output": "answer"})
+    assert kind(["question", "answer"]) == ("alpaca", {**ALPACA, "instruction": "question", "output": "answer"})
     assert kind(["q", "a"], {"prompt": "q", "completion": "a"})[0] == "prompt_completion"
     assert kind(["path", "content"]) == ("text", {"text": "content"})
     assert kind(["text", "label"])[0] == "text"

@@ -1,0 +1,446 @@
+"""The estimate of `finray plan` for a worker's peak memory, beside what is measured.
+
+On a CPU each case is a fine-tuning of a few steps in fresh processes: one, or two that sum their gradients over gloo,
+put together by `training.assemble` as in a run, with the allocator settings of finray's workers, without Ray. Measured
+is the peak of the process's resident memory (`ru_maxrss`), of the larger process where there are two; the estimate is
+for a worker that is not Ray's. The models are a random one of two layers and SmolLM2-135M; the rows have Alpaca's
+lengths and are seen once.
+
+On a GPU (where torch finds one) four more cases train random models of the shapes of SmolLM2-135M and of a 1B Llama on
+rows of random tokens, and what is measured is the peak of torch's allocator; the CUDA context is outside of both.
+
+Not measured: FSDP, ZeRO and quantised weights, which finray cannot train with yet, saving and evaluation (they come
+after the peak), and what Ray itself takes.
+
+The table is printed and replaces its section in RESULTS.md; with `--only` it is printed only, with `--json` as JSON.
+
+    python benchmarks/memory.py [--only two-layers-lora ...] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+
+from finray.config.load import build_config
+from finray.config.schema import AdapterConfig, Config, ModelConfig, TrainConfig
+from harness.processes import environment
+from harness.report import machine, replace_section, table
+from harness.rows import make_rows, write_rows
+
+HERE = Path(__file__).resolve().parent
+TITLE = "Peak memory: the estimate of finray plan"
+SMOLLM2 = HERE.parent / ".models" / "SmolLM2-135M-Instruct"
+ALLOWED = 0.15
+NO_CACHE = "glibc.malloc.tcache_count=0"
+TIMEOUT_S = 1800
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A configuration to measure.
+
+    Attributes:
+        name: of the case.
+        model: `two-layers` or `smollm2`; on a GPU a key of `SHAPES`.
+        adapter: `lora` or `none`.
+        precision: `fp32` or `bf16`.
+        packing: whether rows share packs.
+        checkpointing: whether activations are computed again.
+        workers: processes.
+        max_length: most tokens in a row and in a pack.
+        micro_batch_size: packs (or rows) at a time.
+        rows: how many rows there are.
+        thread_cache: whether the C library's allocator has its per-thread cache.
+    """
+
+    name: str
+    model: str
+    adapter: str
+    precision: str
+    packing: bool = True
+    checkpointing: bool = False
+    workers: int = 1
+    max_length: int = 512
+    micro_batch_size: int = 1
+    rows: int = 16
+    thread_cache: bool = True
+
+
+CPU_CASES = (
+    Case("two-layers-lora", "two-layers", "lora", "fp32", micro_batch_size=2),
+    Case("two-layers-full", "two-layers", "none", "bf16", packing=False, checkpointing=True),
+    Case("two-layers-full-no-cache", "two-layers", "none", "bf16", False, True, thread_cache=False),
+    Case("two-layers-full-2-workers", "two-layers", "none", "fp32", workers=2),
+    Case("smollm2-lora", "smollm2", "lora", "bf16", max_length=1024),
+    Case("smollm2-lora-no-cache", "smollm2", "lora", "bf16", max_length=1024, thread_cache=False),
+    Case("smollm2-lora-fp32", "smollm2", "lora", "fp32", max_length=1024, rows=8),
+    Case("smollm2-lora-unpacked", "smollm2", "lora", "bf16", packing=False, micro_batch_size=2),
+    Case("smollm2-lora-checkpointing", "smollm2", "lora", "bf16", checkpointing=True, max_length=1024),
+    Case("smollm2-lora-2-workers", "smollm2", "lora", "bf16", workers=2),
+    Case("smollm2-full", "smollm2", "none", "bf16", rows=8),
+    Case("smollm2-full-unpacked-checkpointing", "smollm2", "none", "fp32", packing=False, checkpointing=True, rows=6),
+)
+GPU_CASES = (
+    Case("gpu-135m-lora", "135m", "lora", "bf16", max_length=4096, rows=200),
+    Case("gpu-135m-full", "135m", "none", "bf16", max_length=4096, rows=200),
+    Case("gpu-1b-lora-checkpointing", "1b", "lora", "bf16", checkpointing=True, max_length=8192, rows=300),
+    Case("gpu-1b-lora-unpacked", "1b", "lora", "bf16", packing=False, micro_batch_size=8, max_length=1024, rows=200),
+)
+# Llama's configuration: width, feed-forward, layers, heads, key heads, vocabulary.
+SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
+    "two-layers": (256, 768, 2, 4, 2, 49152),
+    "135m": (576, 1536, 30, 9, 3, 49152),
+    "1b": (2048, 8192, 16, 32, 8, 128256),
+}
+
+
+def llama_config(shape: str) -> Any:
+    """A Llama of one of the shapes."""
+    from transformers import AutoConfig
+
+    width, wide, layers, heads, key_heads, vocabulary = SHAPES[shape]
+    return AutoConfig.for_model(
+        "llama",
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=wide,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+
+
+# --- on a CPU -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bench:
+    """Where cases are measured."""
+
+    folder: Path
+    threads: int
+    smollm2: Path
+    models: dict[str, Path] = field(default_factory=dict)
+
+    def model(self, name: str) -> Path:
+        """The directory of a model; the random one is made when it is first asked for."""
+        if name == "smollm2":
+            return self.smollm2
+        if name not in self.models:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            target = self.folder / name
+            torch.manual_seed(1)
+            AutoModelForCausalLM.from_config(llama_config(name), dtype=torch.float32).save_pretrained(target)
+            AutoTokenizer.from_pretrained(self.smollm2).save_pretrained(target)
+            self.models[name] = target
+        return self.models[name]
+
+    def config(self, case: Case) -> Config:
+        """The run of a case: one epoch, in steps of two micro-batches per worker."""
+        rows = write_rows(self.folder / f"rows-{case.rows}.jsonl", make_rows(case.rows, seed=3))
+        plain = {
+            "run": {"name": case.name, "output_dir": str(self.folder / "runs")},
+            "model": {"name": str(self.model(case.model))},
+            "adapter": {"method": case.adapter, "rank": 8, "alpha": 16},
+            "data": {"source": str(rows), "max_length": case.max_length, "packing": case.packing},
+            "train": {
+                "epochs": 1,
+                "global_batch_size": 2 * case.workers * case.micro_batch_size,
+                "micro_batch_size": case.micro_batch_size,
+                "precision": case.precision,
+                "gradient_checkpointing": case.checkpointing,
+                "learning_rate": 1e-5,
+            },
+            "cluster": {"num_workers": case.workers, "env": {} if case.thread_cache else {"GLIBC_TUNABLES": NO_CACHE}},
+        }
+        return build_config(plain, source=case.name)
+
+
+def measure_on_cpu(case: Case, bench: Bench) -> Result:
+    """Estimate a case, then run it."""
+    from finray.runtime.cluster import worker_environment
+    from finray.runtime.prepare import prepare_here
+
+    config = bench.config(case)
+    estimated = estimate_on_cpu(config)
+    job = {"config": config.plain(), "prepared": str(prepare_here(config)), "threads": bench.threads}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = environment(threads=bench.threads) | worker_environment(config.cluster, threads=bench.threads)
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.workers)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__)), "--worker", json.dumps(job)],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(case.workers)
+    ]
+    outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
+    for process, (_, error) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{case.name} failed:\n{error[-2000:]}")
+    measured = max(json.loads(out.strip().splitlines()[-1])["peak"] for out, _ in outputs)
+    return result_of(case, estimated.total, measured, estimated.parts)
+
+
+def estimate_on_cpu(config: Config) -> Any:
+    """What `finray plan` says of the run's memory, for a worker that is not Ray's."""
+    from finray.runtime.examine import examine
+    from finray.runtime.findings import Findings
+    from finray.runtime.memory_plan import Device, Rows, plan_memory
+    from finray.runtime.model_plan import plan_model
+    from finray.training.memory_estimate import Estimate
+
+    found = Findings()
+    model = plan_model(config, found)
+    report = examine(config)
+    if model is None or report.problems or found.problems:
+        raise RuntimeError(f"{config.run.name}: {found.problems} {report.problems}")
+    steps = -(-report.packs // config.train.global_batch_size)
+    rows = Rows(report.lengths, report.longest, report.supervised / report.tokens, steps)
+    device = Device("cpu", "this machine", None)
+    plan = plan_memory(config, model.blueprint, model.stored, device, rows, found, ray=False)
+    return Estimate(plan.parts, plan.phase, {})
+
+
+def work(job: dict[str, Any]) -> None:
+    """In a process of its own: do the run, and print the peak."""
+    import torch.distributed as dist
+
+    from finray.parallel.ddp import DataParallel
+    from finray.runtime.rundir import RunDir
+    from finray.training.assemble import assemble
+    from finray.training.loop import peak_memory
+    from finray.training.memory import keep_freed_memory
+
+    keep_freed_memory()
+    torch.set_num_threads(job["threads"])
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    config = build_config(job["config"], source="benchmark")
+    run_dir = RunDir.of(config).path
+    run_dir.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cpu")
+    assembled = assemble(config, prepared=job["prepared"], run_dir=run_dir, strategy=DataParallel(device))
+    assembled.loop.run()
+    for tracker in assembled.loop.trackers:
+        tracker.close()
+    print(json.dumps({"peak": peak_memory(device)}))
+
+
+# --- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+def measure_on_gpu(case: Case, device: torch.device, *, steps: int = 3) -> Result:
+    """Estimate a case, then train a random model for some steps of two micro-batches and read the allocator's peak."""
+    from finray.models.blueprint import draw_blueprint
+    from finray.training.activations import kept_bytes
+    from finray.training.loop import peak_memory
+    from finray.training.memory_estimate import estimate
+    from finray.training.memory_setup import Setup, Workload
+
+    batches = gpu_batches(case, SHAPES[case.model][-1])[: 2 * steps]
+    with torch.device("meta"):
+        meta = causal_lm(case, "eager")
+    blueprint = draw_blueprint(meta, adapter_of(case))
+    setup = Setup(device="cuda", precision="bf16", checkpointing=case.checkpointing, ray=False)
+    heaviest = max(batches, key=lambda batch: kept_bytes(blueprint, setup, Workload(batch.lengths, batch.tokens)))
+    estimated = estimate(blueprint, setup, Workload(heaviest.lengths, len(heaviest.targets_K)))
+    train_on_gpu(case, batches, device)
+    measured = peak_memory(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return result_of(case, estimated.allocated, measured, dict(estimated.parts))
+
+
+def causal_lm(case: Case, attention: str) -> Any:
+    """A random model of the case's shape, in the dtype in which `CausalLM.build` loads it, on the default device."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if case.adapter == "lora" else torch.float32
+    return AutoModelForCausalLM.from_config(llama_config(case.model), dtype=dtype, attn_implementation=attention)
+
+
+def adapter_of(case: Case) -> AdapterConfig:
+    return AdapterConfig(method="lora" if case.adapter == "lora" else "none", rank=8, alpha=16)
+
+
+def gpu_batches(case: Case, vocabulary: int) -> list[Any]:
+    """Micro-batches of random tokens in rows of Alpaca's lengths; the answers are learned."""
+    import numpy as np
+
+    from finray.data.collate import collate
+    from finray.data.packing import one_row_each, plan_packs
+
+    generator = np.random.default_rng(3)
+    rows = []
+    for row in make_rows(case.rows, seed=3):
+        prompt, answer = (len(message["content"].split()) + 2 for message in row["messages"])
+        mask = np.repeat(np.array([0, 1], dtype=np.uint8), [prompt, answer])[: case.max_length]
+        rows.append((generator.integers(0, vocabulary, len(mask), dtype=np.int32), mask))
+    plan = (plan_packs if case.packing else one_row_each)([len(ids) for ids, _ in rows], case.max_length)
+    found = []
+    for start in range(0, len(plan), case.micro_batch_size):
+        packs = range(start, min(start + case.micro_batch_size, len(plan)))
+        numbers = [row for pack in packs for row in plan.pack(pack)]
+        found.append(collate([rows[number] for number in numbers], numbers))
+    return found
+
+
+def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> None:
+    """Steps of two micro-batches, as a run does them."""
+    from finray.models import adapters, attention, fused_lora
+    from finray.models.causal_lm import CausalLM
+    from finray.models.loading import choose_attention, quiet
+    from finray.parallel.ddp import DataParallel
+    from finray.training.feed import StepData
+    from finray.training.optimizer import Optimizer
+    from finray.training.state import TrainState
+    from finray.training.step import train_step
+
+    quiet()
+    attention.register()
+    name = choose_attention(ModelConfig(name="random"), device, precision="bf16")
+    torch.manual_seed(1)
+    with device:
+        model = causal_lm(case, name)
+    if case.adapter == "lora":
+        model.requires_grad_(False)
+        model = adapters.add_lora(model, adapter_of(case), seed=1)
+        fused_lora.fuse(model)
+    model.config.use_cache = False
+    task = CausalLM(model.to(device), precision="bf16", attention_name=name, device=device)
+    if case.checkpointing:
+        task.checkpoint_activations()
+    task.model.train()
+    optimizer = Optimizer(task.trainable(), TrainConfig())
+    for start in range(0, len(batches), 2):
+        shares = list(enumerate(batches[start : start + 2]))
+        data = StepData(
+            shares=shares,
+            supervised=sum(len(batch.targets_K) for _, batch in shares),
+            tokens=sum(batch.tokens for _, batch in shares),
+            samples=(),
+            items=len(shares),
+        )
+        train_step(task, DataParallel(device), optimizer, data, TrainState(), learning_rate=1e-5, max_grad_norm=1.0)
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def result_of(case: Case, estimated: int, measured: int, parts: dict[str, int]) -> Result:
+    return {
+        "name": case.name,
+        "estimate": estimated,
+        "measured": measured,
+        "ratio": estimated / measured,
+        "parts": dict(parts),
+        "adapter": case.adapter,
+        "precision": case.precision,
+        "packing": case.packing,
+        "checkpointing": case.checkpointing,
+        "workers": case.workers,
+    }
+
+
+def show_results(results: Sequence[Result]) -> str:
+    """The results as a table, and whether all are within the aim."""
+    mib = 2**20
+    rows = [
+        [
+            result["name"],
+            "full" if result["adapter"] == "none" else "LoRA",
+            result["precision"],
+            "yes" if result["packing"] else "no",
+            "yes" if result["checkpointing"] else "no",
+            str(result["workers"]),
+            f"{result['estimate'] / mib:,.0f}",
+            f"{result['measured'] / mib:,.0f}",
+            f"{result['ratio']:.3f}",
+        ]
+        for result in results
+    ]
+    head = ["", "trained", "precision", "packed", "checkpointing", "workers", "estimate, MiB", "measured, MiB", "ratio"]
+    off = sorted(results, key=lambda result: -abs(result["ratio"] - 1))
+    good = sum(abs(result["ratio"] - 1) <= ALLOWED for result in results)
+    return (
+        f"{table(head, rows)}\n\nWithin {ALLOWED:.0%}: {good} of {len(results)}; the farthest, {off[0]['name']}, is off by "
+        f"{abs(off[0]['ratio'] - 1):.1%}."
+    )
+
+
+def section(results: Sequence[Result], threads: int) -> str:
+    gpu = f"; {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "; no GPU, so its cases are left out"
+    return "\n\n".join(
+        [
+            f"- {datetime.date.today().isoformat()}; {machine()}{gpu}; torch {torch.__version__}; threads: {threads}",
+            "```\npython benchmarks/memory.py\n```",
+            "Each case is a run of a few steps in fresh processes without Ray; see the script.",
+            show_results(results),
+        ]
+    )
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="finray plan's estimate of memory beside the measured peak.")
+    names = [case.name for case in (*CPU_CASES, *GPU_CASES)]
+    parser.add_argument("--only", nargs="+", choices=names, help="these cases only; RESULTS.md is left as it is")
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="directory of SmolLM2-135M")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_options(argv)
+    if options.worker:
+        work(json.loads(options.worker))
+        return 0
+    wanted = set(options.only or [])
+    results = []
+    with tempfile.TemporaryDirectory(prefix="finray-memory-") as folder:
+        bench = Bench(Path(folder), options.threads, options.model.absolute())
+        for case in CPU_CASES:
+            if not wanted or case.name in wanted:
+                results.append(measure_on_cpu(case, bench))
+                print(show_results(results[-1:]).splitlines()[2], file=sys.stderr, flush=True)
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        results += [measure_on_gpu(case, device) for case in GPU_CASES if not wanted or case.name in wanted]
+    print(json.dumps(results) if options.json else show_results(results))
+    if not wanted:
+        replace_section(options.results, TITLE, section(results, options.threads))
+    return 0 if all(abs(result["ratio"] - 1) <= ALLOWED for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""`finray plan`: print what is known of a run before it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import HEAVY_HEAD, Box
+from rich.console import Console
+from rich.table import Table
+
+from finray.cli import show
+from finray.config.load import load_config
+from finray.config.redact import redact, redact_text
+from finray.errors import ConfigError
+from finray.tracking.console import duration
+
+if TYPE_CHECKING:
+    # At run time these would import torch before the config is known to be right.
+    from finray.runtime.findings import Finding
+    from finray.runtime.memory_plan import MemoryPlan
+    from finray.runtime.plan import DataPlan, PlacementPlan, Plan
+
+_GIB = 2**30
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPUs that workers will have, such as h100-80gb.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Say what a run is, what it needs and what is wrong with it, without starting it.
+
+    Exit code 0 only if the run would start, else 2.
+    """
+    try:
+        settings = load_config(config, overrides or [])
+        from finray.runtime.plan import make_plan
+
+        result = make_plan(settings, gpu=gpu)
+    except ConfigError as error:
+        if not as_json:
+            raise
+        typer.echo(json.dumps(redact(_refused(error)), indent=2))
+        raise typer.Exit(error.exit_code) from None
+    if as_json:
+        typer.echo(json.dumps(redact(result.plain()), indent=2))
+    else:
+        show_plan(show.console(), result)
+    if not result.starts:
+        raise typer.Exit(2)
+
+
+def _refused(error: ConfigError) -> dict[str, Any]:
+    """A configuration that cannot be read, in the form of a plan."""
+    messages = error.problems or (error.message,)
+    problems = [{"message": message, "where": error.where, "repair": error.repair} for message in messages]
+    return {"starts": False, "problems": problems, "warnings": []}
+
+
+def show_plan(target: Console, result: Plan) -> None:
+    """The plan in tables, warnings and problems, and the verdict."""
+    facts = Table(title="plan", show_header=False, title_justify="left", box=_box(target))
+    for name, text in _facts(result):
+        facts.add_row(name, text)
+    target.print(facts)
+    if result.memory is not None:
+        target.print(memory_table(result.memory, box=_box(target)))
+    for kind, style, found in (
+        ("warning", "bold yellow", result.warnings),
+        ("problem", "bold red", result.problems),
+    ):
+        for line in finding_lines(kind, found):
+            target.print(redact_text(line), style=style, highlight=False, markup=False, soft_wrap=True)
+    count = len(result.problems)
+    verdict = f"the run would not start: {count} problem{'s' if count > 1 else ''}" if count else "the run would start"
+    target.print(verdict, style="bold red" if count else "bold green", highlight=False)
+
+
+def finding_lines(kind: str, found: Iterable[Finding]) -> list[str]:
+    """Each finding as one or two lines: what and where, and the repair."""
+    lines = []
+    for one in found:
+        lines.append(f"{kind}: {f'{one.where}: ' if one.where else ''}{one.message}")
+        if one.repair:
+            lines.append(f"  repair: {one.repair}")
+    return lines
+
+
+def _box(target: Console) -> Box | None:
+    """Lines around tables on a terminal, none elsewhere."""
+    return HEAVY_HEAD if target.is_terminal else None
+
+
+def memory_table(memory: MemoryPlan, *, box: Box | None = None) -> Table:
+    """Memory by part, largest first."""
+    table = Table(title="peak memory of a worker (estimate)", title_justify="left", box=box)
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    for name, value in sorted(memory.parts.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{value / _GIB:.3f}")
+    table.add_section()
+    table.add_row("together", f"{memory.total / _GIB:.3f}")
+    if memory.available is not None:
+        table.add_row(f"{memory.device} has, for each", f"{memory.available / _GIB:.3f}")
+    return table
+
+
+def _facts(result: Plan) -> Iterable[tuple[str, str]]:
+    model = result.model
+    if model is not None:
+        share = model.trainable / model.parameters
+        yield "model", model.name
+        yield (
+            "parameters",
+            f"{model.parameters:,}, of which {model.trainable:,} are trained ({share:.3%})"
+            + (f"; adapter {model.adapter:,}" if model.adapter else ""),
+        )
+        yield (
+            "vocabulary",
+            f"{model.embedding_rows:,} embeddings, {model.tokens or 0:,} tokens; EOS {model.eos}, padding {model.pad}",
+        )
+        yield "context", "not limited" if model.context is None else f"{model.context:,} tokens"
+    if result.data is not None:
+        yield from _data_facts(result.data)
+    if result.placement is not None:
+        yield "placement", _placement_text(result.placement)
+    if result.memory is not None:
+        yield "memory", _memory_text(result.memory)
+
+
+def _data_facts(data: DataPlan) -> Iterable[tuple[str, str]]:
+    part = "" if data.complete else " in the part that was read"
+    yield (
+        "data",
+        f"{data.rows:,} rows, {data.tokens:,} tokens ({data.supervised / max(1, data.tokens):.0%} learned){part}, "
+        f"{data.packs:,} packs, longest row {data.longest:,}; looked at in {duration(data.seconds)}",
+    )
+    for note in data.notes:
+        yield "", note
+    yield "run", f"{data.steps:,} steps, {data.epochs:.2f} epochs, {data.seen_tokens:,} tokens{part and ' or more'}"
+
+
+def _placement_text(placement: PlacementPlan) -> str:
+    each = "1 GPU and " if placement.use_gpu else ""
+    return (
+        f"{placement.workers} worker{'s' if placement.workers > 1 else ''} with {each}{placement.cpus_per_worker} CPU"
+        f"{'s' if placement.cpus_per_worker > 1 else ''} each on {placement.cluster} ({placement.nodes} node"
+        f"{'s' if placement.nodes > 1 else ''}, {placement.cpus} CPUs, {placement.gpus} GPUs)"
+    )
+
+
+def _memory_text(memory: MemoryPlan) -> str:
+    needed = f"about {memory.total / _GIB:.2f} GiB per worker in {memory.precision}, {memory.tokens:,} tokens at once"
+    if memory.available is None:
+        return needed
+    verdict = "fits" if memory.fits else "does not fit"
+    return f"{needed}: {verdict} into {memory.available / _GIB:.1f} GiB ({memory.device})"

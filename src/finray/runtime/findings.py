@@ -1,0 +1,64 @@
+"""What a plan finds: problems, which keep a run from starting, and warnings, which do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from finray.errors import ConfigError, FinrayError
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem or a warning.
+
+    Attributes:
+        message: what it is.
+        where: a dotted config path, a file or a directory, if there is one.
+        repair: what to do about it, if that is known.
+    """
+
+    message: str
+    where: str | None = None
+    repair: str | None = None
+
+    @classmethod
+    def of(cls, error: FinrayError) -> Finding:
+        """The finding that an error is; problems that it lists become part of the message."""
+        listed = error.problems if isinstance(error, ConfigError) else ()
+        return cls("; ".join([error.message, *listed]), error.where, error.repair)
+
+
+@dataclass
+class Findings:
+    """Problems and warnings as they are found."""
+
+    _problems: list[Finding] = field(default_factory=list)
+    _warnings: list[Finding] = field(default_factory=list)
+
+    def problem(self, *errors: FinrayError) -> None:
+        """Note what keeps the run from starting."""
+        self._problems += [Finding.of(error) for error in errors]
+
+    def warn(self, message: str, where: str | None = None, repair: str | None = None) -> None:
+        """Note what is to be looked at."""
+        self._warnings.append(Finding(message, where, repair))
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Note an error of finray's as a problem, instead of raising it."""
+        try:
+            yield
+        except FinrayError as error:
+            self.problem(error)
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """All problems, each once."""
+        return tuple(dict.fromkeys(self._problems))
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """All warnings, each once."""
+        return tuple(dict.fromkeys(self._warnings))

@@ -1,0 +1,208 @@
+"""The memory part of a plan: what a worker needs, what it has, and the smallest change where that is too little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from finray.config.schema import Config
+from finray.errors import ConfigError
+from finray.models.blueprint import Blueprint
+from finray.models.loading import cpu_has_bf16
+from finray.models.weights import StoredWeights
+from finray.runtime.cluster import worker_environment
+from finray.runtime.devices import GPUS
+from finray.runtime.findings import Findings
+from finray.training.activations import kept_bytes
+from finray.training.fitting import Choice, smallest_change
+from finray.training.memory_estimate import Estimate, estimate
+from finray.training.memory_setup import Setup, Workload
+from finray.training.workload import largest_workload
+
+GIB = 2**30
+# What is left free: other programs on the device, and what an estimate does not see.
+MARGIN = 0.05
+_STORED = {"F32": "fp32", "BF16": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a worker runs on.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        name: of the GPU, or of the machine.
+        memory: bytes that one worker may have, or None where that is not known.
+        bf16: whether it multiplies bf16 in hardware.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory: int | None
+    bf16: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the memory of a run depends on in its data.
+
+    Attributes:
+        lengths: tokens of the rows, or of a sample.
+        longest: tokens of the longest.
+        learned: share of the tokens that are targets.
+        steps: optimizer steps of the run.
+    """
+
+    lengths: Sequence[int] = ()
+    longest: int = 0
+    learned: float = 1.0
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a worker needs at its peak.
+
+    Attributes:
+        device: the GPU or the machine.
+        precision: the arithmetic that it comes to.
+        parts: bytes by part.
+        total: of all parts.
+        phase: when in a step that is.
+        tokens: tokens of the largest micro-batch.
+        available: bytes that a worker may have, or None where that is not known.
+        fits: whether it fits, or None.
+        changes: where it does not fit, the smallest set of overrides with which it does.
+    """
+
+    device: str
+    precision: str
+    parts: dict[str, int]
+    total: int
+    phase: str
+    tokens: int
+    available: int | None
+    fits: bool | None
+    changes: tuple[str, ...] = ()
+
+
+def plan_memory(
+    config: Config,
+    blueprint: Blueprint,
+    stored: StoredWeights | None,
+    device: Device,
+    rows: Rows,
+    found: Findings,
+    *,
+    ray: bool = True,
+) -> MemoryPlan:
+    """Estimate a worker's peak, and look for a change where it does not fit.
+
+    Args:
+        config: the run's.
+        blueprint: of the model with its adapter.
+        stored: headers of the weights, where they are known.
+        device: what a worker runs on.
+        rows: what is known of the data.
+        found: takes problems and warnings.
+        ray: whether the worker is Ray's.
+    """
+    now = Choice(
+        config.train.micro_batch_size,
+        config.train.gradient_checkpointing,
+        _precision(config, device, found),
+        config.data.max_length,
+        config.adapter.method,
+    )
+
+    @cache
+    def workload(micro_batch_size: int, max_length: int) -> Workload:
+        return _workload(config, blueprint, rows, micro_batch_size, max_length)
+
+    def peak(choice: Choice) -> Estimate:
+        shapes = blueprint if choice.adapter == config.adapter.method else blueprint.with_lora(config.adapter.rank)
+        setup = _setup(config, choice, device, stored, ray=ray)
+        return estimate(shapes, setup, workload(choice.micro_batch_size, choice.max_length))
+
+    def fits(choice: Choice) -> bool:
+        return device.memory is None or peak(choice).total <= (1 - MARGIN) * device.memory
+
+    needed = peak(now)
+    changes: tuple[str, ...] = ()
+    if not fits(now):
+        better = smallest_change(now, fits, longest=rows.longest)
+        changes = () if better is None else better.overrides_from(now)
+        found.problem(_too_large(needed.total, device, changes))
+    return MemoryPlan(
+        device=device.name,
+        precision=now.precision,
+        parts=dict(needed.parts),
+        total=needed.total,
+        phase=needed.phase,
+        tokens=workload(now.micro_batch_size, now.max_length).tokens,
+        available=device.memory,
+        fits=None if device.memory is None else not changes and needed.total <= (1 - MARGIN) * device.memory,
+        changes=changes,
+    )
+
+
+def _precision(config: Config, device: Device, found: Findings) -> str:
+    """``auto`` as the workers will resolve it."""
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if device.kind == "cuda" or cpu_has_bf16() else "fp32"
+    if precision == "bf16" and not device.bf16:
+        found.warn(f"{device.name} has no bf16 arithmetic: it is emulated, slowly", "train.precision")
+    return precision
+
+
+def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights | None, *, ray: bool) -> Setup:
+    kept = choice.precision if choice.adapter == "lora" else "fp32"
+    return Setup(
+        strategy=config.parallel.strategy,
+        workers=config.cluster.num_workers,
+        device=device.kind,
+        precision="bf16" if choice.precision == "bf16" else "fp32",
+        checkpointing=choice.gradient_checkpointing,
+        dropout=choice.adapter == "lora" and config.adapter.dropout > 0,
+        ray=ray,
+        thread_cache="tcache_count=0" not in worker_environment(config.cluster, threads=1)["GLIBC_TUNABLES"],
+        stored_bytes=None if stored is None else stored.size,
+        stored_as_computed=stored is None or _STORED.get(stored.dtypes[0] if stored.dtypes else "") == kept,
+    )
+
+
+def _workload(config: Config, blueprint: Blueprint, rows: Rows, micro_batch_size: int, max_length: int) -> Workload:
+    per_step = -(-config.train.global_batch_size // micro_batch_size)
+    per_worker = -(-per_step // config.cluster.num_workers)
+    weighing = Setup(precision="bf16")
+    return largest_workload(
+        rows.lengths,
+        max_length=max_length,
+        packing=config.data.packing,
+        micro_batch_size=min(micro_batch_size, config.train.global_batch_size),
+        learned=rows.learned,
+        micro_batches=rows.steps * per_worker,
+        accumulates=per_worker > 1,
+        weigh=lambda batch: kept_bytes(blueprint, weighing, Workload(batch, sum(batch))),
+    )
+
+
+def _too_large(needed: int, device: Device, changes: tuple[str, ...]) -> ConfigError:
+    assert device.memory is not None
+    if changes:
+        repair = f"the smallest change with which it fits: {' '.join(changes)}"
+    else:
+        larger = [gpu for gpu in GPUS.values() if (1 - MARGIN) * gpu.memory >= needed]
+        smallest = min(larger, key=lambda gpu: gpu.memory, default=None)
+        repair = "no change of batch, checkpointing, precision, length or adapter is enough; take a smaller model" + (
+            "" if smallest is None or device.kind == "cpu" else f" or a larger GPU, {smallest.name} or more"
+        )
+    return ConfigError(
+        f"a worker needs about {needed / GIB:.1f} GiB, {device.name} has {device.memory / GIB:.1f} GiB"
+        + (" for each" if device.kind == "cpu" else ""),
+        where="train.micro_batch_size",
+        repair=repair,
+    )

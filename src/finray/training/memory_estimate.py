@@ -1,0 +1,281 @@
+"""Peak memory of one training worker, worked out from shapes alone.
+
+Every part is a formula over a :class:`Blueprint`, a :class:`Setup` and a :class:`Workload`; nothing is fitted to a
+model. Memory rises and falls within a step, so the formulas are added up for each of its moments, and the largest sum
+is the estimate. `benchmarks/memory.py` holds it against measured peaks.
+
+The formulas follow the code: ``training/activations.py`` says what is kept for the backward pass, ``models/head.py``
+makes logits a chunk at a time, ``parallel/ddp.py`` sums gradients in flat copies of all of them, and
+``training/optimizer.py`` has two fp32 moments per trained parameter. FSDP, ZeRO and quantised storage are estimated
+too, although no run can choose them yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from finray.models.blueprint import Blueprint
+from finray.models.head import CHUNK_ELEMENTS, CHUNK_ROWS
+from finray.training.activations import kept_bytes, layer_bytes, widest_bytes
+from finray.training.memory_setup import FP32, Setup, Workload
+
+MIB = 2**20
+# Resident memory of a worker that has imported everything and done its first step on a model of no size, measured with
+# torch 2.13 on Linux (x86-64): Python, torch, Transformers, PEFT, TensorBoard.
+PROCESS = 450 * MIB
+# What a Ray worker has beside that, measured in the same way.
+RAY_WORKER = 85 * MIB
+# A fast tokenizer's tables, per entry of the vocabulary.
+TOKENIZER_ENTRY = 680
+# CUDA context and kernels; not in what torch's allocator counts.
+CUDA_CONTEXT = 600 * MIB
+# oneDNN keeps the code it generates for each shape of a bf16 product on a CPU: so many at most, of about so much each.
+KERNEL_CACHE = 1024
+KERNEL = 600 * 1024
+# Products of different shapes in the attention of one row, forward and backward (models/attention.py, explicit path).
+KERNELS_PER_ROW = 6
+# A heap that keeps freed memory (training/memory.py) has holes that the next tensors do not fit into. glibc 2.36 cuts a
+# few bytes off around every aligned tensor; its per-thread cache holds on to these pieces, so that a freed tensor does
+# not join its neighbours, and even one of the same size does not fit again. Measured as a share of what comes and
+# goes in a step: 0.35 to 0.9, and more in long runs of many shapes; 0.1 to 0.4 with that cache switched off
+# (glibc.malloc.tcache_count=0).
+HEAP_HOLES = 0.6
+HEAP_HOLES_WITHOUT_CACHE = 0.28
+# torch's CUDA allocator rounds blocks up and splits them; with expandable segments little is lost.
+CUDA_HOLES = 0.03
+# Quantised storage: a scale per 64 weights for 4 bits (NF4, fp32), a scale per row for 8.
+BITS_OVERHEAD = {4: 0.5, 8: 0.05}
+# DeepSpeed's default size of its buckets and of what ZeRO-3 fetches ahead, in elements.
+ZERO_BUCKET = 500_000_000
+ZERO_PREFETCH = 50_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The peak of a worker.
+
+    Attributes:
+        parts: bytes by part, in the phase that has the peak.
+        phase: that phase.
+        phases: total bytes by phase.
+    """
+
+    parts: Mapping[str, int]
+    phase: str
+    phases: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def allocated(self) -> int:
+        """Bytes without the process itself and the holes: what an allocator hands out."""
+        return self.total - self.parts.get("process", 0) - self.parts.get("heap holes", 0)
+
+
+def estimate(blueprint: Blueprint, setup: Setup, work: Workload) -> Estimate:
+    """The peak memory of a worker, by part.
+
+    Args:
+        blueprint: the model with its adapter.
+        setup: how it is trained.
+        work: the largest micro-batch.
+    """
+    passing = {
+        "load": _load(setup),
+        "forward": _forward(blueprint, setup, work),
+        "backward": _backward(blueprint, setup, work),
+        "recompute": _recompute(blueprint, setup, work),
+        "reduce": _reduce(blueprint, setup),
+    }
+    kept = _state(blueprint, setup, work)
+    whole = {}
+    for name, parts in passing.items():
+        # Files are mapped beside the heap, before there is an optimizer or a step.
+        loaded = {part: kept[part] for part in ("process", "weights", "adapter")}
+        everything = {**loaded, **parts} if name == "load" else _with_holes(kept, parts, setup)
+        whole[name] = {part: int(size) for part, size in everything.items() if size}
+    totals = {name: sum(parts.values()) for name, parts in whole.items()}
+    peak = max(totals, key=lambda name: totals[name])
+    return Estimate(whole[peak], peak, totals)
+
+
+def _with_holes(kept: dict[str, float], passing: dict[str, float], setup: Setup) -> dict[str, float]:
+    parts = {**kept, **passing}
+    heap = HEAP_HOLES if setup.thread_cache else HEAP_HOLES_WITHOUT_CACHE
+    share = heap if setup.device == "cpu" else CUDA_HOLES
+    return {**parts, "heap holes": share * sum(passing.values())}
+
+
+# --- what stays from step to step -----------------------------------------------------------------------------------
+
+
+def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, float]:
+    trained = blueprint.trainable
+    sharded = setup.strategy in ("zero1", "zero2", "zero3", "fsdp")
+    # Two fp32 moments; DeepSpeed keeps the fp32 weights beside those it computes with.
+    moments = 2 * FP32 * trained
+    masters = FP32 * trained if setup.strategy.startswith("zero") and setup.precision == "bf16" else 0
+    return {
+        "process": process_bytes(blueprint, setup),
+        "compiled kernels": _kernels(blueprint, setup, work),
+        "weights": weight_bytes(blueprint, setup),
+        "adapter": adapter_bytes(blueprint, setup),
+        "optimizer": (moments + masters) / (setup.workers if sharded else 1),
+    }
+
+
+def process_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """The process before it has a model: on a GPU its context there, on a CPU the resident libraries."""
+    if setup.device == "cuda":
+        return CUDA_CONTEXT
+    return PROCESS + TOKENIZER_ENTRY * blueprint.vocabulary + (RAY_WORKER if setup.ray else 0)
+
+
+def weight_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """The base model's weights on one worker: fp32 where they are trained, else as the arithmetic wants them."""
+    trained = blueprint.adapter == 0
+    if trained:
+        each = setup.element if setup.strategy.startswith("zero") else FP32
+        whole = float(each * blueprint.base)
+    elif setup.storage_bits:
+        bits = setup.storage_bits + BITS_OVERHEAD[setup.storage_bits]
+        rest = blueprint.base - blueprint.linear_weights
+        whole = blueprint.linear_weights * bits / 8 + rest * setup.element
+    else:
+        whole = float(setup.element * blueprint.base)
+    return whole / (setup.workers if setup.strategy in ("fsdp", "zero3") else 1)
+
+
+def adapter_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """The adapter's fp32 weights on one worker."""
+    return FP32 * blueprint.adapter / (setup.workers if setup.strategy in ("fsdp", "zero3") else 1)
+
+
+def _kernels(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
+    """Generated code for products of bf16 matrices on a CPU, for each shape that has come by."""
+    if setup.device == "cuda" or setup.precision != "bf16":
+        return 0
+    shapes = {(linear.inputs, linear.outputs) for block in blueprint.blocks for linear in block.linears}
+    ins, outs = {i for i, _ in shapes}, {o for _, o in shapes}
+    # Forward and input gradient of each shape; then weight gradients, or LoRA's products with its two matrices.
+    per_count = 2 * len(shapes) + (2 * len(ins) + 3 * len(outs) + len(ins) if blueprint.adapter else len(shapes))
+    wanted = per_count * work.token_counts + KERNELS_PER_ROW * work.row_lengths
+    return KERNEL * min(KERNEL_CACHE, wanted)
+
+
+# --- the moments of a step ------------------------------------------------------------------------------------------
+
+
+def _load(setup: Setup) -> dict[str, float]:
+    """Reading files that hold another dtype: their pages count as the process's own while weights are copied."""
+    if setup.device == "cuda" or setup.stored_bytes is None or setup.stored_as_computed:
+        return {}
+    return {"model files": float(setup.stored_bytes)}
+
+
+def _forward(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, float]:
+    """The end of the forward pass: all that is kept for the backward pass, and the logits."""
+    return {
+        # After the first micro-batch of a step there are gradients to add to.
+        "gradients": gradient_bytes(blueprint, setup) if work.accumulates else 0,
+        "activations": kept_bytes(blueprint, setup, work),
+        "weights cast": cast_bytes(blueprint, setup),
+        "logits": logit_bytes(blueprint, setup, work),
+        "gathered weights": gathered_bytes(blueprint, setup),
+    }
+
+
+def _backward(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, float]:
+    """The end of the backward pass: all gradients, and one layer's activations and their gradients."""
+    layers = max(1, blueprint.layers)
+    last_layer = layer_bytes(blueprint, setup, work) / layers
+    # A tied or trained input embedding adds a dense gradient of its own to the one that is there.
+    table = FP32 * blueprint.embedding if blueprint.adapter == 0 else 0
+    return {
+        "gradients": gradient_bytes(blueprint, setup) + table,
+        "activations": last_layer + widest_bytes(blueprint, setup, work),
+        "gathered weights": gathered_bytes(blueprint, setup),
+    }
+
+
+def _recompute(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, float]:
+    """With checkpointing, the start of the backward pass: the layers' inputs, and the last layer all over."""
+    if not setup.checkpointing:
+        return {}
+    layers = max(1, blueprint.layers)
+    return {
+        "gradients": (gradient_bytes(blueprint, setup) if work.accumulates else 0) + _head_gradient(blueprint),
+        "activations": kept_bytes(blueprint, setup, work)
+        + layer_bytes(blueprint, setup, work) / layers
+        + widest_bytes(blueprint, setup, work),
+        "weights cast": cast_bytes(blueprint, setup) / layers,
+        "gathered weights": gathered_bytes(blueprint, setup),
+    }
+
+
+def _reduce(blueprint: Blueprint, setup: Setup) -> dict[str, float]:
+    """The sum of the gradients over the workers."""
+    return {"gradients": gradient_bytes(blueprint, setup), "gradient buckets": bucket_bytes(blueprint, setup)}
+
+
+# --- parts of the moments -------------------------------------------------------------------------------------------
+
+
+def gradient_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """Gradients on one worker: as wide as the weights they belong to."""
+    each = setup.element if setup.strategy.startswith("zero") else FP32
+    shared = setup.workers if setup.strategy in ("fsdp", "zero2", "zero3") else 1
+    return each * blueprint.trainable / shared
+
+
+def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """Flat copies of gradients on their way. Data parallelism has all buckets under way at once."""
+    if setup.workers == 1:
+        return 0
+    if setup.strategy == "ddp":
+        return FP32 * blueprint.trainable
+    if setup.strategy == "fsdp":
+        return FP32 * _trained_per_layer(blueprint)
+    return setup.element * min(blueprint.trainable, ZERO_BUCKET)
+
+
+def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """Whole weights gathered from the workers' shares: two layers (one ahead), or all where they are not given back."""
+    if setup.workers == 1 or setup.strategy not in ("fsdp", "zero3"):
+        return 0
+    if setup.strategy == "fsdp" and not setup.reshard:
+        return setup.element * blueprint.parameters
+    ahead = blueprint.layer if setup.strategy == "fsdp" else min(blueprint.base, ZERO_PREFETCH)
+    return setup.element * (max(blueprint.layer, blueprint.head) + ahead)
+
+
+def _trained_per_layer(blueprint: Blueprint) -> float:
+    return blueprint.layer if blueprint.adapter == 0 else blueprint.adapter / max(1, blueprint.layers)
+
+
+def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """bf16 copies of fp32 weights that autocast makes, and autograd keeps; adapters are cast as well."""
+    if setup.precision != "bf16" or setup.strategy.startswith("zero"):
+        return 0
+    return 2 * (blueprint.linear_weights if blueprint.adapter == 0 else blueprint.adapter)
+
+
+def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
+    """Logits of one chunk in fp32 and in the arithmetic's dtype, and the head's gradient where it is trained."""
+    rows = work.targets
+    if blueprint.plain_head and not blueprint.head_is_adapted:
+        rows = min(rows, max(CHUNK_ROWS, CHUNK_ELEMENTS // blueprint.vocabulary))
+        copies = FP32 + (setup.element if setup.precision == "bf16" else 0)
+    else:
+        # The model's own head: logits, an fp32 copy, their softmax and their gradient.
+        copies = setup.element + 3 * FP32
+    return copies * rows * blueprint.vocabulary + _head_gradient(blueprint)
+
+
+def _head_gradient(blueprint: Blueprint) -> float:
+    """A trained head's gradient in fp32, and as much again: casts and products in the loop, its scaled copy after."""
+    return 2 * FP32 * blueprint.head if blueprint.adapter == 0 else 0

@@ -1,0 +1,354 @@
+"""`s3://` from end to end, against a server that speaks the protocol: sources, prepared datasets, and training."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from finray.data.fetch import RemoteFiles
+from finray.data.parts import PartWriter
+from finray.data.prepared import MANIFEST, PreparedDataset
+from finray.errors import DataError
+from finray.runtime.prepare import is_prepared, prepare_here
+from tests.support import runs, s3, tiny
+
+ROWS = 120
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return tiny.write_chat_rows(tmp_path, ROWS)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources of a few kilobytes make several parts, which begin in the middle of objects."""
+    monkeypatch.setattr("finray.data.pieces.PIECE_BYTES", 4096)
+
+
+def settings(model: Path, source: str | Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    return runs.settings(model, Path("unused"), folder, data={"source": str(source), "max_length": 64}, **sections)
+
+
+def on_s3(model: Path, source: str | Path, folder: Path, bucket: s3.Bucket, **sections: Any) -> dict[str, Any]:
+    """As above; the prepared dataset lies in the bucket, and is read through a local directory."""
+    prepare = {"dir": bucket.url("prepared"), "local_dir": str(folder / "fetched")}
+    return settings(model, source, folder, prepare=prepare, **sections)
+
+
+def read_all(location: str, local_dir: Path | None = None) -> list[tuple[str, list[int], list[int]]]:
+    """Place, tokens and mask of every training row."""
+    split = PreparedDataset(location, local_dir=local_dir).all_rows("train")
+    assert split is not None
+    return [(split.where(row), *(values.tolist() for values in split.row(row))) for row in range(len(split))]
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+def one_file(rows: Path, folder: Path) -> str:
+    return "rows.jsonl"
+
+
+def compressed(rows: Path, folder: Path) -> str:
+    (folder / "rows.jsonl.gz").write_bytes(gzip.compress(rows.read_bytes()))
+    return "rows.jsonl.gz"
+
+
+def parquet(rows: Path, folder: Path) -> str:
+    table = pa.Table.from_pylist([json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()])
+    pq.write_table(table, folder / "rows.parquet", row_group_size=32)
+    return "rows.parquet"
+
+
+def glob(rows: Path, folder: Path) -> str:
+    halves(rows, folder, ("a", "b"))
+    return "many/*.jsonl"
+
+
+def directory(rows: Path, folder: Path) -> str:
+    """Files below, some of another split."""
+    halves(rows, folder, ("train-0", "train-1"))
+    (folder / "many" / "validation.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
+    return "many"
+
+
+def halves(rows: Path, folder: Path, names: tuple[str, str]) -> None:
+    lines = rows.read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "many").mkdir()
+    for name, some in zip(names, (lines[: ROWS // 3], lines[ROWS // 3 :]), strict=True):
+        (folder / "many" / f"{name}.jsonl").write_text("".join(some), encoding="utf-8")
+
+
+@pytest.mark.parametrize("make", [one_file, compressed, parquet, glob, directory])
+def test_a_source_gives_the_same_rows_as_on_disk(
+    make: Callable[[Path, Path], str],
+    tiny_model_dir: Path,
+    rows: Path,
+    tmp_path: Path,
+    bucket: s3.Bucket,
+    small_pieces: None,
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "rows.jsonl").write_bytes(rows.read_bytes())
+    name = make(rows, source)
+    bucket.upload(source, "data")
+    local, remote = (
+        prepare_here(runs.config_of(settings(tiny_model_dir, place, tmp_path)), root=tmp_path / kind)
+        for kind, place in (("local", f"{source}/{name}"), ("remote", bucket.url(f"data/{name}")))
+    )
+    found = read_all(remote)
+    assert len(found) == ROWS
+    assert found == read_all(local)
+    if make is not compressed:
+        assert len(list(Path(remote).glob("train/tokens-*"))) > 1
+
+
+def test_another_object_is_another_source(tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket) -> None:
+    """Negative control of being prepared once: what lies behind the name counts, and not the name."""
+    config = runs.config_of(settings(tiny_model_dir, bucket.upload(rows, "rows.jsonl"), tmp_path))
+    first = prepare_here(config)
+    assert is_prepared(config) == first
+    tiny.write_chat_rows(tmp_path, ROWS, start=1)
+    bucket.upload(rows, "rows.jsonl")
+    assert is_prepared(config) is None
+    assert prepare_here(config) != first
+
+
+@pytest.mark.parametrize("name", ["data/rows.jsonl", "data/*.jsonl", "data"])
+def test_a_source_that_changes_meanwhile_is_noticed(
+    name: str, tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.upload(rows, "data/rows.jsonl")
+    config = runs.config_of(settings(tiny_model_dir, bucket.url(name), tmp_path))
+    write = PartWriter.write
+
+    def write_and_change(self: PartWriter, part: Any) -> dict[str, Any]:
+        done = write(self, part)
+        bucket.upload(tiny.write_chat_rows(tmp_path, ROWS, start=1), "data/rows.jsonl")
+        return done
+
+    monkeypatch.setattr(PartWriter, "write", write_and_change)
+    with pytest.raises(DataError, match="the source changed while it was prepared"):
+        prepare_here(config, root=tmp_path / "prepared")
+    assert list((tmp_path / "prepared").rglob("*.arrow")) == []
+
+
+def test_a_bad_row_is_named_by_object_and_row(
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
+) -> None:
+    lines = rows.read_bytes().splitlines(keepends=True)
+    lines[100] = b"{broken\n"
+    url = bucket.put("rows.jsonl", b"".join(lines))
+    with pytest.raises(DataError, match="not JSON") as refused:
+        prepare_here(runs.config_of(settings(tiny_model_dir, url, tmp_path)))
+    assert refused.value.where == f"{url}:101"
+
+
+def test_a_cut_off_archive_is_one_message(tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket) -> None:
+    url = bucket.put("rows.jsonl.gz", gzip.compress(rows.read_bytes())[:-200])
+    with pytest.raises(DataError, match="cannot be decompressed") as refused:
+        prepare_here(runs.config_of(settings(tiny_model_dir, url, tmp_path)))
+    assert refused.value.where == url
+
+
+# --- what went wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"source": "s3://no-such-bucket/rows.jsonl"}, ["s3://no-such-bucket/rows.jsonl", "bucket does not exist"]),
+        ({"source": "s3://{bucket}/no-such.jsonl"}, ["no-such.jsonl", "no data file is there", "data.source"]),
+        ({"dir": "s3://no-such-bucket/prepared"}, ["s3://no-such-bucket/prepared", "bucket does not exist"]),
+        ({"credentials": ""}, ["s3://{bucket}/rows.jsonl", "credentials", "AWS_ACCESS_KEY_ID"]),
+    ],
+    ids=["bucket of the source", "object", "bucket of prepare.dir", "credentials"],
+)
+def test_one_clear_message(
+    change: dict[str, str],
+    expected: list[str],
+    tiny_model_dir: Path,
+    rows: Path,
+    tmp_path: Path,
+    bucket: s3.Bucket,
+    ray_cluster: str,
+) -> None:
+    source = change.get("source", bucket.upload(rows, "rows.jsonl")).format(bucket=bucket.name)
+    plain = on_s3(tiny_model_dir, source, tmp_path, bucket)
+    plain["prepare"]["dir"] = change.get("dir", plain["prepare"]["dir"])
+    drop = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None} if "credentials" in change else {}
+    code, out, err = runs.cli("prepare", str(runs.write_config(plain, tmp_path / "run.yaml")), env=drop)
+    assert code == 2, out + err
+    assert "Traceback" not in out + err
+    assert err.count("error:") == 1, err
+    for part in expected:
+        assert part.format(bucket=bucket.name) in err
+    assert s3.SECRET not in out + err
+    assert bucket.keys("prepared") == []
+
+
+# --- prepared datasets ----------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_dataset_is_the_same_on_s3_and_on_disk(
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
+) -> None:
+    local = prepare_here(runs.config_of(settings(tiny_model_dir, rows, tmp_path)))
+    config = runs.config_of(on_s3(tiny_model_dir, rows, tmp_path, bucket))
+    remote = prepare_here(config)
+    files = {path.relative_to(local).as_posix(): path.read_bytes() for path in Path(local).rglob("*") if path.is_file()}
+    assert len(files) > 5
+    assert bucket.content(f"prepared/{Path(local).name}/") == files
+    assert read_all(remote, tmp_path / "fetched") == read_all(local)
+    mark = bucket.mark()
+    assert prepare_here(config) == remote
+    assert bucket.asked("PUT", mark) == []
+    assert read_all(remote, tmp_path / "fetched") == read_all(local)
+    assert [key for key in bucket.asked("GET", mark) if key.endswith(".arrow")] == []
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut off", "missing"])
+def test_a_damaged_object_is_refused_by_name(
+    damage: str, tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
+) -> None:
+    plain = on_s3(tiny_model_dir, rows, tmp_path, bucket)
+    location = prepare_here(runs.config_of(plain))
+    key = next(key for key in bucket.keys("prepared") if key.endswith("train/tokens-00002.arrow"))
+    content = bytearray(bucket.get(key))
+    content[len(content) // 2] ^= 1
+    if damage == "missing":
+        bucket.delete(key)
+    else:
+        bucket.put(key, bytes(content) if damage == "changed" else bucket.get(key)[:-1])
+    with pytest.raises(DataError, match=r"missing or (damaged|cut off)") as refused:
+        # What another size shows is seen before anything is read.
+        if damage == "changed":
+            runs.run_alone(plain, tmp_path / "run")
+        else:
+            PreparedDataset(location)
+    assert refused.value.where == bucket.url(key)
+
+
+def test_what_is_fetched_ahead_keeps_nobody_waiting_and_may_fail_once(
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
+) -> None:
+    location = prepare_here(runs.config_of(on_s3(tiny_model_dir, rows, tmp_path, bucket)))
+    prefix = f"prepared/{location.rsplit('/', 1)[1]}/"
+    names = [name for name, _ in PreparedDataset(location).files() if "tokens" in name]
+    bad = names[0]
+    content = bucket.get(prefix + bad)
+    bucket.put(prefix + bad, bytes(len(content)))
+    dataset = PreparedDataset(location, local_dir=tmp_path / "fetched")
+    files = RemoteFiles(dataset.folder, dataset.name, dataset.files(), tmp_path / "fetched")
+    files.ahead(names)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / "fetched" / dataset.name / name).is_file() for name in names[1:]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(DataError, match="missing or damaged"):
+        files.path(bad)
+    bucket.put(prefix + bad, content)
+    assert files.path(bad).read_bytes() == content
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+_PREPARE = """
+import sys
+import finray.data.pieces
+finray.data.pieces.PIECE_BYTES = 4096
+from pathlib import Path
+from finray.config.load import load_config
+from finray.runtime.prepare import prepare_here
+prepare_here(load_config(Path(sys.argv[1]), []))
+"""
+
+
+def test_a_killed_preparation_leaves_nothing_that_is_accepted_and_is_gone_on_with(
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
+) -> None:
+    plain = on_s3(tiny_model_dir, rows, tmp_path, bucket)
+    config = runs.config_of(plain)
+    name = Path(prepare_here(config, root=tmp_path / "undisturbed")).name
+    file = runs.write_config(plain, tmp_path / "run.yaml")
+    process = subprocess.Popen([sys.executable, "-c", _PREPARE, str(file)], start_new_session=True)
+    prefix = f"prepared/{name}/"
+    deadline = time.monotonic() + 60
+    while len(done := finished(bucket, prefix)) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = finished(bucket, prefix)
+    assert f"{prefix}{MANIFEST}" not in bucket.keys(prefix), "it was finished before it was killed"
+    assert is_prepared(config) is None
+    with pytest.raises(DataError, match="not a prepared data set"):
+        PreparedDataset(bucket.url(prefix))
+    mark = bucket.mark()
+    prepare_here(config)
+    written = {key for key in bucket.asked("PUT", mark) if key.endswith(".arrow")}
+    assert written
+    assert not {key for key in written if key.split("-")[-1].split(".")[0] in done}
+    undisturbed = tmp_path / "undisturbed" / name
+    expected = {
+        path.relative_to(undisturbed).as_posix(): path.read_bytes() for path in undisturbed.rglob("*") if path.is_file()
+    }
+    assert bucket.content(prefix) == expected
+
+
+def finished(bucket: s3.Bucket, prefix: str) -> set[str]:
+    """Numbers of the parts that are done."""
+    return {key.split("part-")[1].split(".")[0] for key in bucket.keys(prefix) if "/part-" in key}
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def test_training_from_s3_is_training_from_disk(
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, ray_cluster: str
+) -> None:
+    sections = {"data": {"eval_ratio": 0.1}, "evaluation": {"every_steps": 4}}
+    local = settings(tiny_model_dir, rows, tmp_path / "local")
+    remote = on_s3(tiny_model_dir, bucket.upload(rows, "rows.jsonl"), tmp_path / "remote", bucket)
+    for plain in (local, remote):
+        plain["data"] |= sections["data"]
+        plain["evaluation"] = sections["evaluation"]
+    runs.run_alone(local, tmp_path / "local" / "run")
+
+    config = runs.write_config(remote, tmp_path / "remote.yaml")
+    code, out, err = runs.cli("train", str(config))
+    assert code == 0, out + err
+    run_dir = tmp_path / "remote" / "run"
+    assert runs.trace(run_dir) == runs.trace(tmp_path / "local" / "run")
+
+    # The same data again: Ray is not even started for it, and what was fetched is not fetched again.
+    mark = bucket.mark()
+    code, again, err_2 = runs.cli("prepare", str(config), env={"RAY_ADDRESS": "127.0.0.1:1"})
+    assert code == 0, again + err_2
+    runs.run_alone(remote, tmp_path / "remote" / "second")
+    assert runs.trace(tmp_path / "remote" / "second") == runs.trace(run_dir)
+    assert bucket.asked("PUT", mark) == []
+    assert [key for key in bucket.asked("GET", mark) if key.endswith((".arrow", ".jsonl"))] == []
+    assert max(runs.values(run_dir, "data_wait_s")[1:]) < 0.1
+
+    written = [path for path in (tmp_path / "remote").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".arrow" for path in written)
+    for secret in (s3.SECRET, s3.KEY):
+        assert secret in os.environ.values()
+        assert secret not in out + err + again + err_2
+        assert [path for path in written if secret.encode() in path.read_bytes()] == []
+        assert [key for key, content in bucket.content("prepared").items() if secret.encode() in content] == []

@@ -1,0 +1,456 @@
+"""What users of three older systems put in, as they put it in: everything about data that they had, from their inputs.
+
+The systems are a Ray Train framework with `HFDatasetConfig`, a Ray tutorial on a code model, and ZeRO-3 on
+film reviews. What the Hub would serve is a local directory in its layout, or is served in place of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from finray.config.schema import Config
+from finray.data import pieces
+from finray.data.prepared import PreparedDataset, PreparedSplit
+from finray.data.sources import resolve
+from finray.runtime.export_rows import export_rows
+from finray.runtime.prepare import prepare_here, prepare_on_ray
+from tests.support.preparing import Preparing, Write, ids, lines
+from tests.support.preparing import preparing as preparing
+from tests.support.preparing import put as put
+from tests.support.runs import cli, write_config
+from tests.support.tiny import WORDS
+
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def words(number: int, count: int = 5) -> str:
+    return " ".join(WORDS[(number * 7 + step * step) % len(WORDS)] for step in range(count))
+
+
+def dolphin(count: int) -> list[dict[str, Any]]:
+    """Rows with the columns of the set that the first system trains on by default."""
+    return [{"instruction": f"say {at}", "input": words(at), "output": f"{words(at + 1)} {at}"} for at in range(count)]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[list[dict[str, Any]]], Calls]:
+    """Stand for the Hub: `datasets.load_dataset` gives these rows, and its arguments are kept."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def start(rows: list[dict[str, Any]]) -> Calls:
+        calls: Calls = []
+        whole = datasets.Dataset.from_list(rows)
+
+        def load_dataset(*arguments: Any, **named: Any) -> datasets.Dataset:
+            calls.append((arguments, named))
+            (part,) = datasets.ReadInstruction.from_spec(named["split"]).to_absolute({"train": len(rows)})
+            return whole.select(range(part.from_ or 0, len(rows) if part.to is None else part.to))
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return calls
+
+    return start
+
+
+# --- HFDatasetConfig -------------------------------------------------------------------------------------------
+
+# train_split_ratio .9 leaves a tenth, val_test_split_ratio .5 halves it.
+RATIOS = {"eval_ratio": 0.05, "test_ratio": 0.05}
+TEMPLATES = {
+    "input_template": "### Instruction:\\n{instruction}\\n### Input:\\n{input}\\n",
+    "output_template": "### Response:\\n{output}",
+}
+
+
+def test_name_config_and_split_are_those_that_the_hub_is_asked_for(preparing: Preparing, serve: Any) -> None:
+    calls = serve(dolphin(4))
+    name = "cognitivecomputations/dolphin"
+    texts = preparing.texts(name, subset="flan1m-alpaca-uncensored", train_split="train", revision="v1", **TEMPLATES)
+    assert len(texts) == 4
+    asked = {"data_dir": None, "split": "train", "revision": "v1"}
+    assert calls == [((name, "flan1m-alpaca-uncensored"), asked)]
+
+
+def test_ratios_hold_out_what_the_old_tool_held_out_seeded_and_again_the_same(preparing: Preparing, serve: Any) -> None:
+    serve(dolphin(200))
+
+    def sides(seed: int) -> list[set[str]]:
+        splits = preparing.splits("org/held-out", run={"seed": seed}, **RATIOS, **TEMPLATES)
+        return [set(preparing.said(one)) for one in (splits.train, splits.eval, splits.test)]
+
+    train, held, test = first = sides(16257)
+    assert [len(side) for side in first] == [180, 10, 10]
+    assert len(train | held | test) == 200
+    assert sides(16257) == first
+    other = sides(16258)
+    assert other[1] != held
+    assert other[2] != test
+
+
+def test_templates_with_written_out_newlines_and_renamed_columns(preparing: Preparing, put: Write) -> None:
+    rows = [{"q": "what is", "ctx": "the {river}\\n", "a": 12}]
+    source = put("rows.jsonl", lines(rows))
+    split = preparing.splits(
+        source,
+        input_template="Instruction: {instruction}\\nContext:\\t{context}\\n",
+        output_template="{answer}",
+        field_mapping={"instruction": "q", "context": "ctx", "answer": "a"},
+    ).train
+    prompt = "Instruction: what is\nContext:\tthe {river}\\n\n"
+    asked = preparing.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    answer = [*preparing.tokenizer("12", add_special_tokens=False)["input_ids"], preparing.tokenizer.eos_token_id]
+    # Written-out newlines of the template are newlines; those of the data are data.
+    assert ids(split) == [(asked + answer, [0] * len(asked) + [1] * len(answer))]
+
+
+@pytest.mark.parametrize(("spoil", "message"), [({"input": None}, "`input` is null"), ({}, "`input` is missing")])
+def test_a_null_or_missing_field_is_named_with_its_row(
+    preparing: Preparing, put: Write, spoil: dict[str, None], message: str
+) -> None:
+    rows = dolphin(4)
+    del rows[2]["input"]
+    source = put("rows.jsonl", lines([*rows[:2], {**rows[2], **spoil}, rows[3]]))
+    error = preparing.refused(source, **TEMPLATES)
+    assert message in error.message
+    assert error.where == f"{source}:3"
+    # The old tool wrote the word None into the prompt.
+    assert not any("None" in text for text in preparing.texts(source, on_bad_row="drop", **TEMPLATES))
+
+
+def test_a_null_field_of_a_set_from_the_hub_is_named_too(preparing: Preparing, serve: Any) -> None:
+    serve([*dolphin(2), {**dolphin(3)[2], "output": None}])
+    error = preparing.refused("org/null", **TEMPLATES)
+    assert error.where == "org/null:3"
+    assert "`output` is null" in error.message
+
+
+def test_the_end_of_sequence_is_learned_and_a_cut_off_row_says_so(preparing: Preparing, put: Write) -> None:
+    source = put(
+        "rows.jsonl", lines([{"input": "one two ", "output": "three"}, {"input": "a ", "output": words(1, 40)}])
+    )
+    dataset = preparing.dataset(source, max_length=32)
+    rows = dataset.all_rows("train")
+    end = preparing.tokenizer.eos_token_id
+    (short, mask), (long, _) = ids(rows)
+    assert (short[-1], mask[-1]) == (end, 1)
+    assert len(long) == 32
+    assert end not in long
+    assert dataset.manifest["splits"]["train"]["truncated"] == 1
+
+
+def recorded_processes(ray: Any, config: Config, code: Path, log: Path, root: Path, workers: int) -> set[str]:
+    config = config.model_copy(
+        update={
+            "prepare": config.prepare.model_copy(update={"num_workers": workers}),
+            "run": config.run.model_copy(update={"output_dir": str(root / str(workers))}),
+        }
+    )
+    log.write_text("")
+    prepare_on_ray(ray, config, env={"PYTHONPATH": str(code), "CONVERTER_LOG": str(log)})
+    return set(log.read_text().split())
+
+
+CONVERTER = """
+import os, time
+
+def question_and_answer(row):
+    if "CONVERTER_LOG" in os.environ:
+        time.sleep(0.02)
+        with open(os.environ["CONVERTER_LOG"], "a") as log:
+            log.write(f"{os.getpid()}\\n")
+    if row["output"] == "":
+        return None
+    return {"prompt": row["instruction"] + ": ", "completion": row["output"].upper()}
+"""
+
+
+def test_num_proc_is_the_number_of_workers(
+    preparing: Preparing, put: Write, tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    code = put("code/shaping_for_processes.py", CONVERTER).parent
+    monkeypatch.syspath_prepend(str(code))
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 200)
+    config = preparing.config(
+        put("rows.jsonl", lines(dolphin(40))), converter="shaping_for_processes:question_and_answer"
+    )
+    for workers in (1, 2):
+        assert len(recorded_processes(ray, config, code, tmp_path / "log", tmp_path / "runs", workers)) == workers
+
+
+def test_a_converter_of_ones_own_and_the_exported_files(
+    preparing: Preparing, put: Write, tmp_path: Path, ray_cluster: str
+) -> None:
+    """As its users would: the command line, a module in the working directory, JSONL of the splits for people."""
+    put("shaping.py", CONVERTER)
+    source = put("rows.jsonl", lines([*dolphin(40), {"instruction": "x", "input": "", "output": ""}]))
+    plain = {
+        "run": {"output_dir": str(tmp_path / "runs")},
+        "model": {"name": str(preparing.model)},
+        "data": {"source": "rows.jsonl", "converter": "shaping:question_and_answer", "max_length": 64, **RATIOS},
+        "prepare": {"num_workers": 2},
+    }
+    config = write_config(plain, tmp_path / "config.yaml")
+    code, out, err = cli("prepare", str(config), "--export-jsonl", "exported", cwd=source.parent)
+    assert code == 0, err
+    assert "36 rows to exported/training.jsonl" in out
+    folder = source.parent / "exported"
+    found = {name: rows_of(folder / f"{name}.jsonl") for name in ("training", "validation", "test")}
+    assert {name: len(rows) for name, rows in found.items()} == {"training": 36, "validation": 2, "test": 2}
+    assert (folder / ".data_ready").is_file()
+    assert all(row.keys() == {"input", "output"} for rows in found.values() for row in rows)
+    wanted = {(f"say {at}: ", row["output"].upper()) for at, row in enumerate(dolphin(40))}
+    assert {(row["input"], row["output"]) for rows in found.values() for row in rows} == wanted
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def exported(preparing: Preparing, config: Config, folder: Path) -> PreparedDataset:
+    location = prepare_here(config, root=folder.parent / f"prepared-{folder.name}")
+    export_rows(config, location, folder)
+    return PreparedDataset(location)
+
+
+def test_training_on_the_exported_files_gives_the_same_tokens(preparing: Preparing, put: Write, tmp_path: Path) -> None:
+    config = preparing.config(put("rows.jsonl", lines(dolphin(60))), **RATIOS, **TEMPLATES)
+    # The directory of the old tool, with its name.
+    folder = tmp_path / "datasets/dolphin/flan1m/train=90%-val=5%-test=5%"
+    before = exported(preparing, config, folder).splits(config.data, seed=config.run.seed)
+    after = preparing.splits(folder, eval_split="validation", test_split="test")
+    assert ids(after.train) == ids(before.train)
+    assert ids(after.eval) == ids(before.eval)
+    assert ids(after.test) == ids(before.test)
+    assert len(ids(after.train)) == 54
+
+
+def learned(split: PreparedSplit) -> list[list[int]]:
+    return [[token for token, mask in zip(*row, strict=True) if mask] for row in ids(split)]
+
+
+def test_conversations_are_exported_as_the_prompt_that_is_served_and_the_answer(
+    preparing: Preparing, put: Write, tmp_path: Path
+) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": words(at)}, {"role": "assistant", "content": words(at + 3)}]}
+        for at in range(6)
+    ]
+    config = preparing.config(put("rows.jsonl", lines(chats)))
+    before = exported(preparing, config, tmp_path / "out").splits(config.data, seed=0).train
+    rows = rows_of(tmp_path / "out/training.jsonl")
+    assert rows[0]["input"] == f"<|im_start|>user\n{words(0)}<|im_end|>\n<|im_start|>assistant\n"
+    assert [row["output"] for row in rows] == [words(at + 3) for at in range(6)]
+    assert learned(preparing.splits(tmp_path / "out").train) == learned(before)
+
+
+def test_an_export_leaves_no_file_of_an_earlier_one(preparing: Preparing, put: Write, tmp_path: Path) -> None:
+    source = put("rows.jsonl", lines(dolphin(60)))
+    exported(preparing, preparing.config(source, **RATIOS, **TEMPLATES), tmp_path / "out")
+    exported(preparing, preparing.config(source, **TEMPLATES), tmp_path / "out")
+    # Its rows are trained on now.
+    assert not (tmp_path / "out/test.jsonl").exists()
+
+
+def test_the_old_tools_own_files_are_read_as_they_are(preparing: Preparing, put: Write) -> None:
+    rows = [{"input": f"{words(at)} ", "output": f"{at}"} for at in range(12)]
+    for name, some in (("training", rows[:8]), ("validation", rows[8:10]), ("test", rows[10:])):
+        folder = put(f"{name}.jsonl", lines(some)).parent
+    put(".data_ready", "ready")
+    splits = preparing.splits(folder, eval_split="validation", test_split="test")
+    sides = [preparing.said(one) for one in (splits.train, splits.eval, splits.test)]
+    assert [[text.rsplit(" ", 1)[1] for text in side] for side in sides] == [
+        [str(at) for at in range(8)],
+        ["8", "9"],
+        ["10", "11"],
+    ]
+    assert preparing.texts(folder, train_split="training") == sides[0]
+
+
+# --- a code model on one directory of a Hub data set -----------------------------------------------------------
+
+
+def rust(at: int) -> dict[str, Any]:
+    return {"content": f"fn f{at}() {{\n    {words(at, at % 40 + 1)}\n}}\n", "lang": "Rust", "size": at}
+
+
+def test_a_directory_of_a_hub_set_and_a_slice_are_what_the_hub_is_asked_for(preparing: Preparing, serve: Any) -> None:
+    calls = serve([rust(at) for at in range(300)])
+    split = preparing.splits("bigcode/the-stack-smol:data/rust", train_split="train[:1%]", max_length=512).train
+    (call,) = calls
+    assert call == (
+        ("bigcode/the-stack-smol", None),
+        {"data_dir": "data/rust", "split": "train[:1%]", "revision": None},
+    )
+    # Plain language modelling: every token, and where a file ends.
+    assert preparing.said(split) == [rust(at)["content"] for at in range(3)]
+    assert all(all(mask) and row[-1] == preparing.tokenizer.eos_token_id for row, mask in ids(split))
+
+
+SLICES = [
+    "train",
+    "train[:1%]",
+    "train[10%:20%]",
+    "train[5:17]",
+    "train[-10:]",
+    "train[:-5]",
+    "train[33%:34%]",
+    "train[:3%]",
+    "train[99%:]",
+    "train[-5%:]",
+    "train[:-10%]",
+    "train[40:1_000]",
+    "train[-1_000:3]",
+    "train[7:8]",
+]
+
+
+def written(rows: list[dict[str, Any]], path: Path) -> Path:
+    whole = datasets.Dataset.from_list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=17)
+    elif path.suffix == ".csv":
+        whole.to_csv(str(path))
+    else:
+        path.write_text(lines(rows))
+    return path
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`datasets` keeps what it makes below the test's own directory."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize(("suffix", "builder"), [("jsonl", "json"), ("csv", "csv"), ("parquet", "parquet")])
+@pytest.mark.parametrize("count", [137, 250])
+def test_slices_of_files_are_the_rows_that_datasets_gives(
+    tmp_path: Path, cached: Path, suffix: str, builder: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1500)
+    path = written([rust(at) for at in range(count)], tmp_path / f"rows.{suffix}")
+    wanted = datasets.load_dataset(builder, data_files=str(path), split=SLICES, cache_dir=str(cached))
+    for split, rows in zip(SLICES, wanted, strict=True):
+        found = [row.value["content"] for row in pieces.read(resolve(str(path), split=split))]
+        assert found == list(rows["content"]), split
+
+
+def test_a_local_copy_of_the_hub_directory_gives_the_same_rows(preparing: Preparing, put: Write, cached: Path) -> None:
+    rows = [rust(at) for at in range(200)]
+    folder = put("the-stack-smol/README.md", "---\nlicense: other\n---\n# The Stack\n").parent
+    put("the-stack-smol/data/rust/data.json", lines(rows))
+    put("the-stack-smol/data/python/data.json", lines([{"content": "def f():\n    pass\n"}] * 3))
+    for split in ("train[:1%]", "train[50%:52%]"):
+        asked = datasets.load_dataset(str(folder), data_dir="data/rust", split=split, cache_dir=str(cached))
+        texts = preparing.texts(f"{folder}:data/rust", train_split=split, max_length=512)
+        assert texts == list(asked["content"])
+        assert len(texts) in (2, 4)
+
+
+def test_hub_layout_with_configurations_and_slices(preparing: Preparing, put: Write, cached: Path) -> None:
+    card = "---\nconfigs:\n- config_name: rust\n  data_dir: data/rust\n- config_name: go\n  data_dir: data/go\n---\n"
+    folder = put("stack/README.md", card).parent
+    put("stack/data/rust/train.jsonl", lines([rust(at) for at in range(40)]))
+    put("stack/data/rust/test.jsonl", lines([rust(99)]))
+    put("stack/data/go/train.jsonl", lines([{"content": "func f() {}\n"}] * 3))
+    splits = preparing.splits(folder, subset="rust", train_split="train[10%:20%]", eval_split="test", max_length=512)
+    assert preparing.said(splits.train) == [rust(at)["content"] for at in range(4, 8)]
+    assert preparing.said(splits.eval) == [rust(99)["content"]]
+    # A data set that was edited is not mistaken for the old one.
+    names = {preparing.dataset(folder, subset="go").name}
+    put("stack/data/go/train.jsonl", lines([{"content": "func g() {}\n"}] * 2))
+    names.add(preparing.dataset(folder, subset="go").name)
+    assert len(names) == 2
+
+
+# --- film reviews ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reviews(put: Write) -> Path:
+    """The layout of stanfordnlp/imdb: Parquet below a configuration, three splits, a label that is not learned."""
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
+    card = "---\nconfigs:\n- config_name: plain_text\n  data_files:\n"
+    for name, count in (("train", 100), ("test", 10), ("unsupervised", 5)):
+        card += f"  - split: {name}\n    path: plain_text/{name}-*\n"
+        rows = [{"text": f"{name} {at} {words(at, 3 + at * 8)}", "label": at % 2} for at in range(count)]
+        path = put(f"imdb/plain_text/{name}-00000-of-00001.parquet", b"")
+        datasets.Dataset.from_list(rows, features=features).to_parquet(str(path))
+    return put("imdb/README.md", f"{card}---\n").parent
+
+
+def test_reviews_are_learned_whole_at_512_tokens_with_a_tenth_held_out(
+    preparing: Preparing, reviews: Path, cached: Path
+) -> None:
+    options = {"train_on": "all", "eval_ratio": 0.1, "max_length": 512}
+    dataset = preparing.dataset(reviews, **options)
+    (stream,) = dataset.manifest["splits"]["train"]["streams"]
+    assert stream["format"] == "text (text); not read: label"
+    assert dataset.manifest["splits"]["train"]["source_rows"] == 100
+    splits = preparing.splits(reviews, **options)
+    rows = ids(splits.train) + ids(splits.eval)
+    assert all(all(mask) for _, mask in rows)
+    assert max(len(row) for row, _ in rows) == 512
+    # Long reviews go on in another row; the old tool threw the rest away.
+    end = preparing.tokenizer.eos_token_id
+    assert sum(end in row for row, _ in rows) == 100 < len(rows)
+    held = set(splits.eval.source_rows.tolist()) if splits.eval is not None else set()
+    assert not held & set(splits.train.source_rows.tolist())
+    # A share of the rows, and all pieces of a review on one side.
+    assert len(splits.eval or ()) == pytest.approx(len(rows) / 10, abs=8)
+
+
+def test_the_end_of_a_text_that_just_fills_its_rows_is_learned(preparing: Preparing, put: Write) -> None:
+    text = " ".join(WORDS)
+    length = len(preparing.tokenizer(text, add_special_tokens=False)["input_ids"])
+    dataset = preparing.dataset(put("rows.jsonl", lines([{"text": text}])), max_length=length)
+    assert dataset.manifest["splits"]["train"]["unlearnable"] == 0
+
+
+def test_the_named_test_split_of_the_reviews_and_their_labels(
+    preparing: Preparing, reviews: Path, cached: Path
+) -> None:
+    splits = preparing.splits(reviews, train_split="train[:5]", eval_split="test[:3]", max_length=512)
+    assert [text.split()[:2] for text in preparing.said(splits.eval)] == [["test", str(at)] for at in range(3)]
+    assert len(splits.train) == 5
+    labelled = preparing.splits(reviews, format="labelled_text", max_length=512).train
+    assert labelled.labels == [str(at % 2) for at in range(100)]
+
+
+def test_all_tokens_of_a_prompt_may_be_learned_too(preparing: Preparing, put: Write) -> None:
+    source = put("rows.jsonl", lines(dolphin(3)))
+    for train_on, share in (("all", {1}), ("completion", {0, 1})):
+        rows = ids(preparing.splits(source, train_on=train_on, **TEMPLATES).train)
+        assert {mark for _, mask in rows for mark in mask} == share
+
+
+def test_a_tokenizer_that_begins_every_text_begins_an_exported_one_once(
+    tokenizer: Any, put: Write, tmp_path: Path
+) -> None:
+    own = copy.deepcopy(tokenizer)
+    own.bos_token = "<|endoftext|>"
+    number = own.bos_token_id
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{own.bos_token} $A", special_tokens=[(own.bos_token, number)]
+    )
+    own.chat_template = "{{ bos_token }}" + own.chat_template
+    own.save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "model/config.json").write_text("{}")
+    preparing = Preparing(tmp_path / "model", own, tmp_path / "prepared")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    exported(preparing, preparing.config(put("rows.jsonl", lines([{"messages": chat}]))), tmp_path / "out")
+    ((row, _),) = ids(preparing.splits(tmp_path / "out").train)
+    assert row.count(number) == 1

@@ -1,0 +1,478 @@
+"""Rows of each format as examples; which format columns speak for; templates and converters of the user's own."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from finray.data.convert import FormatChoice, converter_of
+from finray.data.formats import Chat, Completion, Labelled, Message, Text, detect
+from finray.data.pieces import read
+from finray.data.readers import Reading
+from finray.data.sources import resolve
+from finray.errors import ConfigError, DataError
+from tests.support.preparing import Preparing, Write, lines
+from tests.support.preparing import preparing as preparing
+from tests.support.preparing import put as put
+
+
+def examples(row: dict[str, Any], *, chat: bool = True, **choice: Any) -> list[Any]:
+    """What a row becomes when it is the first of its source."""
+    chosen = FormatChoice(**{"format": "auto", "field_mapping": {}, **choice})
+    return converter_of(chosen.decide(row), has_chat_template=chat)(row)
+
+
+def example(row: dict[str, Any], **choice: Any) -> Any:
+    (found,) = examples(row, **choice)
+    return found
+
+
+def said(chat: Chat) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in chat.messages]
+
+
+def refused(row: dict[str, Any], **choice: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        examples(row, **choice)
+    return str(caught.value)
+
+
+# --- Alpaca ---------------------------------------------------------------------------------------------------------
+
+ALPACA = {"instruction": "name a river", "input": "in Peru", "output": "the Marañón"}
+
+
+def test_alpaca_with_a_chat_template_is_a_conversation() -> None:
+    assert said(example(ALPACA)) == [("user", "name a river\nin Peru"), ("assistant", "the Marañón")]
+
+
+@pytest.mark.parametrize("given", ["", None])
+def test_alpaca_without_input(given: str | None) -> None:
+    row = {**ALPACA, "input": given}
+    assert said(example(row))[0] == ("user", "name a river")
+    assert example(row, chat=False).prompt == "### Instruction:\nname a river\n\n### Response:\n"
+
+
+def test_alpaca_without_a_chat_template_is_the_prompt_of_alpaca() -> None:
+    wanted = "### Instruction:\nname a river\n\n### Input:\nin Peru\n\n### Response:\n"
+    assert example(ALPACA, chat=False) == Completion(wanted, "the Marañón")
+
+
+def test_alpaca_with_a_system_message_and_earlier_turns() -> None:
+    row = {**ALPACA, "system": "be brief", "history": [["and one in Chad?", "the Chari"], ["one more", "the Logone"]]}
+    assert said(example(row)) == [
+        ("system", "be brief"),
+        ("user", "and one in Chad?"),
+        ("assistant", "the Chari"),
+        ("user", "one more"),
+        ("assistant", "the Logone"),
+        ("user", "name a river\nin Peru"),
+        ("assistant", "the Marañón"),
+    ]
+    assert said(example({**ALPACA, "system": None, "history": None})) == said(example(ALPACA))
+
+
+@pytest.mark.parametrize("history", ["abc", 5, [["one"]], ["ab"], [["a", "b", "c"]]])
+def test_a_history_that_is_none_is_named(history: Any) -> None:
+    assert "`history` must be a list of pairs" in refused({**ALPACA, "history": history})
+
+
+def test_a_column_that_the_first_row_leaves_out_counts_in_the_others(preparing: Preparing, put: Write) -> None:
+    source = put("rows.jsonl", lines([{"instruction": "one", "output": "two"}, {**ALPACA, "output": "yes"}]))
+    assert "in Peru" in preparing.texts(source)[1]
+
+
+# --- ShareGPT -------------------------------------------------------------------------------------------------------
+
+TOOL = {"name": "depth", "description": "of a river", "parameters": {"type": "object", "properties": {}}}
+SHAREGPT = [
+    {"from": "human", "value": "how deep is it"},
+    {"from": "gpt", "value": "I look it up."},
+    {"from": "function_call", "value": '{"name": "depth", "arguments": {"river": "Ob"}}'},
+    {"from": "observation", "value": "12 m"},
+    {"from": "gpt", "value": "Twelve metres."},
+]
+
+
+def test_sharegpt_with_tools_as_json_text_calls_and_observations() -> None:
+    chat = example({"conversations": SHAREGPT, "tools": json.dumps([TOOL]), "system": "be brief"})
+    assert said(chat) == [
+        ("system", "be brief"),
+        ("user", "how deep is it"),
+        ("assistant", "I look it up."),
+        ("tool", "12 m"),
+        ("assistant", "Twelve metres."),
+    ]
+    # The call joins the words before it, as templates want it.
+    call = {"type": "function", "function": {"name": "depth", "arguments": {"river": "Ob"}}}
+    assert chat.messages[2].extra == {"tool_calls": [call]}
+    assert chat.tools == ({"type": "function", "function": TOOL},)
+
+
+def test_several_calls_in_a_row_are_one_turn() -> None:
+    chat = example({"conversations": [SHAREGPT[0], SHAREGPT[2], SHAREGPT[2], SHAREGPT[3]]})
+    assert [message.role for message in chat.messages] == ["user", "assistant", "tool"]
+    assert len(chat.messages[1].extra["tool_calls"]) == 2
+
+
+def test_the_system_column_gives_way_to_a_system_message() -> None:
+    turns = [{"from": "system", "value": "inside"}, *SHAREGPT[:2]]
+    assert said(example({"conversations": turns, "system": "outside"}))[0] == ("system", "inside")
+    assert said(example({"conversations": SHAREGPT[:2], "system": ""}))[0][0] == "user"
+
+
+@pytest.mark.parametrize("tools", [None, "", "[]", []])
+def test_no_tools(tools: Any) -> None:
+    assert example({"conversations": SHAREGPT[:2], "tools": tools}).tools == ()
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [("[{", "`tools` is not JSON"), ('{"name": "x"}', "list of functions"), (5, "list of functions")],
+)
+def test_tools_that_are_none_are_named(tools: Any, message: str) -> None:
+    assert message in refused({"conversations": SHAREGPT[:2], "tools": tools})
+
+
+@pytest.mark.parametrize("value", ["depth(Ob)", None, "5", '{"arguments": {}}', '[{"name": 5}]'])
+def test_a_call_that_is_none_is_named_with_its_turn(value: str | None) -> None:
+    turns = [SHAREGPT[0], {"from": "function_call", "value": value}]
+    assert "conversations[1]" in refused({"conversations": turns})
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def test_openai_tool_calls_with_arguments_as_json_text() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "depth", "arguments": '{"river": "Ob"}'}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "how deep"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "12 m", "tool_call_id": "call_1", "name": "depth"},
+            {"role": "assistant", "content": "Twelve.", "reasoning_content": "it says so"},
+        ],
+        "tools": [{"type": "function", "function": TOOL}],
+    }
+    asked, called, told, answered = example(row).messages
+    assert asked == Message("user", "how deep")
+    assert called.content == ""
+    # Templates write arguments as JSON; text would be quoted twice.
+    assert called.extra["tool_calls"][0]["function"]["arguments"] == {"river": "Ob"}
+    assert called.extra["tool_calls"][0]["id"] == "call_1"
+    assert told == Message("tool", "12 m", extra={"name": "depth", "tool_call_id": "call_1"})
+    assert answered.extra == {"reasoning_content": "it says so"}
+    spoilt = json.loads(json.dumps(row).replace('\\"Ob\\"}', ""))
+    assert "messages[1].arguments` is not JSON" in refused(spoilt)
+
+
+def test_a_record_of_lists_is_a_list_of_records() -> None:
+    """As `datasets` keeps a `Sequence` of structs."""
+    row = {"messages": {"role": ["user", "assistant"], "content": ["a", "b"], "train": [None, False]}}
+    assert example(row).messages == (Message("user", "a"), Message("assistant", "b", train=False))
+    assert "nested columns" in refused({"messages": {"role": ["user", "assistant"], "content": ["a"]}})
+
+
+def test_content_in_parts() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    chat = example({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "b"}]})
+    assert chat.messages[0].content == "one two"
+    picture = [{"type": "image", "url": "x"}]
+    assert "messages[0] has no text" in refused({"messages": [{"role": "user", "content": picture}]})
+
+
+def test_messages_as_json_text() -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert said(example({"messages": json.dumps(turns)})) == [("user", "a"), ("assistant", "b")]
+    assert "`messages` is not JSON" in refused({"messages": "[{"})
+    assert "holds str" in refused({"messages": "hello"})
+    assert "`messages` is not JSON" in refused({"messages": "[" * 100_000})
+    assert "`messages` is not JSON" in refused({"messages": "[" + "1" * 5000 + "]"})
+
+
+def test_a_prompt_of_messages_is_not_learned() -> None:
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    chat = example({"prompt": [user, answer, user], "completion": [answer]})
+    assert chat.prompt_messages == 3
+    assert "at the border" in refused({"prompt": [user, answer], "completion": [answer]})
+
+
+# --- which format, which columns ------------------------------------------------------------------------------------
+
+TABLE = [
+    (["messages", "tools", "id"], "messages (messages, tools); not read: id"),
+    (["conversation", "system"], "sharegpt (conversations from conversation, system)"),
+    (["conversations", "text"], "sharegpt (conversations); not read: text"),
+    (["messages", "prompt", "completion"], "messages (messages); not read: prompt, completion"),
+    (["prompt", "completion", "label"], "prompt_completion (prompt, completion); not read: label"),
+    (["instruction", "input", "output", "text"], "alpaca (instruction, output, input); not read: text"),
+    (["instruction", "response", "history"], "alpaca (instruction, output from response, history)"),
+    (["input", "output"], "prompt_completion (prompt from input, completion from output)"),
+    (["query", "response"], "alpaca (instruction from query, output from response)"),
+    (["prompt", "answer"], "alpaca (instruction from prompt, output from answer)"),
+    (["label", "text"], "text (text); not read: label"),
+    (["content"], "text (text from content)"),
+]
+
+
+@pytest.mark.parametrize(("columns", "wanted"), TABLE)
+def test_the_format_that_columns_speak_for(columns: list[str], wanted: str) -> None:
+    assert detect(columns, {}).describe() == wanted
+
+
+def test_columns_under_other_names() -> None:
+    assert example({"q": "a", "a": "b"}, field_mapping={"prompt": "q", "completion": "a"}) == Completion("a", "b")
+    assert example({"body": "a", "text": "b"}, field_mapping={"text": "body"}) == Text("a")
+
+
+def test_nested_columns_through_dots() -> None:
+    row = {"data": {"question": "a", "answers": {"best": "b"}, "more": "c", "who": "be brief"}, "a.b": "dotted"}
+    mapping = {"instruction": "data.question", "output": "data.answers.best"}
+    assert said(example(row, field_mapping=mapping)) == [("user", "a"), ("assistant", "b")]
+    # Columns that may be left out are reached in the same way.
+    optional = {**mapping, "input": "data.more", "system": "data.who"}
+    assert said(example(row, field_mapping=optional))[:2] == [("system", "be brief"), ("user", "a\nc")]
+    assert said(example(row, field_mapping={**mapping, "input": "data.none"}))[0] == ("user", "a")
+    assert example(row, field_mapping={"text": "a.b"}) == Text("dotted")
+    assert "`data.nothing` is missing" in refused(row, field_mapping={**mapping, "output": "data.nothing"})
+    assert "holds dict, not text" in refused(row, field_mapping={"text": "data"})
+
+
+def test_a_column_without_a_name_is_no_field() -> None:
+    """What pandas writes for its index."""
+    assert said(example({"": "0", "instruction": "a", "output": "b"})) == [("user", "a"), ("assistant", "b")]
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping"),
+    [
+        ({"question": "a", "answer": "b"}, {"prompt": "question", "completion": "answr"}),
+        ({"instruction": "a", "output": "b", "context": "c"}, {"input": "contxt"}),
+        ({"text": "a", "question": "b"}, {"prompt": "question"}),
+    ],
+)
+def test_a_mapping_that_comes_to_nothing_is_an_error(row: dict[str, Any], mapping: dict[str, str]) -> None:
+    refused(row, field_mapping=mapping)
+
+
+def test_labels_are_names_or_whole_numbers(preparing: Preparing, put: Write) -> None:
+    wanted = {"format": "labelled_text"}
+    assert example({"sentence": "a", "label": 1}, **wanted) == Labelled("a", "1")
+    assert example({"text": "a", "labels": "good"}, **wanted) == Labelled("a", "good")
+    for label in (1.5, True, [1]):
+        assert "the label is" in refused({"text": "a", "label": label}, **wanted)
+    assert "`label` is null" in refused({"text": "a", "label": None}, **wanted)
+    rows = [{"text": "one", "label": label} for label in (10, 2, 2, 0)]
+    dataset = preparing.dataset(put("rows.jsonl", lines(rows)), **wanted)
+    # Numbers in the order of numbers.
+    assert dataset.manifest["splits"]["train"]["labels"] == ["0", "2", "10"]
+    split = dataset.all_rows("train")
+    assert split is not None
+    assert split.labels == ["10", "2", "2", "0"]
+    assert split.take(split.source_rows[[3, 0]]).labels == ["0", "10"]
+
+
+# --- templates ------------------------------------------------------------------------------------------------------
+
+
+def filled(row: dict[str, Any], template: str, **mapping: str) -> str:
+    found = example(row, input_template=template, output_template="{out}", field_mapping={"out": "o", **mapping})
+    assert isinstance(found, Completion)
+    return found.prompt
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        ("{a}", "one {b}"),
+        ("{{a}} {a}", "{a} one {b}"),
+        ('{{"k": "{a}"}}', '{"k": "one {b}"}'),
+        ("Q:\\t{a}\\nA:\n", "Q:\tone {b}\nA:\n"),
+        ("{n} {f} {t}", "3 0.5 True"),
+        ("{a}{a}", "one {b}one {b}"),
+        ("{ } {}", "{ } {}"),
+        ("no column", "no column"),
+    ],
+)
+def test_templates(template: str, wanted: str) -> None:
+    assert filled({"a": "one {b}", "n": 3, "f": 0.5, "t": True, "o": "x"}, template) == wanted
+
+
+def test_a_template_is_not_filled_twice() -> None:
+    assert filled({"a": "{o}\\n", "o": "secret"}, "{a}") == "{o}\\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"a": None}, "`a` is null"),
+        ({"b": 1}, "`a` is missing"),
+        ({"a": [1]}, "`a` holds list, which is not text"),
+        ({"a": {"b": 1}}, "`a` holds dict"),
+    ],
+)
+def test_what_a_template_cannot_be_filled_with(row: dict[str, Any], message: str) -> None:
+    assert message in refused({**row, "o": "x"}, input_template="{a}", output_template="{o}")
+
+
+def test_a_template_may_take_nested_columns_by_another_name() -> None:
+    assert filled({"d": {"q": "a"}, "o": "x"}, "{question}?", question="d.q") == "a?"
+
+
+@pytest.mark.parametrize(("name", "row"), [("d.q", {"d": {"q": "a"}}), ("my column", {"my column": "a"})])
+def test_a_placeholder_of_another_form_is_filled_or_refused(name: str, row: dict[str, Any]) -> None:
+    assert filled({**row, "o": "x"}, f"{{{name}}}?") != f"{{{name}}}?"
+
+
+# --- converters -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """A module of the user's with one function, whose body this is."""
+    monkeypatch.syspath_prepend(str(tmp_path / "code"))
+    (tmp_path / "code").mkdir()
+    made = 0
+
+    def write(body: str) -> str:
+        nonlocal made
+        made += 1
+        name = f"own_converter_{tmp_path.name}_{made}".replace("-", "_")
+        (tmp_path / "code" / f"{name}.py").write_text(f"def shape(row):\n    {body}\n", encoding="utf-8")
+        importlib.invalidate_caches()
+        return f"{name}:shape"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ("return {'text': row['a']}", [Text("x")]),
+        ("return None", []),
+        ("return []", []),
+        ("return [{'text': row['a']}, {'prompt': 'p', 'completion': row['a']}]", [Text("x"), Completion("p", "x")]),
+        ("yield {'text': row['a']}\n    yield {'text': 'y'}", [Text("x"), Text("y")]),
+        ("return {'text': row['a'], 'label': 3}", [Labelled("x", "3")]),
+        ("row['text'] = row.pop('a')\n    return row", [Text("x")]),
+    ],
+)
+def test_converters(own: Callable[[str], str], body: str, wanted: list[Any]) -> None:
+    row = {"a": "x"}
+    assert examples(row, converter=own(body)) == wanted
+    assert row == {"a": "x"}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 5", "must return a row"),
+        ("return ''", "must return a row"),
+        ("return 'text'", "must return a row"),
+        ("return [5]", "must return a row"),
+        ("return row['b']", "the converter failed: KeyError: 'b'"),
+        ("yield {'text': row['b']}", "the converter failed: KeyError: 'b'"),
+        ("return {'foo': 1}", "the columns are not those of a format (foo)"),
+        ("return {'text': None}", "`text` is null"),
+    ],
+)
+def test_what_a_converter_may_not_do(own: Callable[[str], str], body: str, message: str) -> None:
+    assert message in refused({"a": "x"}, converter=own(body))
+
+
+def test_a_converter_that_fails_is_named_with_its_row(
+    preparing: Preparing, put: Write, own: Callable[[str], str]
+) -> None:
+    source = put("rows.jsonl", lines([{"a": "one"}, {"a": "two"}, {"b": "three"}, {"a": ""}]))
+    converter = own("return {'text': row['a']} if row['a'] != 'two' else None")
+    error = preparing.refused(source, converter=converter)
+    assert error.where == f"{source}:3"
+    dataset = preparing.dataset(source, converter=converter, on_bad_row="drop")
+    stats = dataset.manifest["splits"]["train"]
+    assert (stats["source_rows"], stats["left_out"], stats["bad_rows"]) == (4, 1, 1)
+    assert preparing.said(dataset.all_rows("train"))[0] == "one"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module_here:shape", "cannot be imported"),
+        ("json:no_such_function", "cannot be imported"),
+        ("json", "package.module:function"),
+        ("json:__doc__", "is not a function"),
+    ],
+)
+def test_a_converter_that_is_not_there(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        examples({}, converter=name)
+
+
+def test_an_edited_converter_gives_another_data_set(
+    preparing: Preparing, put: Write, own: Callable[[str], str]
+) -> None:
+    source = put("rows.jsonl", lines([{"a": "one two"}]))
+    converter = own("return {'text': row['a']}")
+    first = preparing.dataset(source, converter=converter)
+    module = sys.modules[converter.partition(":")[0]]
+    assert module.__file__ is not None
+    path = Path(module.__file__)
+    path.write_text(path.read_text().replace("row['a']", "row['a'].upper()"))
+    importlib.reload(module)
+    second = preparing.dataset(source, converter=converter)
+    assert first.name != second.name
+    assert preparing.said(second.all_rows("train")) == ["ONE TWO"]
+
+
+# --- text and source files ------------------------------------------------------------------------------------------
+
+TEXT = "one\ntwo\n\n\nthree\r\n\r\n  four\n"
+
+
+@pytest.mark.parametrize(
+    ("unit", "wanted"),
+    [
+        ("file", ["one\ntwo\n\n\nthree\n\n  four\n"]),
+        ("paragraph", ["one\ntwo", "three", "  four"]),
+        ("line", ["one", "two", "three", "  four"]),
+    ],
+)
+def test_rows_of_text_files(put: Write, unit: Any, wanted: list[str]) -> None:
+    source = resolve(str(put("a.txt", TEXT)), split="train")
+    assert [row.value["text"] for row in read(source, Reading(text_rows=unit))] == wanted
+
+
+def test_source_files_in_a_directory_are_rows_in_the_order_of_their_paths(preparing: Preparing, put: Write) -> None:
+    for name in ("src/lib.rs", "src/deep/a.rs", "build.py", ".git/config.py", "picture.png", "b/empty.rs"):
+        folder = put(name, "" if "empty" in name else f"code of {name}\n").parent
+    folder = folder.parent
+    rows = list(read(resolve(str(folder), split="train")))
+    assert [row.value["path"] for row in rows] == ["build.py", "src/deep/a.rs", "src/lib.rs"]
+    texts = preparing.texts(folder)
+    assert texts == [f"code of {name}\n" for name in ("build.py", "src/deep/a.rs", "src/lib.rs")]
+
+
+def test_compressed_lines_and_tabs(put: Write) -> None:
+    rows = [{"text": "one\ttwo", "n": 1}, {"text": "three", "n": 2}]
+    packed = put("rows.jsonl.gz", gzip.compress(lines(rows).encode()))
+    assert [row.value for row in read(resolve(str(packed), split="train"))] == rows
+    table = put("rows.tsv", 'text\tn\n"one\ttwo"\t1\nthree, or "four"\t2\n')
+    found = [row.value for row in read(resolve(str(table), split="train"))]
+    assert found == [{"text": "one\ttwo", "n": "1"}, {"text": 'three, or "four"', "n": "2"}]
+
+
+@pytest.mark.parametrize("kind", [pa.ipc.new_file, pa.ipc.new_stream])
+def test_arrow_files_and_streams(tmp_path: Path, kind: Any) -> None:
+    path = tmp_path / "rows.arrow"
+    table = pa.table({"text": [f"row {at}" for at in range(30)]})
+    with kind(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    rows = list(read(resolve(str(path), split="train")))
+    assert [(row.number, row.value["text"]) for row in rows] == [(at + 1, f"row {at}") for at in range(30)]

@@ -1,0 +1,279 @@
+"""Rows held out by ratio and by group, and sources mixed by weight and by count."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from finray.data import pieces
+from finray.data.prepared import Splits
+from finray.data.splits import Chosen, hold_out, mixed, sizes_of_mix
+from finray.errors import DataError, FinrayError
+from tests.support.preparing import Preparing, Write, lines
+from tests.support.preparing import preparing as preparing
+from tests.support.preparing import put as put
+
+_groups = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 6), min_size=1, max_size=80)
+_ratios = st.sampled_from([0.0, 0.001, 0.05, 0.1, 0.25, 0.45])
+_seeds = st.integers(0, 2**63 - 1)
+
+
+def sides(chosen: Chosen) -> list[set[int]]:
+    return [set(side.tolist()) for side in (chosen.train, chosen.eval, chosen.test)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(groups=_groups, eval_ratio=_ratios, test_ratio=_ratios, seed=_seeds)
+def test_held_out_rows(groups: list[int], eval_ratio: float, test_ratio: float, seed: int) -> None:
+    array = np.array(groups, dtype=np.int64)
+    sizes = Counter(groups)
+    asked = [True, eval_ratio > 0, test_ratio > 0]
+    options: dict[str, Any] = {"eval_ratio": eval_ratio, "test_ratio": test_ratio, "seed": seed}
+    if len(sizes) < sum(asked):
+        with pytest.raises(DataError, match="cannot be split"):
+            hold_out(array, **options)
+        return
+    chosen = hold_out(array, **options)
+    train, held, test = found = sides(chosen)
+    # Disjoint and complete, in source order, one row at least.
+    assert sum(map(len, found)) == len(groups)
+    assert train | held | test == set(range(len(groups)))
+    assert [bool(side) for side in found] == asked
+    for side in (chosen.train, chosen.eval, chosen.test):
+        assert side.tolist() == sorted(side.tolist())
+    # A group never straddles, and a share is met within one group.
+    owners = [{groups[row] for row in side} for side in found]
+    assert not owners[0] & owners[1]
+    assert not owners[0] & owners[2]
+    assert not owners[1] & owners[2]
+    largest = max(sizes.values())
+    for side, ratio in ((held, eval_ratio), (test, test_ratio)):
+        if ratio and len(sizes) > 20:
+            assert abs(len(side) - round(len(groups) * ratio)) <= max(largest, 1)
+    again = hold_out(array, **options)
+    assert sides(again) == found
+
+
+@settings(max_examples=200, deadline=None)
+@given(groups=_groups, order=st.randoms(use_true_random=False), seed=_seeds)
+def test_the_side_of_a_group_does_not_depend_on_the_order_of_its_rows(groups: list[int], order: Any, seed: int) -> None:
+    assume(len(set(groups)) > 2)
+
+    def side_of(rows: list[int]) -> dict[int, int]:
+        found = sides(hold_out(np.array(rows, dtype=np.int64), eval_ratio=0.2, test_ratio=0.2, seed=seed))
+        return {rows[at]: number for number, side in enumerate(found) for at in side}
+
+    shuffled = list(groups)
+    order.shuffle(shuffled)
+    assert side_of(shuffled) == side_of(groups)
+
+
+def test_without_groups_the_share_is_exact() -> None:
+    for count in (10, 99, 1000):
+        found = sides(hold_out(np.arange(count), eval_ratio=0.1, test_ratio=0.2, seed=3))
+        assert [len(side) for side in found[1:]] == [round(count * 0.1), round(count * 0.2)]
+
+
+def test_every_row_is_held_out_by_some_seed() -> None:
+    held = [sides(hold_out(np.arange(20), eval_ratio=0.2, test_ratio=0, seed=seed))[1] for seed in range(60)]
+    assert set.union(*held) == set(range(20))
+    assert len({tuple(sorted(side)) for side in held}) > 50
+
+
+# --- through a preparation ------------------------------------------------------------------------------------------
+
+
+def by_user(count: int) -> list[dict[str, Any]]:
+    return [{"text": f"{at} of {at % 7}", "who": {"name": f"user {at % 7}"}} for at in range(count)]
+
+
+def users(preparing: Preparing, split: Any) -> set[str]:
+    return {text.rsplit(" ", 1)[1] for text in preparing.said(split)}
+
+
+@pytest.mark.parametrize("size", [100, 10**6])
+def test_a_group_column_keeps_groups_on_one_side(
+    preparing: Preparing, put: Write, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "PIECE_BYTES", size)
+    source = put("rows.jsonl", lines(by_user(70)))
+    ratios = {"eval_ratio": 0.2, "test_ratio": 0.2}
+    splits = preparing.splits(source, group_by="who.name", **ratios)
+    train, held, test = (users(preparing, one) for one in (splits.train, splits.eval, splits.test))
+    assert len(splits.train) == 50
+    assert (len(train), len(held), len(test)) == (5, 1, 1)
+    assert len(train | held | test) == 7
+    # Negative control: without the column every user is on both sides.
+    mixed_up = preparing.splits(source, **ratios)
+    assert users(preparing, mixed_up.train) & users(preparing, mixed_up.eval)
+    if size == 100:
+        monkeypatch.setattr(pieces, "PIECE_BYTES", 10**6)
+        assert preparing.said(preparing.splits(source, group_by="who.name", **ratios).eval) == preparing.said(
+            splits.eval
+        )
+
+
+@pytest.mark.parametrize(("row", "message"), [({"text": "x"}, "is missing"), ({"text": "x", "who": None}, "is null")])
+def test_a_row_without_a_group_is_bad(preparing: Preparing, put: Write, row: dict[str, Any], message: str) -> None:
+    source = put("rows.jsonl", lines([{"text": "a", "who": 1}, {"text": "b", "who": 2}, row]))
+    options = {"group_by": "who", "eval_ratio": 0.5}
+    error = preparing.refused(source, **options)
+    assert (error.where, message in error.message) == (f"{source}:3", True)
+    splits = preparing.splits(source, on_bad_row="drop", **options)
+    assert len(preparing.said(splits.train)) == len(preparing.said(splits.eval)) == 1
+
+
+def test_pieces_of_a_long_text_stay_on_one_side(preparing: Preparing, put: Write) -> None:
+    source = put("rows.jsonl", lines([{"text": f"{at} " * 200} for at in range(10)]))
+    splits = preparing.splits(source, eval_ratio=0.3)
+    assert splits.eval is not None
+    assert len(splits.eval) > 6
+    assert not set(splits.eval.source_rows.tolist()) & set(splits.train.source_rows.tolist())
+
+
+def test_one_row_cannot_be_held_out(preparing: Preparing, put: Write) -> None:
+    source = put("rows.jsonl", lines([{"text": "a"}]))
+    with pytest.raises(DataError, match="one row cannot be split"):
+        preparing.splits(source, eval_ratio=0.5)
+    two = preparing.splits(put("rows.jsonl", lines([{"text": "a"}, {"text": "b"}])), eval_ratio=0.01)
+    assert len(two.train) == len(two.eval or ()) == 1
+
+
+def test_a_saved_data_set_of_one_split_does_not_evaluate_on_its_training_rows(
+    preparing: Preparing, tmp_path: Any
+) -> None:
+    datasets.Dataset.from_list(by_user(5)).save_to_disk(str(tmp_path / "saved"))
+    preparing.refused(tmp_path / "saved", eval_split="validation")
+
+
+@pytest.mark.parametrize(("train", "held"), [("train", "train[:10%]"), ("train[:60%]", "train[50%:]")])
+def test_slices_that_overlap_do_not_evaluate_on_training_rows(
+    preparing: Preparing, put: Write, train: str, held: str
+) -> None:
+    source = put("rows.jsonl", lines(by_user(20)))
+    preparing.refused(source, train_split=train, eval_split=held)
+
+
+# --- mixes ----------------------------------------------------------------------------------------------------------
+
+_sizes = st.lists(st.integers(1, 500), min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), available=_sizes)
+def test_sizes_of_a_mix(data: Any, available: list[int]) -> None:
+    kinds = data.draw(
+        st.lists(
+            st.tuples(st.floats(0.001, 1000), st.none())
+            | st.tuples(st.none(), st.integers(1, 900))
+            | st.just((None, None)),
+            min_size=len(available),
+            max_size=len(available),
+        )
+    )
+    weights, counts = [weight for weight, _ in kinds], [count for _, count in kinds]
+    wanted = sizes_of_mix(available, weights, counts)
+    weighed = [at for at, weight in enumerate(weights) if weight is not None]
+    total = sum(available[at] for at in weighed)
+    assert sum(wanted[at] for at in weighed) == total
+    for at, (weight, count) in enumerate(kinds):
+        if count is not None:
+            assert wanted[at] == count
+        elif weight is None:
+            assert wanted[at] == available[at]
+        else:
+            assert abs(wanted[at] - total * weight / math.fsum(weights[at] for at in weighed)) < 1.001
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), available=_sizes, seed=_seeds)
+def test_rows_of_a_mix(data: Any, available: list[int], seed: int) -> None:
+    streams = np.repeat(np.arange(len(available)), available)
+    wanted = data.draw(st.lists(st.integers(0, 1200), min_size=len(available), max_size=len(available)))
+    rows = mixed(streams, wanted, seed=seed)
+    assert rows.tolist() == mixed(streams, wanted, seed=seed).tolist()
+    for stream, (count, size) in enumerate(zip(wanted, available, strict=True)):
+        times = Counter(row for row in rows.tolist() if streams[row] == stream)
+        assert sum(times.values()) == count
+        # Each as often as the others, within one.
+        often = [times[row] for row in np.flatnonzero(streams == stream).tolist()]
+        assert len(often) == size
+        assert max(often) - min(often) <= 1
+
+
+def test_another_seed_chooses_other_rows() -> None:
+    streams = np.zeros(100, dtype=np.int64)
+    assert mixed(streams, [10], seed=1).tolist() != mixed(streams, [10], seed=2).tolist()
+
+
+def mix_of(preparing: Preparing, put: Write, *settings: dict[str, Any], **data: Any) -> tuple[Splits, list[int]]:
+    """A mix of 40 and 20 rows; the splits, and training rows of each source."""
+    sources = [put("a.jsonl", lines([{"text": f"a {at}"} for at in range(40)]))]
+    sources.append(put("b.csv", "body,n\n" + "".join(f"b {at},{at}\n" for at in range(20))))
+    mix: list[dict[str, Any]] = [{"source": str(source), **own} for source, own in zip(sources, settings, strict=True)]
+    mix[1]["field_mapping"] = {"text": "body"}
+    splits = preparing.splits(mix=mix, **data)
+    counted = Counter(text[0] for text in preparing.said(splits.train))
+    return splits, [counted["a"], counted["b"]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        (({}, {}), [40, 20]),
+        (({"weight": 1}, {"weight": 1}), [30, 30]),
+        (({"weight": 9}, {"weight": 1}), [54, 6]),
+        (({"count": 10}, {"count": 45}), [10, 45]),
+        (({"count": 10}, {}), [10, 20]),
+        (({"count": 7}, {"weight": 3}), [7, 20]),
+    ],
+)
+def test_two_sources_are_mixed_by_weight_and_count(
+    preparing: Preparing, put: Write, settings: tuple[dict[str, Any], ...], wanted: list[int]
+) -> None:
+    splits, found = mix_of(preparing, put, *settings)
+    assert found == wanted
+    again, _ = mix_of(preparing, put, *settings)
+    assert preparing.said(again.train) == preparing.said(splits.train)
+    times = Counter(preparing.said(splits.train))
+    for letter, size, count in (("a", 40, wanted[0]), ("b", 20, wanted[1])):
+        often = [times[f"{letter} {at}"] for at in range(size)]
+        assert (min(often), max(often)) == (count // size, -(-count // size))
+
+
+def test_rows_are_held_out_before_they_are_mixed(preparing: Preparing, put: Write) -> None:
+    splits, found = mix_of(preparing, put, {"weight": 1}, {"weight": 1}, eval_ratio=0.25)
+    assert found == [22, 23] or found == [23, 22]
+    held = preparing.said(splits.eval)
+    assert len(set(held)) == len(held) == 15
+    assert not set(held) & set(preparing.said(splits.train))
+
+
+def test_another_weight_needs_no_new_tokens_but_other_rows_do(preparing: Preparing, put: Write) -> None:
+    first, second = (put(f"{name}.jsonl", lines([{"text": name}] * 3)) for name in "ab")
+
+    def name(weight: float, **own: Any) -> str:
+        mix = [{"source": str(first), "weight": weight}, {"source": str(second), "weight": 1, **own}]
+        return preparing.dataset(mix=mix).name
+
+    assert name(1) == name(5)
+    assert name(1) != name(1, split="train[:2]")
+
+
+@pytest.mark.parametrize("own", [{"input_template": "{text}"}, {"field_mapping": {"txet": "body"}}])
+def test_a_source_of_a_mix_is_checked_as_the_data_section_is(
+    preparing: Preparing, put: Write, own: dict[str, Any]
+) -> None:
+    source = put("a.jsonl", lines([{"text": "one", "body": "two"}]))
+    try:
+        preparing.dataset(mix=[{"source": str(source), **own}])
+    except FinrayError:
+        return
+    raise AssertionError("was taken")

@@ -1,0 +1,102 @@
+"""Blueprints: the counts of a run's header, and the shapes of every family, from a configuration alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.errors import ModelError
+from finray.models.blueprint import Blueprint, build_blueprint, build_meta_model
+from finray.models.causal_lm import CausalLM
+from tests.support import tiny
+
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, Path]:
+    found = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in found.items():
+        tiny.save_model(family, folder, tokenizer)
+    return found
+
+
+def blueprint(folder: Path, **fields: Any) -> Blueprint:
+    return build_blueprint(ModelConfig(name=str(folder)), AdapterConfig(**fields))
+
+
+def header_counts(folder: Path, **fields: Any) -> tuple[int, int]:
+    """(trainable, all) as training counts them, on real weights."""
+    model = ModelConfig(name=str(folder))
+    task = CausalLM.build(model, AdapterConfig(**fields), precision="fp32", seed=1, device=torch.device("cpu"))
+    return task.parameter_counts()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "adapter",
+    [{"rank": 5}, {"rank": 3, "target_modules": r".*\.1\..*(q_proj|c_attn)"}, {"method": "none"}],
+    ids=["all-linear", "expression", "full"],
+)
+def test_counts_are_those_of_the_header(folders: dict[str, Path], family: str, adapter: dict[str, Any]) -> None:
+    drawn = blueprint(folders[family], **adapter)
+    assert (drawn.trainable, drawn.parameters) == header_counts(folders[family], **adapter)
+
+
+def test_another_rank_would_be_seen(folders: dict[str, Path]) -> None:
+    assert blueprint(folders["llama"], rank=6).trainable != header_counts(folders["llama"], rank=5)[0]
+
+
+def test_no_weights_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copy(folders["llama"] / "config.json", tmp_path)
+    assert blueprint(tmp_path, rank=4) == blueprint(folders["llama"], rank=4)
+    assert {tensor.device.type for tensor in build_meta_model(ModelConfig(name=str(tmp_path))).parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_has_one_block_of_each_kind(folders: dict[str, Path], family: str) -> None:
+    drawn = blueprint(folders[family], rank=4)
+    layers = {kind: sum(block.count for block in drawn.blocks if block.kind == kind) for kind in ("attention", "mlp")}
+    assert layers == {"attention": 2, "mlp": 2}
+    assert drawn.unknown == ()
+    assert all(linear.adapted for block in drawn.blocks for linear in block.linears)
+    # By hand: four query heads of width 16 everywhere; two key heads, but GPT-2 has as many as queries.
+    attention = next(block for block in drawn.blocks if block.kind == "attention")
+    assert attention.query == 64
+    assert attention.opened == (192 if family == "gpt2" else 64 + 2 * 32)
+    assert drawn.learned_positions == (family == "gpt2")
+
+
+def test_a_block_that_is_not_understood_would_be_seen(folders: dict[str, Path]) -> None:
+    from finray.models.blueprint import draw_blueprint
+
+    model = build_meta_model(ModelConfig(name=str(folders["llama"])))
+    model.model.layers[0].mlp.strange = torch.nn.Conv2d(1, 1, 1, device="meta")
+    assert draw_blueprint(model, AdapterConfig(rank=4)).unknown == ("Conv2d",)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_can_be_thought_of(folders: dict[str, Path], family: str) -> None:
+    imagined = blueprint(folders[family], method="none").with_lora(7)
+    assert imagined == blueprint(folders[family], rank=7)
+
+
+def test_layers_add_up_to_the_model(folders: dict[str, Path]) -> None:
+    drawn = blueprint(folders["llama"], rank=4)
+    assert drawn.base == 2 * drawn.layer + drawn.embedding + drawn.hidden + (0 if drawn.tied else drawn.head)
+
+
+def test_targets_that_match_nothing_are_an_error(folders: dict[str, Path]) -> None:
+    with pytest.raises(ModelError, match="q_proj"):
+        blueprint(folders["llama"], target_modules=["query"])
+
+
+def test_a_configuration_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelError, match="configuration cannot be loaded"):
+        blueprint(tmp_path)

@@ -1,0 +1,67 @@
+"""The smallest change that makes a run fit."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finray.training.fitting import Choice, smallest_change
+
+NOW = Choice(micro_batch_size=8, gradient_checkpointing=False, precision="fp32", max_length=2048, adapter="none")
+
+
+def size(choice: Choice) -> float:
+    """A memory of our own making: what matters is that every change lessens it."""
+    activations = choice.micro_batch_size * choice.max_length * (0.2 if choice.gradient_checkpointing else 1.0)
+    return activations * (0.5 if choice.precision == "bf16" else 1.0) + (1000 if choice.adapter == "lora" else 20_000)
+
+
+def change(limit: float, longest: int = 2048) -> tuple[str, ...] | None:
+    found = smallest_change(NOW, lambda choice: size(choice) <= limit, longest=longest)
+    return None if found is None else found.overrides_from(NOW)
+
+
+def test_nothing_is_changed_where_nothing_has_to_be() -> None:
+    assert change(1e9) == ()
+
+
+def test_the_micro_batch_is_the_first_to_shrink_and_no_more_than_needed() -> None:
+    assert change(20_000 + 8192) == ("train.micro_batch_size=4",)
+    assert change(20_000 + 4096) == ("train.micro_batch_size=2",)
+
+
+def test_then_time_then_rounding_and_an_adapter_last() -> None:
+    assert change(20_000 + 2000) == ("train.micro_batch_size=4", "train.gradient_checkpointing=true")
+    assert change(20_000 + 300) == (
+        "train.micro_batch_size=1",
+        "train.gradient_checkpointing=true",
+        "train.precision=bf16",
+    )
+    assert change(17_385) == ("adapter.method=lora",)
+    assert change(10) is None
+
+
+def test_packs_shrink_without_cost_as_far_as_the_longest_row() -> None:
+    limit = 20_000 + 120
+    assert "data.max_length=1024" in (change(limit, longest=900) or ())
+    assert "data.max_length=1024" in (change(limit, longest=2048) or ())
+
+
+@given(st.integers(1001, 40_000), st.sampled_from([100, 2048]))
+def test_no_change_of_those_proposed_is_needless(limit: int, longest: int) -> None:
+    found = smallest_change(NOW, lambda choice: size(choice) <= limit, longest=longest)
+    if found is None:
+        return
+    assert size(found) <= limit
+    changed = [field.name for field in fields(NOW) if getattr(found, field.name) != getattr(NOW, field.name)]
+    for name in changed:
+        values = {field.name: getattr(found, field.name) for field in fields(NOW)} | {name: getattr(NOW, name)}
+        assert size(Choice(**values)) > limit
+
+
+def test_a_search_that_takes_the_last_choice_would_be_seen() -> None:
+    needless = Choice(1, True, "bf16", 128, "lora")
+    assert size(needless) <= 28_192
+    assert needless.overrides_from(NOW) != change(28_192)
