@@ -1,4 +1,4 @@
-"""`finray cache` and `finray prepare --export-jsonl` as a user meets them: no good dataset is lost, no bad one passes."""
+"""`finray cache` and `finray prepare --export-jsonl` as users meet them: no good dataset is lost, no bad one passes."""
 
 from __future__ import annotations
 

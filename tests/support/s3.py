@@ -22,8 +22,10 @@ KEY = "AKIAFINRAYTESTS00001"
 SECRET = "tests-secret-2f8b1c0e9d7a4b6f"
 REGION = "us-east-1"
 
+# Ends with whoever started it, however that ended.
 _SERVE = """
-import sys
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 app = DomainDispatcherApplication(create_backend_app)
@@ -128,6 +130,7 @@ def serve(listening: socket.socket, log: Path) -> Iterator[Server]:
     with log.open("wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-c", _SERVE, str(port), str(listening.fileno())],
+            stdin=subprocess.PIPE,
             stdout=stream,
             stderr=stream,
             pass_fds=(listening.fileno(),),
@@ -138,7 +141,7 @@ def serve(listening: socket.socket, log: Path) -> Iterator[Server]:
             yield Server(f"http://127.0.0.1:{port}", log)
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def _wait(port: int, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -60,7 +60,9 @@ class PartWriter:
         done = self._folder.read(note)
         if done is not None:
             finished: dict[str, Any] = json.loads(done)
-            return finished
+            # What an interrupted preparation left may have been cut in another way.
+            if finished.get("cut") == _cut(part):
+                return finished
         try:
             return self._write(part, note)
         except OSError as error:
@@ -95,6 +97,7 @@ class PartWriter:
             "longest": writer.longest,
             "labels": sorted(writer.labels),
             "files": files,
+            "cut": _cut(part),
             "pieces": [
                 {"file": part.stream.source.short(piece.file), "first": piece.first, "rows": rows}
                 for piece, rows in zip(part.pieces, passed, strict=True)
@@ -156,6 +159,14 @@ class PartWriter:
                 except DataError as error:
                     message = error.message if error.where is None else f"{error.message} ({error.where})"
                     self._refuse(part, one[0], BadRow(one[0].number, message, error.repair), bad)
+
+
+def _cut(part: Part) -> list[list[Any]]:
+    """Which ranges of which files a part is made of, as JSON types."""
+    return [
+        [part.stream.source.short(piece.file), piece.start, piece.stop, list(piece.keep) if piece.keep else None]
+        for piece in part.pieces
+    ]
 
 
 def _keep(writer: RowWriter, counts: dict[str, int], place: _Place, group: Any, encoded: Encoded) -> None:

@@ -141,7 +141,9 @@ def _good(piece: Piece, source: Source, reading: Reading) -> Iterator[Row]:
 def _pieces(file: str, length: int, target: int) -> Iterator[tuple[Piece, int]]:
     """Pieces of a file, each with about how many bytes it is."""
     kind = kind_of(file)
-    if kind == "lines" and not is_compressed(file) and length > target:
+    # Servers of plain HTTP need not know how to begin in the middle.
+    whole = is_compressed(file) or file.startswith(("http://", "https://"))
+    if kind == "lines" and not whole and length > target:
         count = -(-length // target)
         for index in range(count):
             stop = (index + 1) * target if index + 1 < count else None

@@ -218,9 +218,9 @@ def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
     """
     parts: list[Part] = []
     for stream in streams:
-        pieces = plan_parts(stream.source, settings.reading)
-        row_format = stream.choice.decide(first_columns(stream, pieces, settings))
-        parts += [Part(stream, number, part, row_format) for number, part in enumerate(pieces)]
+        cut = plan_parts(stream.source, settings.reading)
+        row_format = stream.choice.decide(first_columns(stream, cut, settings))
+        parts += [Part(stream, number, part, row_format) for number, part in enumerate(cut)]
     return parts
 
 

@@ -96,7 +96,9 @@ class PreparedSplit:
         self._parts = [_Part(files, f"{stream['name']}/{part['tokens']['name']}") for _, stream, part in parts]
         counts = [part["rows"] for part in self._entries]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        self._index = _Index([files.path(f"{stream['name']}/{part['index']['name']}") for _, stream, part in parts])
+        indices_of = [f"{stream['name']}/{part['index']['name']}" for _, stream, part in parts]
+        files.ahead(indices_of)
+        self._index = _Index([files.path(name) for name in indices_of])
         before = np.concatenate([[0], np.cumsum([part["source_rows"] for part in self._entries], dtype=np.int64)])
         everything = np.arange(self._starts[-1])
         self._indices: IntArray = everything if indices is None else indices
@@ -218,7 +220,7 @@ class PreparedDataset:
         try:
             self.manifest: dict[str, Any] = json.loads(content or b"")
             sizes = dict(self._expected_sizes())
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise DataError(
                 "not a prepared data set", where=str(location), repair="run `finray prepare` again"
             ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -149,8 +150,8 @@ def is_compressed(name: str) -> bool:
 
 
 def file_suffix(name: str) -> str:
-    """The suffix that says the format: `.jsonl` of `rows.jsonl.gz`."""
-    path = PurePosixPath(name)
+    """The suffix that says the format: `.jsonl` of `rows.jsonl.gz`, and of a URL whatever follows `?`."""
+    path = PurePosixPath(name.split("?")[0] if name.startswith(("http://", "https://")) else name)
     return (PurePosixPath(path.stem) if path.suffix.lower() in COMPRESSION else path).suffix.lower()
 
 
@@ -231,7 +232,8 @@ class DigestCache:
             os.replace(scratch, self._path)
         except OSError:
             # Only a convenience: without it the file is read again next time.
-            scratch.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                scratch.unlink()
 
 
 def find(url: str) -> list[str]:
@@ -240,6 +242,9 @@ def find(url: str) -> list[str]:
     Raises:
         DataError: the storage cannot be reached.
     """
+    if url.startswith(("http://", "https://")):
+        # No directories there, and `?` is no pattern.
+        return [url]
     fs, path = filesystem(url)
     try:
         # What was there a while ago is not asked for here; a source that changed must be seen.

@@ -76,25 +76,40 @@ def plan_model(config: Config, found: Findings, *, environ: Mapping[str, str] = 
         model = build_meta_model(config.model)
         tokenizer = load_tokenizer(config.model)
     except FinrayError as error:
-        found.problem(_explained(error, config, environ))
+        found.problem(explained(error, config, environ))
         return None
-    names = [name for name, _ in model.named_modules() if name]
-    stop = _stop_ids(model)
-    with found.collecting():
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    check_tokens(tokenizer, rows, _stop_ids(model), found)
+    stored = _stored(config)
+    try:
+        blueprint = _drawn(config, model, found)
+    except FinrayError as error:
+        found.problem(error)
+        return None
+    if blueprint.unknown:
+        found.warn(
+            f"what {', '.join(blueprint.unknown)} keep for the backward pass is not counted: memory may be more",
+            "model.name",
+        )
+    _compare_counts(blueprint, stored, found)
+    return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored)
+
+
+def _drawn(config: Config, model: Any, found: Findings) -> Blueprint:
+    """The blueprint; targets that match nothing are a problem, and an error where none is left that matches."""
+    names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
+    try:
         check_targets(config, names)
-    with found.collecting():
-        blueprint = draw_blueprint(model, config.adapter)
-        check_tokens(tokenizer, blueprint.vocabulary, stop, found)
-        if blueprint.unknown:
-            found.warn(
-                f"what {', '.join(blueprint.unknown)} keep for the backward pass is not counted: memory is estimated "
-                "too low",
-                "model.name",
-            )
-        stored = _stored(config)
-        _compare_counts(blueprint, stored, found)
-        return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored)
-    return None
+    except FinrayError as error:
+        if not isinstance(config.adapter.target_modules, list):
+            raise
+        found.problem(error)
+        try:
+            return draw_blueprint(model, config.adapter)
+        except FinrayError:
+            # PEFT says again that nothing matches.
+            raise error from None
+    return draw_blueprint(model, config.adapter)
 
 
 def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> None:
@@ -209,7 +224,7 @@ def _stop_ids(model: Any) -> set[int]:
     return {one for value in values for one in (value if isinstance(value, list) else [value]) if one is not None}
 
 
-def _explained(error: FinrayError, config: Config, environ: Mapping[str, str]) -> FinrayError:
+def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) -> FinrayError:
     """A model on the Hub that cannot be had: whether a token is missing, or the Hub."""
     if Path(config.model.name).exists():
         return error

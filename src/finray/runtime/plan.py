@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from finray.config.schema import Config
 from finray.data.order import total_steps
-from finray.errors import FinrayError
+from finray.errors import DataError, FinrayError
 from finray.models.loading import cpu_has_bf16
 from finray.runtime import cluster as clusters
 from finray.runtime.checks import quick_problems
@@ -175,7 +175,7 @@ def make_plan(
         gpu: name of the GPUs that workers will have (see :data:`finray.runtime.devices.GPUS`); None takes those of
             the cluster, or of this machine.
         examine: looks at the data.
-        environ: environment variables, where tokens are.
+        environ: environment variables, where tokens and the address of Ray are.
 
     Raises:
         ConfigError: no GPU has that name.
@@ -185,29 +185,39 @@ def make_plan(
     found = Findings()
     found.problem(*quick_problems(config))
     model = plan_model(config, found, environ=environ)
-    report = examine(config)
-    data = _data(config, report, found)
+    report = _examined(config, examine, found)
+    if report is not None:
+        # Without its model the data cannot be tokenised; that has been said.
+        where = f"model.name={config.model.name}"
+        found.problem(*(one for one in report.problems if model is not None or one.where != where))
+    data = None if report is None or report.problems else _data(config, report, found)
     if model is not None:
         longest = data.longest if data is not None and data.complete else None
         check_context(model.blueprint, max_length=config.data.max_length, longest=longest, found=found)
-    placement, device = _place(config, named, found)
+    placement, device = _place(config, named, found, environ)
     memory = None
     if model is not None and device is not None:
-        rows = Rows() if data is None else _rows(data, report.lengths)
+        rows = Rows() if data is None or report is None else _rows(data, report.lengths)
         memory = plan_memory(config, model.blueprint, model.stored, device, rows, found)
     return Plan(found.problems, found.warnings, None if model is None else model.plan, data, placement, memory)
+
+
+def _examined(config: Config, examine: Examine, found: Findings) -> DataReport | None:
+    """The report on the data; None where not even a report could be made (of a disk that is full, say)."""
+    try:
+        return examine(config)
+    except OSError as error:
+        found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
+        return None
 
 
 def _rows(data: DataPlan, lengths: Sequence[int]) -> Rows:
     return Rows(lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
 
 
-def _data(config: Config, report: DataReport, found: Findings) -> DataPlan | None:
-    found.problem(*report.problems)
+def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
     for text in report.warnings:
         found.warn(text, "data")
-    if report.problems:
-        return None
     train = config.train
     steps, items = total_steps(
         max(1, report.packs), epochs=train.epochs, max_steps=train.max_steps, global_batch_size=train.global_batch_size
@@ -244,9 +254,11 @@ def _data(config: Config, report: DataReport, found: Findings) -> DataPlan | Non
 # --- where it runs --------------------------------------------------------------------------------------------------
 
 
-def _place(config: Config, named: Gpu | None, found: Findings) -> tuple[PlacementPlan | None, Device | None]:
+def _place(
+    config: Config, named: Gpu | None, found: Findings, environ: Mapping[str, str]
+) -> tuple[PlacementPlan | None, Device | None]:
     """Whether the workers can be placed, and what one of them runs on."""
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    address = config.cluster.address or environ.get("RAY_ADDRESS") or None
     device = None if named is None else Device("cuda", named.name, named.memory, named.bf16)
     if named is not None and address is None:
         # GPUs that are named are those of another machine, about which nothing else is known.

@@ -82,8 +82,11 @@ class Planned:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is there already."""
-        return self.target.read(MANIFEST) is not None
+        """Whether it is there already, with a manifest that can be read."""
+        try:
+            return bool(json.loads(self.target.read(MANIFEST) or b"{}").get("fingerprint") == self.name)
+        except (ValueError, AttributeError):
+            return False
 
 
 def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
@@ -305,7 +308,9 @@ def _finish(planned: Planned, config: Config, results: list[dict[str, Any]]) -> 
             scratch.write(MANIFEST, content)
             for path in Path(scratch.root).rglob(".*"):
                 # Left by a writer that was killed.
-                path.unlink()
+                path.unlink(missing_ok=True)
+            # What carries the name without being whole.
+            planned.target.delete()
             Path(scratch.root).rename(planned.target.root)
         else:
             scratch.write(MANIFEST, content)
@@ -403,5 +408,5 @@ def warning_lines(split: str, stats: dict[str, Any]) -> list[str]:
     return [
         f"warning: {split}: {stats[key]:,} of {stats['source_rows']:,} rows {text}"
         for key, text in _WARNINGS
-        if stats[key]
+        if stats.get(key)
     ]

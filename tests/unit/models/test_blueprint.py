@@ -100,3 +100,24 @@ def test_a_configuration_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ModelError, match="configuration cannot be loaded"):
         blueprint(tmp_path)
+
+
+def test_a_gguf_file_is_known_by_its_header(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    writer.add_vocab_size(384)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    drawn = blueprint(tmp_path / "model.gguf", rank=4)
+    assert (drawn.context, drawn.vocabulary, drawn.layers, drawn.heads) == (512, 384, 2, 4)
+    # By hand: queries and outputs, keys and values, feed-forward, two norms.
+    assert drawn.layer == 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64

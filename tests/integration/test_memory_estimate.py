@@ -1,0 +1,42 @@
+"""The estimate of a worker's memory, beside the measured peak of real runs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+# Quick ones of the benchmark's cases: all weights of a small model, two workers, and an adapter on the real one.
+CASES = ["two-layers-full-no-cache", "two-layers-full-2-workers", "smollm2-lora-checkpointing"]
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the process and its heap are Linux's")
+
+
+@cache
+def measured(case: str, model: Path) -> dict[str, Any]:
+    """A case of the benchmark: estimate, measurement, and the parts of the estimate, in bytes."""
+    command = [sys.executable, str(SCRIPT), "--only", case, "--json", "--model", str(model)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.stdout, done.stderr
+    (result,) = json.loads(done.stdout.strip().splitlines()[-1])
+    assert result["name"] == case
+    return dict(result)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_estimate_is_within_15_percent(case: str, smollm2_dir: Path) -> None:
+    assert abs(measured(case, smollm2_dir)["ratio"] - 1) <= 0.15
+
+
+def test_state_that_is_forgotten_would_be_seen(smollm2_dir: Path) -> None:
+    result = measured("two-layers-full-2-workers", smollm2_dir)
+    without = result["estimate"] - result["parts"]["optimizer"] - result["parts"]["gradients"]
+    assert without / result["measured"] < 0.85

@@ -1,0 +1,94 @@
+"""The quick checks: extras, the output directory, stored weights; all of them at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.config.schema import Config
+from finray.errors import ConfigError, ModelError
+from finray.runtime.checks import check_extras, check_output, check_stored_model, quick_problems, require_startable
+from tests.support import runs, tiny
+
+
+@pytest.fixture
+def plain(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    return runs.settings(tiny_model_dir, tiny.write_chat_rows(tmp_path, 4), tmp_path / "deep" / "out")
+
+
+def with_fields(plain: dict[str, Any], **sections: dict[str, Any]) -> Config:
+    return runs.config_of({name: {**plain.get(name, {}), **sections.get(name, {})} for name in {**plain, **sections}})
+
+
+def test_extras_are_named_in_one_line(plain: dict[str, Any]) -> None:
+    config = with_fields(plain, model={"name": "a.gguf"}, prepare={"dir": "s3://bucket/prepared"})
+    with pytest.raises(ConfigError) as caught:
+        check_extras(config, installed=lambda package: False)
+    assert caught.value.repair == "pip install 'finray[gguf,s3]'"
+    assert caught.value.where == "model.name, prepare.dir"
+    check_extras(config, installed=lambda package: True)
+    check_extras(with_fields(plain), installed=lambda package: False)
+
+
+def test_the_output_directory_is_tried_and_left_as_it_was(plain: dict[str, Any], tmp_path: Path) -> None:
+    config = with_fields(plain)
+    before = sorted(tmp_path.rglob("*"))
+    check_output(config)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "deep" / "out").mkdir(parents=True)
+    check_output(config)
+    assert list((tmp_path / "deep" / "out").iterdir()) == []
+
+
+def test_an_output_directory_below_a_file(plain: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "deep").write_text("a file", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_output(with_fields(plain))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_directory_without_permission(plain: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir(mode=0o500)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_output(with_fields(plain))
+
+
+def test_target_modules_of_a_list(plain: dict[str, Any]) -> None:
+    check_stored_model(with_fields(plain, adapter={"target_modules": ["q_proj", "lm_head"]}))
+    with pytest.raises(ModelError, match="`kproj` \\(did you mean `k_proj`\\?\\)"):
+        check_stored_model(with_fields(plain, adapter={"target_modules": ["q_proj", "kproj"]}))
+    # Without an adapter they mean nothing.
+    check_stored_model(with_fields(plain, adapter={"method": "none", "target_modules": ["kproj"]}))
+
+
+def test_all_problems_at_once(plain: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "deep").write_text("a file", encoding="utf-8")
+    config = with_fields(plain, adapter={"target_modules": ["nothing"]}, data={"source": str(tmp_path / "no.jsonl")})
+    assert len(quick_problems(config)) == 3
+    with pytest.raises(ConfigError) as caught:
+        require_startable(config)
+    assert "3 problems" in str(caught.value)
+    assert "no.jsonl" in str(caught.value)
+    assert "nothing" in str(caught.value)
+
+
+def test_one_problem_is_itself(plain: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="matches no module"):
+        require_startable(with_fields(plain, adapter={"target_modules": ["nothing"]}))
+    require_startable(with_fields(plain))
+
+
+def test_transformers_is_not_imported(plain: dict[str, Any], tmp_path: Path) -> None:
+    config = runs.write_config(plain, tmp_path / "run.yaml")
+    program = (
+        "import sys; from finray.config.load import load_config; from finray.runtime.checks import require_startable\n"
+        f"require_startable(load_config({str(config)!r}))\n"
+        "print([name for name in ('transformers', 'peft', 'ray') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,204 @@
+"""`finray plan` without its printing: every problem at once, and what is known of memory and placement."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.config.schema import Config
+from finray.errors import ClusterError, ConfigError, DataError, FinrayError
+from finray.runtime import plan as planning
+from finray.runtime.plan import Plan, make_plan
+from tests.support import runs, tiny
+
+
+@dataclass
+class Report:
+    """What an examination of the data would say."""
+
+    problems: list[FinrayError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    rows: int = 100
+    tokens: int = 4000
+    supervised: int = 1000
+    packs: int = 80
+    longest: int = 60
+    lengths: list[int] = field(default_factory=lambda: [20, 40, 60])
+    complete: bool = True
+    seconds: float = 0.5
+
+
+Planner = Callable[..., Plan]
+
+
+@pytest.fixture
+def plan(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planner:
+    """A plan of a tiny run on a machine of four CPUs, 8 GiB and no GPU."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(planning, "local_gpus", lambda: [])
+    monkeypatch.setattr(planning, "machine_cpus", lambda: 4)
+    monkeypatch.setattr(planning, "machine_memory", lambda: 8 * 2**30)
+    rows = tiny.write_chat_rows(tmp_path, 12)
+
+    def make(
+        report: Report | None = None, *, gpu: str | None = None, model: Path | None = None, **sections: Any
+    ) -> Plan:
+        plain = runs.settings(model or tiny_model_dir, rows, tmp_path / "out", **sections)
+        return make_plan(runs.config_of(plain), gpu=gpu, examine=lambda config: report or Report(), environ={})
+
+    return make
+
+
+def texts(found: Plan) -> str:
+    return "\n".join(f"{one.where}: {one.message} | {one.repair}" for one in found.problems)
+
+
+def test_a_run_that_would_start(plan: Planner, tmp_path: Path) -> None:
+    found = plan(train={"max_steps": None, "epochs": 3, "global_batch_size": 8})
+    assert found.starts, texts(found)
+    assert found.model is not None
+    assert found.model.adapter == found.model.trainable > 0
+    assert found.data is not None
+    assert (found.data.steps, found.data.epochs, found.data.seen_tokens) == (30, 3.0, 12_000)
+    assert found.placement is not None
+    assert (found.placement.workers, found.placement.use_gpu) == (1, False)
+    assert found.memory is not None
+    assert found.memory.fits
+    assert sum(found.memory.parts.values()) == found.memory.total
+    assert not (tmp_path / "out").exists()
+    assert json.loads(json.dumps(found.plain()))["starts"] is True
+
+
+def test_problems_of_every_part_are_listed_at_once(plan: Planner, tmp_path: Path) -> None:
+    (tmp_path / "blocked").write_text("a file", encoding="utf-8")
+    found = plan(
+        Report(problems=[DataError("a row is bad", where="rows.jsonl:3")]),
+        run={"output_dir": str(tmp_path / "blocked" / "runs")},
+        adapter={"target_modules": ["q_proj", "v_prj"]},
+        cluster={"num_workers": 9},
+    )
+    listed = texts(found)
+    assert not found.starts
+    assert len(found.problems) == 4, listed
+    assert "rows.jsonl:3: a row is bad" in listed
+    assert "run.output_dir" in listed
+    assert "`v_prj` (did you mean `v_proj`?)" in listed
+    assert "`q_proj`" not in listed
+    assert "room for" in listed
+
+
+def test_targets_that_all_match_are_no_problem(plan: Planner) -> None:
+    assert plan(adapter={"target_modules": ["q_proj", "self_attn.v_proj", "lm_head"]}).starts
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"), [(r".*\.(q_proj|v_proj)", ""), ("q_proj", "matches no module"), ("(", "not a regular")]
+)
+def test_regular_expressions_match_whole_names(plan: Planner, pattern: str, message: str) -> None:
+    found = plan(adapter={"target_modules": pattern})
+    assert found.starts == (not message), texts(found)
+    assert message in texts(found)
+
+
+def test_a_gpu_that_is_too_small_and_the_smallest_change(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = {"max_length": 4096, "packing": True}
+    report = Report(lengths=[4000] * 200, longest=4000, tokens=800_000)
+    settings = {"precision": "fp32", "micro_batch_size": 64, "global_batch_size": 64}
+    fits = plan(report, gpu="h200-141gb", data=large, train=settings)
+    assert fits.starts, texts(fits)
+    assert fits.memory is not None
+    assert fits.placement is None
+    monkeypatch.setitem(planning.__dict__, "gpu_named", lambda name: small(int(fits.memory.total * 0.7)))  # type: ignore[union-attr]
+    found = plan(report, gpu="small", data=large, train=settings)
+    assert found.memory is not None
+    assert found.memory.fits is False
+    assert found.memory.changes == ("train.micro_batch_size=32",)
+    assert "train.micro_batch_size=32" in texts(found)
+    changed = plan(report, gpu="small", data=large, train={**settings, "micro_batch_size": 32})
+    assert changed.starts, texts(changed)
+
+
+def small(memory: int) -> Any:
+    from finray.runtime.devices import Gpu
+
+    return Gpu("small", memory)
+
+
+def test_unknown_gpus_are_named(plan: Planner) -> None:
+    with pytest.raises(ConfigError, match="h100-80gb"):
+        plan(gpu="h100")
+
+
+def test_a_machine_with_too_little_memory(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "machine_memory", lambda: 2**30 + 200 * 2**20)
+    found = plan()
+    assert "a worker needs about" in texts(found)
+    assert "the machine has 0.2 GiB for each" in texts(found)
+
+
+def test_workers_share_the_memory_of_a_node(plan: Planner) -> None:
+    alone, pair = plan(), plan(cluster={"num_workers": 2})
+    assert alone.memory is not None
+    assert pair.memory is not None
+    assert pair.memory.available == (alone.memory.available or 0) // 2
+
+
+def test_a_cluster_is_asked_for_its_nodes_and_gpus(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [{"CPU": 16.0, "GPU": 4.0, "memory": 2.0**36, "accelerator_type:H100": 1.0}] * 2
+    monkeypatch.setattr(planning, "ask_cluster", lambda config: nodes)
+    found = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 8})
+    assert found.starts, texts(found)
+    assert found.placement is not None
+    assert (found.placement.nodes, found.placement.gpus, found.placement.use_gpu) == (2, 8, True)
+    assert found.memory is not None
+    assert found.memory.device == "h100-80gb"
+    assert any("must be the same on all of them" in one.message for one in found.warnings)
+    unknown = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 2})
+    nodes[:] = [{"CPU": 4.0, "GPU": 2.0}]
+    unknown = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 2})
+    assert unknown.memory is not None
+    assert unknown.memory.fits is None
+    assert any("--gpu" in one.message for one in unknown.warnings)
+
+
+def test_a_cluster_that_cannot_be_reached(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(config: Config) -> Any:
+        raise ClusterError("Ray cannot be reached", where="cluster.address=10.0.0.1:1")
+
+    monkeypatch.setattr(planning, "ask_cluster", refuse)
+    assert "cluster.address=10.0.0.1:1" in texts(plan(cluster={"address": "10.0.0.1:1"}))
+
+
+def test_batches_that_leave_workers_without_work(plan: Planner) -> None:
+    found = plan(cluster={"num_workers": 3}, train={"global_batch_size": 2})
+    assert any("2 micro-batches for 3 workers" in one.message for one in found.warnings)
+    assert not plan(cluster={"num_workers": 2}, train={"global_batch_size": 2}).warnings
+
+
+def test_a_model_that_does_not_exist_is_said_once(plan: Planner, tmp_path: Path) -> None:
+    found = plan(model=tmp_path / "nothing" / "here")
+    assert [one.message for one in found.problems].count("the model does not exist") == 1
+    assert found.model is None
+    assert found.memory is None
+    assert found.data is not None
+
+
+def test_files_that_lack_weights(plan: Planner, tiny_model_dir: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model_dir, copy)
+    assert plan(model=copy).starts
+    tensors = load_file(copy / "model.safetensors")
+    tensors.pop(next(name for name in tensors if "down_proj" in name))
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    assert "would be random" in texts(plan(model=copy))
+    (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-10])
+    assert "damaged" in texts(plan(model=copy))
