@@ -155,7 +155,7 @@ def build_task(shape: Shape, device: torch.device, *, seed: int, checkpointing: 
 
     quiet()
     attention.register()
-    name = choose_attention(ModelConfig(name="random"), device)
+    name = choose_attention(ModelConfig(name="random"), device, precision="bf16")
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(

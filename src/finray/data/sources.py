@@ -230,8 +230,21 @@ def _glob(pattern: str) -> Iterator[Path]:
     return anchor.glob(str(path.relative_to(path.anchor)) if path.is_absolute() else str(path))
 
 
+def _label(file: str, files: list[str], split: str) -> str:
+    """What names a file's split: its own name, or that of the nearest directory which speaks of one."""
+    words = {*SPLITS, split}
+    stem = PurePosixPath(file).name.split(".")[0]
+    if re.split(r"[-_.]", stem)[0] in words:
+        return stem
+    folders = [PurePosixPath(item).parent.parts for item in files]
+    same = [len(set(column)) == 1 for column in zip(*folders, strict=False)]
+    common = [*same, False].index(False)
+    inside = PurePosixPath(file).parent.parts[common:]
+    return next((folder for folder in reversed(inside) if folder in words), stem)
+
+
 def _of_split(files: list[str], split: str) -> list[str]:
-    stems = {file: PurePosixPath(file).name.split(".")[0] for file in files}
+    stems = {file: _label(file, files, split) for file in files}
     alike = next((names for names in _SAME_SPLIT if split in names), (split,))
     of_name = {
         name: [file for file in files if re.match(rf"{re.escape(name)}([-_]|$)", stems[file])]

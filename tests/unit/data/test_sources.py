@@ -63,6 +63,16 @@ def test_named_splits_in_a_directory(tmp_path: Path) -> None:
         resolve(str(tmp_path), split="test")
 
 
+def test_directories_named_after_splits(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "a.jsonl")
+    write(tmp_path / "validation" / "a.jsonl")
+    write(tmp_path / "other.jsonl")
+    assert len(texts(tmp_path, split="validation")) == 3
+    assert [Path(file).parent.name for file in resolve(str(tmp_path), split="train").files] == ["train"]
+    # All in one directory: its name says nothing.
+    assert len(resolve(str(tmp_path / "train"), split="validation").files) == 1
+
+
 def test_data_sets_that_datasets_wrote(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": whole, "test": whole.select([1])}).save_to_disk(str(tmp_path / "saved"))
