@@ -23,8 +23,8 @@ def prepare(
 ) -> None:
     """Tokenise the data of a config on the CPUs of the cluster, without training."""
     from finray.runtime.examine import local_dir_of
-    from finray.runtime.prepare import preparation_report
     from finray.runtime.prepare import prepare as run_preparation
+    from finray.runtime.prepare_report import preparation_report
 
     settings = load_config(config, overrides or [])
     console = show.console()

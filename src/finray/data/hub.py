@@ -104,9 +104,3 @@ def _ranges(source: Source) -> list[tuple[str, int, int]]:
     rows = len(load(replace(source, split=name)))
     parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({name: rows})
     return [(name, part.from_ or 0, rows if part.to is None else part.to) for part in parts]
-
-
-def label_names(source: Source) -> dict[str, list[str]]:
-    """Column to names, for columns that hold the numbers of named classes."""
-    features = load(source).features
-    return {column: list(feature.names) for column, feature in features.items() if hasattr(feature, "names")}

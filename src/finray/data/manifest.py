@@ -49,9 +49,7 @@ def manifest_of(shape: Mapping[str, Any], streams: list[Stream], results: list[d
         split["longest"] = max([split["longest"], *(one["longest"] for one in own)])
         split["kind"] = split["kind"] or next((one["kind"] for one in own if one["kind"]), None)
         labels = {*split["labels"], *(label for one in own for label in one["labels"])}
-        split["labels"] = sorted(
-            labels, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label)
-        )
+        split["labels"] = sorted(labels, key=_by_number_or_name)
         split["streams"].append(
             {
                 "name": stream.name,

@@ -45,18 +45,6 @@ def permutation(count: int, *key: int | str) -> IntArray:
     return np.argsort(hashes, kind="stable").astype(np.int64)
 
 
-def split_indices(count: int, *, eval_ratio: float, seed: int) -> tuple[IntArray, IntArray]:
-    """Row indices for training and for evaluation, each in source order.
-
-    At least one row goes to each side when there are two or more.
-    """
-    wanted = round(count * eval_ratio)
-    held_out = min(max(wanted, 1), count - 1) if count > 1 and eval_ratio > 0 else 0
-    chosen = np.zeros(count, dtype=bool)
-    chosen[permutation(count, "split", seed)[:held_out]] = True
-    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
     """A share of one optimizer step: ``index`` counts micro-batches within the step, over all ranks."""

@@ -54,10 +54,6 @@ def quick_problems(config: Config) -> list[FinrayError]:
     return problems
 
 
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None
-
-
 @contextmanager
 def collected(problems: list[FinrayError]) -> Iterator[None]:
     """Put an error of finray's into a list instead of raising it."""

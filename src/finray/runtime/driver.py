@@ -16,8 +16,10 @@ from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError, from_dict
 from finray.runtime import cluster as clusters
 from finray.runtime.checks import require_startable
+from finray.runtime.examine import local_dir_of
 from finray.runtime.paths import with_absolute_paths
-from finray.runtime.prepare import preparation_report, prepare_on_ray
+from finray.runtime.prepare import prepare_on_ray
+from finray.runtime.prepare_report import preparation_report
 from finray.runtime.relay import Listener, start_mailbox
 from finray.runtime.rundir import RunDir, open_run
 
@@ -68,7 +70,7 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
             env = clusters.worker_environment(config.cluster, threads=placement.cpus_per_worker)
             clock.lap("start_ray")
             prepared = prepare_on_ray(ray, config, env=env, handle=handle)
-            for line in preparation_report(prepared):
+            for line in preparation_report(prepared, local_dir=local_dir_of(config)):
                 say(line)
             clock.lap("prepare")
             outcome = _fit(ray, config, run, prepared, placement, env, handle)

@@ -25,7 +25,8 @@ from finray.data.readers import BadRow
 from finray.data.storage import Folder
 from finray.errors import DataError, FinrayError
 from finray.models.loading import load_tokenizer
-from finray.runtime.prepare import Planned, plan_preparation, report_lines
+from finray.runtime.prepare import Planned, plan_preparation
+from finray.runtime.prepare_report import report_lines
 
 # Seconds after which no further part of a large source is read.
 _BUDGET_S = 10.0
@@ -166,34 +167,6 @@ def _converted(convert: Callable[[Any], list[Example]], row: dict[str, Any]) -> 
         return convert(row)
     except DataError:
         return []
-
-
-def example_at(
-    config: Config, split: str, source_row: int, *, dataset: PreparedDataset, has_chat_template: bool
-) -> Example:
-    """The example that a prepared row was made from.
-
-    Args:
-        config: of the dataset.
-        split: ``train``, ``eval`` or ``test``, as prepared (rows held out by ratio are prepared as ``train``).
-        source_row: as in :attr:`finray.data.prepared.PreparedSplit.source_rows`.
-        dataset: the prepared dataset.
-        has_chat_template: whether the tokenizer has one.
-
-    Raises:
-        DataError: the source no longer has the row.
-    """
-    rows = SourceRows(config, has_chat_template=has_chat_template)
-    entries = [part for stream in dataset.manifest["splits"][split]["streams"] for part in stream["parts"]]
-    before = 0
-    for part, entry in zip(rows.parts(split), entries, strict=False):
-        if source_row < before + entry["source_rows"]:
-            found = rows.examples(part)
-            if source_row - before < len(found) and found[source_row - before]:
-                return found[source_row - before][0]
-            break
-        before += entry["source_rows"]
-    raise DataError("the source no longer has the row", where=f"{split}, row {source_row}", repair="prepare it again")
 
 
 def local_dir_of(config: Config) -> Path | None:

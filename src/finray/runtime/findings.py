@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from finray.errors import ConfigError, FinrayError
@@ -44,14 +42,6 @@ class Findings:
     def warn(self, message: str, where: str | None = None, repair: str | None = None) -> None:
         """Note what is to be looked at."""
         self._warnings.append(Finding(message, where, repair))
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Note an error of finray's as a problem, instead of raising it."""
-        try:
-            yield
-        except FinrayError as error:
-            self.problem(error)
 
     @property
     def problems(self) -> tuple[Finding, ...]:

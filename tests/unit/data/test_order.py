@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finray.data.order import Order, derive_key, micro_batches, mix, permutation, split_indices, total_steps
+from finray.data.order import Order, derive_key, micro_batches, mix, permutation, total_steps
+from finray.data.splits import hold_out
+from finray.errors import DataError
 
 
 def reference_splitmix(value: int) -> int:
@@ -75,10 +77,13 @@ def test_other_seeds_and_epochs_give_other_orders() -> None:
     assert len(orders) == 25
 
 
-@pytest.mark.parametrize(
-    ("count", "ratio", "held_out"), [(10, 0.2, 2), (3, 0.01, 1), (2, 0.9, 1), (1, 0.5, 0), (5, 0.0, 0)]
-)
+@pytest.mark.parametrize(("count", "ratio", "held_out"), [(10, 0.2, 2), (3, 0.01, 1), (2, 0.9, 1), (5, 0.0, 0)])
 def test_splits_are_exact_disjoint_and_complete(count: int, ratio: float, held_out: int) -> None:
-    kept, held = split_indices(count, eval_ratio=ratio, seed=3)
-    assert len(held) == held_out
-    assert sorted([*kept.tolist(), *held.tolist()]) == list(range(count))
+    chosen = hold_out(np.arange(count), eval_ratio=ratio, test_ratio=0.0, seed=3)
+    assert len(chosen.eval) == held_out
+    assert sorted([*chosen.train.tolist(), *chosen.eval.tolist()]) == list(range(count))
+
+
+def test_one_row_is_not_split() -> None:
+    with pytest.raises(DataError, match="one row cannot be split"):
+        hold_out(np.arange(1), eval_ratio=0.5, test_ratio=0.0, seed=3)
