@@ -87,7 +87,7 @@ def test_packed_gradients_in_fp32_are_those_of_plain_transformers(family: str) -
     expected_loss, expected = plain_gradients(family, rows())
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     assert_equal_gradients(gradients(model), expected)
-    assert task._head is not None, "the fast head must be the one that was tested"
+    assert task._head_is_ours, "the fast head must be the one that was tested"
 
 
 # Packing, in bf16: torch's variable-length kernel.
@@ -338,7 +338,7 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(
     assert run_on_gpu(plain, cut).header["step"] == 4
     assert runs.trace(cut) == runs.trace(whole)
     weights = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
-    for name in (weights, "training_state/optimizer.safetensors"):
+    for name in (weights, "training_state/optimizer-00001-of-00001.safetensors"):
         assert (cut / "checkpoint-000008" / name).read_bytes() == (whole / "checkpoint-000008" / name).read_bytes()
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from finray.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NAME = "manifest.json"
 
 
@@ -23,13 +24,19 @@ def _seal(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def build(folder: Path, *, step: int, metrics: dict[str, float]) -> dict[str, Any]:
-    """The manifest of a directory as it stands."""
-    files = [
-        {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": file_digest(path)}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != NAME
-    ]
+def entry(folder: Path, path: Path) -> dict[str, Any]:
+    """What a manifest says of one file of a directory."""
+    return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": file_digest(path)}
+
+
+def entries_of(folder: Path) -> list[dict[str, Any]]:
+    """What a manifest says of the files of a directory as it stands."""
+    return [entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file() and path.name != NAME]
+
+
+def build(entries: Iterable[dict[str, Any]], *, step: int, metrics: dict[str, float]) -> dict[str, Any]:
+    """The manifest of a directory with these files."""
+    files = sorted(entries, key=lambda item: str(item["path"]))
     content = {"format_version": FORMAT_VERSION, "step": step, "metrics": metrics, "files": files}
     return {**content, "seal": _seal(content)}
 

@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,26 +55,79 @@ class CheckpointStore:
         self._sync = _fsync if sync is None else sync
 
     def write(self, step: int, fill: Callable[[Path], None], *, metrics: dict[str, float]) -> Path:
-        """Write a checkpoint.
-
-        Args:
-            step: optimizer steps done.
-            fill: writes all files into the directory it is given.
-            metrics: kept in the manifest.
+        """Write a checkpoint at once: :meth:`begin`, :meth:`fill`, :meth:`commit`.
 
         Raises:
             CheckpointError: it could not be written; nothing of it is left, and earlier checkpoints are untouched.
         """
-        target = self.run_dir / directory_name(step)
-        scratch = self.run_dir / f".tmp-{target.name}-{uuid.uuid4().hex[:8]}"
+        scratch = self.begin(step)
         try:
+            return self.commit(scratch, step, self.fill(scratch, step, fill), metrics=metrics)
+        finally:
+            self.abandon(scratch)
+
+    def begin(self, step: int) -> Path:
+        """A directory to fill, by one rank or many.
+
+        Raises:
+            CheckpointError: it cannot be made.
+        """
+        scratch = self.run_dir / f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:8]}"
+        with self._storage(step):
             scratch.mkdir(parents=True)
-            fill(scratch)
-            manifest.write(scratch, manifest.build(scratch, step=step, metrics=metrics))
-            for path in [*scratch.rglob("*"), scratch]:
+        return scratch
+
+    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[dict[str, Any]]:
+        """Write this rank's files and make them durable; returns their entries for the manifest.
+
+        Args:
+            scratch: from :meth:`begin`.
+            step: optimizer steps done.
+            fill: writes files into the directory it is given; a rank of many gets one of its own.
+
+        Raises:
+            CheckpointError: they could not be written.
+        """
+        own = scratch / f".part-{uuid.uuid4().hex[:8]}"
+        entries = []
+        with self._storage(step):
+            own.mkdir()
+            fill(own)
+            for path in sorted(item for item in own.rglob("*") if item.is_file()):
                 self._sync(path)
+                entries.append(manifest.entry(own, path))
+                target = scratch / path.relative_to(own)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)
+            shutil.rmtree(own)
+        return entries
+
+    def commit(self, scratch: Path, step: int, entries: list[dict[str, Any]], *, metrics: dict[str, float]) -> Path:
+        """Make a filled directory a checkpoint.
+
+        Raises:
+            CheckpointError: another attempt has taken the run over, or storage failed.
+        """
+        target = self.run_dir / directory_name(step)
+        with self._storage(step):
+            manifest.write(scratch, manifest.build(entries, step=step, metrics=metrics))
+            self._sync(scratch / manifest.NAME)
+            for folder in [item for item in scratch.rglob("*") if item.is_dir()]:
+                self._sync(folder)
+            self._sync(scratch)
             self._fence()
             self._publish(scratch, target)
+        return target
+
+    def abandon(self, scratch: Path) -> None:
+        """Remove what is left of a directory that did not become a checkpoint."""
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    @contextmanager
+    def _storage(self, step: int) -> Iterator[None]:
+        """Failures of storage as one message; mistakes of our own as they are."""
+        try:
+            yield
         except Exception as error:
             if isinstance(error, CheckpointError):
                 raise
@@ -81,12 +135,9 @@ class CheckpointStore:
                 raise
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {message}",
-                where=str(target),
+                where=str(self.run_dir / directory_name(step)),
                 repair="make room or mend permissions; the same command then goes on from the last checkpoint",
             ) from None
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return target
 
     def steps(self) -> list[int]:
         """Steps of all directories named like checkpoints, valid or not, ascending."""

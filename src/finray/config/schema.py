@@ -278,7 +278,19 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """How the work is shared between workers."""
 
-    strategy: Literal["ddp"] = Field("ddp", description="`ddp`: a full model per worker, gradients summed.")
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        description="`ddp`: a full model per worker, gradients summed. `fsdp`: weights, gradients and optimizer state "
+        "shared between the workers (FSDP2).",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="`fsdp`: free gathered weights after the forward pass and gather them again for the backward.",
+    )
+    shard_size: PositiveInt | None = Field(
+        None, description="`fsdp`: workers that share one copy of the weights (hybrid sharding); null for all of them."
+    )
+    cpu_offload: bool = Field(False, description="`fsdp`: keep weights and optimizer state in the memory of the CPU.")
 
 
 class CheckpointConfig(Section):
@@ -288,6 +300,10 @@ class CheckpointConfig(Section):
         100, description="Optimizer steps between checkpoints; the last step always has one."
     )
     keep_last: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    asynchronous: bool = Field(
+        True,
+        description="Write behind the training, from a copy in memory; a failure shows at the next save.",
+    )
     keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest evaluation loss.")
 
 

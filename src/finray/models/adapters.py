@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
 
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
+NAME = "default"
 
 
 def add_lora(model: Any, adapter: AdapterConfig, *, seed: int) -> Any:
@@ -33,8 +34,8 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int) -> Any:
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
     try:
+        # What PEFT draws is drawn again below.
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
             wrapped = get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(
@@ -45,7 +46,29 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int) -> Any:
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    draw(wrapped, seed=seed)
     return wrapped
+
+
+def initial(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
+    """The first value of an adapter's matrix (fp32): A uniform as in PEFT (Kaiming with a = sqrt 5), B zero.
+
+    It follows from the name and the seed alone, so it is the same however and wherever the model is built.
+    """
+    value = torch.zeros(shape)
+    if ".lora_B." not in name:
+        key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") % 2**63)
+        torch.nn.init.kaiming_uniform_(value, a=5**0.5, generator=generator)
+    return value
+
+
+@torch.no_grad()
+def draw(model: Any, *, seed: int) -> None:
+    """Give every trained LoRA matrix its first value."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_" in name and not parameter.is_meta:
+            parameter.copy_(initial(name, parameter.shape, seed=seed))
 
 
 def linear_names(model: Any) -> list[str]:
@@ -58,33 +81,14 @@ def linear_names(model: Any) -> list[str]:
     return sorted(kinds)
 
 
-def save_adapter(model: Any, folder: Path) -> None:
-    """Write ``adapter_model.safetensors`` and ``adapter_config.json`` as PEFT reads them."""
+def adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """The weights of an adapter under the names that PEFT gives them in its file; they may be shards."""
     from peft import get_peft_model_state_dict
 
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    model.peft_config["default"].save_pretrained(str(folder))
-
-
-def restore_adapter(model: Any, folder: Path) -> None:
-    """Put saved adapter weights into a model that has the same adapters.
-
-    Raises:
-        ModelError: the file's tensors are not those of the model.
-    """
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-    tensors = load_file(folder / WEIGHTS)
-    expected = get_peft_model_state_dict(model, save_embedding_layers=False)
-    if expected.keys() != tensors.keys():
-        raise ModelError(
-            f"the adapter has {len(tensors)} tensors, the model wants {len(expected)}",
-            where=str(folder),
-            repair="adapter.target_modules must be as it was when the adapter was trained",
-        )
-    set_peft_model_state_dict(model, tensors)
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        model, state_dict=dict(model.named_parameters()), save_embedding_layers=False
+    )
+    return found
 
 
 def load_adapter(model: Any, folder: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,10 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.errors import ModelError
 from finray.models import adapters, attention, fused_lora
 from finray.models.head import loss_sum, plain_head
-from finray.models.loading import DTYPES, choose_attention, load_causal_lm
+from finray.models.loading import DTYPES, choose_attention, load_causal_lm, meta_causal_lm
 
 
 class PackedRows(Protocol):
@@ -58,26 +58,37 @@ class CausalLM:
         self._attention = attention_name
         self._inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._body = getattr(self._inner, self._inner.base_model_prefix)
-        self._head = plain_head(self._inner)
+        self.module = _LossModule(model, self._loss_sum)
+        self._head_is_ours = plain_head(self._inner) is not None
         self._head_is_proven = False
 
     @classmethod
     def build(
-        cls, model: ModelConfig, adapter: AdapterConfig, *, precision: str, seed: int, device: torch.device
+        cls,
+        model: ModelConfig,
+        adapter: AdapterConfig,
+        *,
+        precision: str,
+        seed: int,
+        device: torch.device,
+        empty: bool = False,
     ) -> CausalLM:
         """Load the model, add adapters, and put it on the device.
 
-        Frozen weights are stored in the arithmetic's dtype; weights that are trained are fp32.
+        Frozen weights are stored in the arithmetic's dtype; weights that are trained are fp32. An ``empty`` model has
+        no weights yet: :func:`finray.models.sharded.materialise` gives it some, when it is sharded.
         """
         name = choose_attention(model, device, precision=precision)
         dtype = DTYPES[precision] if adapter.method != "none" else torch.float32
-        loaded = load_causal_lm(model, dtype=dtype, attention_name=name)
+        load = meta_causal_lm if empty else load_causal_lm
+        loaded = load(model, dtype=dtype, attention_name=name)
         if adapter.method == "lora":
             loaded.requires_grad_(False)
             loaded = adapters.add_lora(loaded, adapter, seed=seed)
             fused_lora.fuse(loaded)
         loaded.config.use_cache = False
-        return cls(loaded.to(device), precision=precision, attention_name=name, device=device)
+        placed = loaded if empty else loaded.to(device)
+        return cls(placed, precision=precision, attention_name=name, device=device)
 
     def checkpoint_activations(self) -> None:
         """Recompute activations in the backward pass."""
@@ -85,14 +96,20 @@ class CausalLM:
 
     def loss_sum(self, batch: PackedRows) -> torch.Tensor:
         """Cross-entropy summed over the batch's K targets (fp32 scalar, nats)."""
+        result: torch.Tensor = self.module(batch)
+        return result
+
+    def _loss_sum(self, batch: PackedRows) -> torch.Tensor:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
             if not self._head_is_proven:
                 self._prove_head(batch)
-            if self._head is None:
+            # Looked up anew each time: where weights are sharded, another tensor stands there during a forward pass.
+            head = plain_head(self._inner) if self._head_is_ours else None
+            if head is None:
                 logits = self._forward(self._inner, batch, logits_to_keep=batch.at_K).logits[0]
                 return F.cross_entropy(logits.float(), batch.targets_K, reduction="sum")
             hidden = self._forward(self._body, batch).last_hidden_state[0]
-            return loss_sum(self._head, hidden.index_select(0, batch.at_K), batch.targets_K)
+            return loss_sum(head, hidden.index_select(0, batch.at_K), batch.targets_K)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that are trained, by name, in a fixed order."""
@@ -103,29 +120,27 @@ class CausalLM:
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
         return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
 
-    def save(self, folder: Path) -> None:
-        """Write the weights that were trained, as PEFT or Transformers reads them."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What is saved, under the names in its files: the adapter, or all weights; tensors may be shards."""
         if self.model is self._inner:
-            self.model.save_pretrained(folder)
+            kept = self._inner.state_dict().keys()
+            buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+            return {**dict(self.model.named_parameters()), **buffers}
+        return adapters.adapter_tensors(self.model)
+
+    @property
+    def weights_stem(self) -> str:
+        """Name of the weights' file, without its suffix."""
+        return "model" if self.model is self._inner else Path(adapters.WEIGHTS).stem
+
+    def save_settings(self, folder: Path) -> None:
+        """Write what PEFT or Transformers needs beside the weights."""
+        if self.model is self._inner:
+            self.model.config.save_pretrained(str(folder))
+            if self.model.generation_config is not None:
+                self.model.generation_config.save_pretrained(str(folder))
         else:
-            adapters.save_adapter(self.model, folder)
-
-    def restore(self, folder: Path) -> None:
-        """Read back what :meth:`save` wrote."""
-        if self.model is not self._inner:
-            adapters.restore_adapter(self.model, folder)
-            return
-        from safetensors.torch import load_file
-
-        tensors = {
-            name: tensor
-            for file in sorted(folder.glob("model*.safetensors"))
-            for name, tensor in load_file(file).items()
-        }
-        missing, unexpected = self.model.load_state_dict(tensors, strict=False)
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
-        if unexpected or set(missing) - tied:
-            raise ModelError("the weights are not those of this model", where=str(folder))
+            self.model.peft_config[adapters.NAME].save_pretrained(str(folder))
 
     def _forward(self, module: Any, batch: PackedRows, **options: Any) -> Any:
         longest = max(batch.lengths)
@@ -146,16 +161,29 @@ class CausalLM:
     def _prove_head(self, batch: PackedRows) -> None:
         """Compare our head with the model's own on the first batch; one we do not understand is left to the model."""
         self._head_is_proven = True
-        if self._head is None:
+        head = plain_head(self._inner) if self._head_is_ours else None
+        if head is None:
             return
         probe = _Probe(batch.tokens_1T[:, : min(batch.lengths[0], 64)])
         training = self.model.training
         self.model.eval()
         theirs = self._forward(self._inner, probe).logits[0].float()
-        ours = self._head.logits(self._forward(self._body, probe).last_hidden_state[0])
+        ours = head.logits(self._forward(self._body, probe).last_hidden_state[0])
         self.model.train(training)
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=2e-2, atol=2e-2):
-            self._head = None
+            self._head_is_ours = False
+
+
+class _LossModule(torch.nn.Module):
+    """Model and loss as one module: what shards weights gathers them for the whole of its forward pass."""
+
+    def __init__(self, model: Any, loss: Callable[[PackedRows], torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, batch: PackedRows) -> torch.Tensor:
+        return self._loss(batch)
 
 
 class _Probe:

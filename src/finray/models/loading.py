@@ -169,6 +169,28 @@ def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
     return forget_gguf(loaded)
 
 
+def meta_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: str | None = None) -> Any:
+    """A causal language model on the meta device: every module and shape, no weights read and none made.
+
+    Raises:
+        ModelError: the configuration cannot be loaded.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_exists(model.name)
+    quiet()
+    attention.register()
+    options = {} if attention_name is None else {"attn_implementation": attention_name}
+    try:
+        config = AutoConfig.from_pretrained(**source_options(model))
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=model.trust_remote_code, **options
+            )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise not_loaded("model's configuration", model, error) from None
+
+
 def forget_gguf(model: Any) -> Any:
     """A model read from GGUF is dequantised, yet still calls itself quantised and refuses to be saved; mend that."""
     quantization = getattr(model.config, "quantization_config", None)

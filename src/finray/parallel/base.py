@@ -18,8 +18,15 @@ class Strategy(Protocol):
     rank: int
     world_size: int
     device: torch.device
+    # Every rank must do the same number of forward passes, because each is a meeting of all.
+    lockstep: bool
+    # Weights are built without memory and filled after `shard`, each rank its own rows.
+    shards_weights: bool
 
-    def prepare(self, module: torch.nn.Module) -> None:
+    def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
+        """Share the weights of a module between the ranks, block by block and then the rest; or leave it as it is."""
+
+    def align(self, module: torch.nn.Module) -> None:
         """Make the ranks' weights equal before the first step."""
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,19 @@ BUCKET_ELEMENTS = 8 * 2**20
 class DataParallel:
     """One process of a data-parallel group; of a group of one when torch.distributed is not initialised."""
 
+    lockstep = False
+    shards_weights = False
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0 if self._alone else dist.get_rank()
         self.world_size = 1 if self._alone else dist.get_world_size()
 
-    def prepare(self, module: torch.nn.Module) -> None:
+    def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
+        """Nothing: every rank has all weights."""
+
+    def align(self, module: torch.nn.Module) -> None:
         """Broadcast rank 0's trained weights; frozen ones were read from the same files."""
         if self._alone:
             return

@@ -26,13 +26,13 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from finray.parallel.base import together
-    from finray.parallel.ddp import DataParallel
-    from finray.training.assemble import assemble, summary
+    from finray.training.assemble import assemble, strategy_of, summary
     from finray.training.memory import keep_freed_memory
 
     keep_freed_memory()
     torch.set_num_threads(int(payload["threads"]))
-    strategy = DataParallel(ray.train.torch.get_device())
+    config = build_config(payload["config"], source="driver")
+    strategy = strategy_of(config, ray.train.torch.get_device())
     run_dir = Path(payload["run_dir"])
     attempt = strategy.share(uuid.uuid4().hex)
     mailbox = payload["mailbox"]
@@ -44,7 +44,7 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     try:
         together(strategy, lambda: attempts.check(run_dir, attempts.LOADING))
         assembled = assemble(
-            build_config(payload["config"], source="driver"),
+            config,
             prepared=str(payload["prepared"]),
             run_dir=run_dir,
             strategy=strategy,

@@ -21,13 +21,19 @@ from finray.errors import DataError
 from finray.models.artifacts import NOTES
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import load_tokenizer, resolve_precision
+from finray.models.sharded import blocks_of, materialise
 from finray.parallel.base import Strategy, together
+from finray.parallel.ddp import DataParallel
+from finray.parallel.fsdp import FullySharded
+from finray.parallel.tensors import fill
 from finray.tracking.base import Tracker
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import JsonlTracker
 from finray.training.feed import Feed, evaluation_batches
 from finray.training.loop import Loop, peak_memory
 from finray.training.optimizer import Optimizer
+from finray.training.saving import Saver
+from finray.training.snapshot import restore
 from finray.training.state import TrainState
 
 
@@ -70,13 +76,16 @@ def assemble(
     if first:
         fence.take()
     precision = resolve_precision(config.train.precision, strategy.device)
-    task = together(strategy, lambda: _task(config, precision, strategy.device))
+    task = together(strategy, lambda: _task(config, precision, strategy))
+    strategy.shard(task.module, blocks_of(task.model))
+    if strategy.shards_weights:
+        together(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
     optimizer = Optimizer(task.trainable(), config.train)
     found = together(strategy, lambda: _find(store, notify) if first else None)
     source = strategy.share(None if found is None else str(found.path))
     dataset = together(strategy, lambda: _dataset(config, prepared))
     state = together(strategy, lambda: _restore(config, dataset, source, task, optimizer))
-    strategy.prepare(task.model)
+    strategy.align(task.model)
     data = together(strategy, lambda: _data(config, dataset, strategy, position=state.position))
     extras = together(strategy, lambda: _extras(config, dataset) if first else lambda folder: None)
     loop = Loop(
@@ -89,7 +98,7 @@ def assemble(
         total_steps=data.total_steps,
         epoch_items=len(data.plan),
         state=state,
-        store=store,
+        saver=Saver(store, strategy, config.checkpoint, clock=clock),
         trackers=_trackers(config, run_dir, state.step, notify) if first else [],
         save_extras=extras,
         reported=reported,
@@ -145,6 +154,7 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, *, posit
         micro_batch_size=config.train.micro_batch_size,
         rank=strategy.rank,
         world_size=strategy.world_size,
+        lockstep=strategy.lockstep,
     )
     if dataset.folder.is_remote:
         train.ahead(feed.rows_from(position))
@@ -160,6 +170,7 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, *, posit
             micro_batch_size=1,
             rank=strategy.rank,
             world_size=strategy.world_size,
+            lockstep=strategy.lockstep,
         )
         evaluation = list(batches)
     return _Data(
@@ -167,12 +178,43 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, *, posit
     )
 
 
-def _task(config: Config, precision: str, device: torch.device) -> CausalLM:
-    seed = derive_key(config.run.seed, "adapter")
-    task = CausalLM.build(config.model, config.adapter, precision=precision, seed=seed, device=device)
+def strategy_of(config: Config, device: torch.device) -> Strategy:
+    """The strategy that a config names, for this process of a group."""
+    if config.parallel.strategy == "fsdp":
+        return FullySharded(device, config.parallel, precision=resolve_precision(config.train.precision, device))
+    return DataParallel(device)
+
+
+def _task(config: Config, precision: str, strategy: Strategy) -> CausalLM:
+    task = CausalLM.build(
+        config.model,
+        config.adapter,
+        precision=precision,
+        seed=_adapter_seed(config),
+        device=strategy.device,
+        empty=strategy.shards_weights,
+    )
     if config.train.gradient_checkpointing:
         task.checkpoint_activations()
     return task
+
+
+def _adapter_seed(config: Config) -> int:
+    return derive_key(config.run.seed, "adapter")
+
+
+def _fill(config: Config, task: CausalLM, strategy: Strategy, notify: Callable[[dict[str, Any]], None]) -> None:
+    """Give a sharded model its weights."""
+    whole = materialise(task.model, config.model, device=strategy.device, seed=_adapter_seed(config), fill=fill)
+    if whole:
+        notify(
+            {
+                "kind": "warning",
+                "step": 0,
+                "message": "the weights have other names in the model's files than in the model, so every worker read "
+                "all of them before it kept its share",
+            }
+        )
 
 
 def _find(store: CheckpointStore, notify: Callable[[dict[str, Any]], None]) -> Checkpoint | None:
@@ -190,8 +232,7 @@ def _restore(
     """Read the chosen checkpoint; without one, the state of a run that begins."""
     if source is None:
         return TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
-    task.restore(Path(source))
-    state = TrainState.load(Path(source), optimizer)
+    state = restore(Path(source), task, optimizer)
     if state.data != dataset.content:
         raise DataError(
             "the data, the tokenizer or its chat template has changed since the run began",

@@ -20,6 +20,7 @@ class StepData:
 
     Attributes:
         shares: (index of the micro-batch within the step, batch).
+        fillers: batches that are passed through the model for nothing, where all ranks must do the same number.
         supervised: targets of the whole step, over all ranks: what the loss is divided by.
         tokens: tokens of the whole step.
         samples: rows of the whole step, in order.
@@ -31,6 +32,7 @@ class StepData:
     tokens: int
     samples: tuple[int, ...]
     items: int
+    fillers: tuple[Batch, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -49,6 +51,7 @@ class Feed:
         micro_batch_size: packs per forward pass.
         rank: this process.
         world_size: number of processes.
+        lockstep: whether every process must do the same number of forward passes.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class Feed:
         micro_batch_size: int,
         rank: int,
         world_size: int,
+        lockstep: bool = False,
     ) -> None:
+        self._lockstep = lockstep
         self._split = split
         self._plan = plan
         self._order = order
@@ -82,7 +87,11 @@ class Feed:
             items, micro_batch_size=self._micro_batch_size, rank=self._rank, world_size=self._world_size
         )
         samples = tuple(row for item in items for row in self._plan.pack(item))
+        rounds = -(-len(items) // (self._micro_batch_size * self._world_size))
+        missing = rounds - len(shares) if self._lockstep else 0
+        filler = pack_batch(self._split, self._plan, (items[0],)) if missing else None
         return StepData(
+            fillers=() if filler is None else (filler,) * missing,
             shares=[(share.index, pack_batch(self._split, self._plan, share.items)) for share in shares],
             supervised=int(self._split.supervised[list(samples)].sum()),
             tokens=int(self._split.lengths[list(samples)].sum()),
@@ -130,9 +139,13 @@ class Ahead:
 
 
 def evaluation_batches(
-    split: PreparedSplit, plan: PackPlan, *, micro_batch_size: int, rank: int, world_size: int
-) -> Iterator[Batch]:
-    """One rank's share of the evaluation rows, in packs."""
+    split: PreparedSplit, plan: PackPlan, *, micro_batch_size: int, rank: int, world_size: int, lockstep: bool = False
+) -> Iterator[tuple[Batch, bool]]:
+    """One rank's share of the evaluation rows, in packs; False marks those that are there for the other ranks' sake."""
     packs = list(range(len(plan)))
-    for share in micro_batches(packs, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size):
-        yield pack_batch(split, plan, share.items)
+    shares = micro_batches(packs, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size)
+    for share in shares:
+        yield pack_batch(split, plan, share.items), True
+    if lockstep:
+        for _ in range(-(-len(packs) // (micro_batch_size * world_size)) - len(shares)):
+            yield pack_batch(split, plan, (0,)), False

@@ -11,26 +11,24 @@ from typing import Any, Protocol
 
 import torch
 
-from finray.checkpoint import CheckpointStore
 from finray.config.schema import Config
 from finray.data.collate import Batch
-from finray.errors import FinrayError, TrainingError, from_dict
+from finray.errors import TrainingError
 from finray.parallel.base import Strategy
 from finray.tracking.base import Tracker
 from finray.training.feed import Ahead, Feed, StepData
 from finray.training.optimizer import Optimizer
+from finray.training.saving import Saver
 from finray.training.schedule import learning_rate
+from finray.training.snapshot import SavedTask, take
 from finray.training.state import TrainState
 from finray.training.step import StepResult, Task, evaluate, train_step
 
 
-class SavedTask(Task, Protocol):
+class TrainedTask(Task, SavedTask, Protocol):
     """A task that can be put in training mode and saved."""
 
     model: Any
-
-    def save(self, folder: Path) -> None:
-        """Write the trained weights."""
 
 
 @dataclass
@@ -43,11 +41,11 @@ class Loop:
         strategy: how ranks share the work.
         optimizer: over the task's trainable parameters.
         feed: the data of each step.
-        evaluation: this rank's evaluation batches, or None when nothing is held out.
+        evaluation: this rank's evaluation batches and whether they count, or None when nothing is held out.
         total_steps: optimizer steps of the run.
         epoch_items: packs (or rows) in an epoch.
         state: where the run stands.
-        store: where checkpoints go (used on rank 0).
+        saver: writes checkpoints.
         trackers: where metrics go (empty on other ranks).
         save_extras: writes what else belongs in a checkpoint (tokenizer, template).
         reported: called on every rank after each checkpoint, with its directory and metrics.
@@ -55,15 +53,15 @@ class Loop:
     """
 
     config: Config
-    task: SavedTask
+    task: TrainedTask
     strategy: Strategy
     optimizer: Optimizer
     feed: Feed
-    evaluation: list[Batch] | None
+    evaluation: list[tuple[Batch, bool]] | None
     total_steps: int
     epoch_items: int
     state: TrainState
-    store: CheckpointStore
+    saver: Saver
     trackers: list[Tracker]
     save_extras: Callable[[Path], None]
     reported: Callable[[Path, dict[str, float]], None]
@@ -77,6 +75,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._window = _Window()
+        # Reused by every snapshot: fresh memory costs more than copying.
+        self._copies: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:
         """Train from where the state stands to the end.
@@ -102,6 +102,7 @@ class Loop:
                     self.state,
                     learning_rate=rate,
                     max_grad_norm=self.config.train.max_grad_norm,
+                    done=self.saver.is_done,
                 )
                 seconds = self.clock() - started
                 self._advance(data, seconds)
@@ -109,9 +110,12 @@ class Loop:
                 self.final_loss = result.loss
                 self.phases["data_wait"] += ahead.waited - waited
                 self._window.add(data, result, seconds, ahead.waited - waited)
+                if result.done == self.strategy.world_size:
+                    self._finish_saving()
                 self._after_step(data, rate)
         finally:
             ahead.close()
+            self.saver.close()
 
     def _advance(self, data: StepData, seconds: float) -> None:
         state = self.state
@@ -135,7 +139,7 @@ class Loop:
         if self.evaluation is not None and (last or (every is not None and step % every == 0)):
             self._evaluate(self.evaluation)
         if saving:
-            self._save()
+            self._save(last=last)
 
     def _record(self, data: StepData, rate: float) -> dict[str, Any]:
         window = self._window
@@ -157,7 +161,7 @@ class Loop:
             record["samples"] = list(window.samples)
         return record
 
-    def _evaluate(self, batches: list[Batch]) -> None:
+    def _evaluate(self, batches: list[tuple[Batch, bool]]) -> None:
         started = self.clock()
         self.task.model.eval()
         loss, targets = evaluate(self.task, self.strategy, batches)
@@ -183,30 +187,27 @@ class Loop:
             }
         )
 
-    def _save(self) -> None:
+    def _save(self, *, last: bool) -> None:
         started = self.clock()
+        self._finish_saving()
         metrics = {} if self.last_eval is None else {"eval_loss": self.last_eval}
-        path: Path | None = None
-        failure: dict[str, Any] | None = None
-        if self.strategy.rank == 0:
-            try:
-                path = self.store.write(self.state.step, self._fill, metrics=metrics)
-                keep = self.config.checkpoint
-                self.store.prune(keep_last=keep.keep_last, keep_best=keep.keep_best)
-            except FinrayError as error:
-                failure = error.to_dict()
-        # A failed write must stop every rank: a rank that went on would wait for this one for ever.
-        path, failure = self.strategy.share((path, failure))
-        if failure is not None:
-            raise from_dict(failure)
-        assert path is not None
-        self.reported(path, {"step": float(self.state.step), **metrics})
+        behind = self.config.checkpoint.asynchronous and not last
+        snapshot = take(
+            self.task, self.optimizer, self.state, self.strategy, others=self.save_extras, buffers=self._buffers(behind)
+        )
+        self.saver.begin(snapshot, step=self.state.step, metrics=metrics)
+        if not behind:
+            self._finish_saving()
         self.phases["checkpoint"] += self.clock() - started
 
-    def _fill(self, folder: Path) -> None:
-        self.task.save(folder)
-        self.save_extras(folder)
-        self.state.save(folder, self.optimizer)
+    def _buffers(self, behind: bool) -> dict[str, torch.Tensor] | None:
+        return self._copies if behind else None
+
+    def _finish_saving(self) -> None:
+        """Make what was written behind the training a checkpoint, and tell Ray."""
+        saved = self.saver.finish()
+        if saved is not None:
+            self.reported(saved.path, {"step": float(saved.step), **saved.metrics})
 
     def _log(self, record: dict[str, Any]) -> None:
         for tracker in self.trackers:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
+from finray.checkpoint.pieces import PieceReader
 from finray.config.schema import TrainConfig
 from finray.errors import CheckpointError
+from finray.parallel.tensors import fill
 
 
 class Optimizer:
@@ -49,19 +51,28 @@ class Optimizer:
             for kind, value in self._adam.state.get(parameter, {}).items()
         }
 
-    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put back what :meth:`state` gave.
+    def restore(self, reader: PieceReader) -> None:
+        """Put back what :meth:`state` gave, this rank's rows of it.
 
         Raises:
             CheckpointError: the state belongs to other parameters.
         """
-        grouped: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in state.items():
+        kinds: dict[str, list[str]] = {}
+        for key in reader.shapes:
             name, kind = key.rsplit("/", 1)
-            grouped.setdefault(name, {})[kind] = value
-        if grouped and grouped.keys() != self.parameters.keys():
+            kinds.setdefault(name, []).append(kind)
+        if kinds and kinds.keys() != self.parameters.keys():
             raise CheckpointError("the optimizer state belongs to other parameters")
-        for name, values in grouped.items():
+        for name, own in kinds.items():
             parameter = self.parameters[name]
-            # Update counts stay where AdamW's fused kernel wants them: beside the parameter.
-            self._adam.state[parameter] = {kind: value.to(parameter.device) for kind, value in values.items()}
+            self._adam.state[parameter] = {kind: _read(reader, f"{name}/{kind}", parameter) for kind in sorted(own)}
+
+
+@torch.no_grad()
+def _read(reader: PieceReader, key: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A moment in the shape and on the device of its parameter; a count beside it, where AdamW's kernel wants it."""
+    if not reader.shapes[key]:
+        return reader.read(key).to(parameter.device)
+    value = torch.zeros_like(parameter, dtype=torch.float32)
+    fill(value, lambda start, stop: reader.read(key, start, stop))
+    return value

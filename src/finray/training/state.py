@@ -6,14 +6,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
-
 from finray.errors import CheckpointError
-from finray.training.optimizer import Optimizer
 
 FOLDER = "training_state"
-COUNTERS = "state.json"
-MOMENTS = "optimizer.safetensors"
+COUNTERS = f"{FOLDER}/state.json"
 
 
 @dataclass
@@ -42,26 +38,18 @@ class TrainState:
     seconds: float = 0.0
     best_eval_loss: float | None = None
 
-    def save(self, folder: Path, optimizer: Optimizer) -> None:
-        """Write ``training_state/`` into a checkpoint directory."""
-        target = folder / FOLDER
-        target.mkdir()
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer.state().items()}
-        save_file(tensors, target / MOMENTS)
-        (target / COUNTERS).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+    def text(self) -> str:
+        """The content of its file in a checkpoint."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def load(cls, folder: Path, optimizer: Optimizer) -> TrainState:
-        """Read ``training_state/`` of a checkpoint directory, and restore the optimizer from it.
+    def load(cls, folder: Path) -> TrainState:
+        """Read it from a checkpoint directory.
 
         Raises:
             CheckpointError: the directory has no training state, or one of another shape.
         """
-        source = folder / FOLDER
         try:
-            values = json.loads((source / COUNTERS).read_text(encoding="utf-8"))
-            state = cls(**values)
-            optimizer.restore(load_file(source / MOMENTS))
+            return cls(**json.loads((folder / COUNTERS).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"the training state cannot be read: {error}", where=str(source)) from None
-        return state
+            raise CheckpointError(f"the training state cannot be read: {error}", where=str(folder / FOLDER)) from None

@@ -25,10 +25,11 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Loss per target and gradient norm (before clipping) of the whole step."""
+    """Loss per target and gradient norm (before clipping) of the whole step, and how many ranks said ``done``."""
 
     loss: float
     grad_norm: float
+    done: int = 0
 
 
 def train_step(
@@ -40,6 +41,7 @@ def train_step(
     *,
     learning_rate: float,
     max_grad_norm: float | None,
+    done: bool = False,
 ) -> StepResult:
     """Do one step.
 
@@ -49,19 +51,24 @@ def train_step(
     Raises:
         TrainingError: loss or gradient is not finite; raised on every rank, before any weight is changed.
     """
-    total = torch.zeros(1, dtype=torch.float64, device=strategy.device)
+    total = torch.zeros(2, dtype=torch.float64, device=strategy.device)
+    total[1] = float(done)
     for index, batch in data.shares:
         reseed(state.random_key, state.step, index)
         loss = task.loss_sum(batch.to(strategy.device))
         (loss / data.supervised).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach().double()
+        total[0] += loss.detach().double()
+    for batch in data.fillers:
+        # Here only because the others meet in every forward and backward pass; it adds nothing.
+        (task.loss_sum(batch.to(strategy.device)) * 0.0).backward()  # type: ignore[no-untyped-call]
     parameters = list(optimizer.parameters.values())
     total = strategy.sum_gradients(parameters, total)
     norm = strategy.clip(parameters, max_grad_norm)
-    loss_value, norm_value = float(total) / data.supervised, float(norm)
+    (summed, ranks_done), norm_value = total.tolist(), float(norm)
+    loss_value = summed / data.supervised
     _require_finite(loss_value, norm_value, state.step + 1, data)
     optimizer.update(learning_rate)
-    return StepResult(loss_value, norm_value)
+    return StepResult(loss_value, norm_value, round(ranks_done))
 
 
 def _require_finite(loss: float, norm: float, step: int, data: StepData) -> None:
@@ -78,11 +85,13 @@ def _require_finite(loss: float, norm: float, step: int, data: StepData) -> None
 
 
 @torch.no_grad()
-def evaluate(task: Task, strategy: Strategy, batches: list[Batch]) -> tuple[float, int]:
-    """Loss per target over all ranks' batches, and the number of targets."""
+def evaluate(task: Task, strategy: Strategy, batches: list[tuple[Batch, bool]]) -> tuple[float, int]:
+    """Loss per target over all ranks' batches that count, and the number of targets."""
     sums = torch.zeros(2, dtype=torch.float64, device=strategy.device)
-    for batch in batches:
-        sums[0] += task.loss_sum(batch.to(strategy.device)).double()
-        sums[1] += len(batch.targets_K)
+    for batch, counts in batches:
+        loss = task.loss_sum(batch.to(strategy.device)).double()
+        if counts:
+            sums[0] += loss
+            sums[1] += len(batch.targets_K)
     strategy.sum(sums)
     return float(sums[0] / sums[1]), int(sums[1])

@@ -22,7 +22,7 @@ FILES = (
     "adapter_model.safetensors",
     "adapter_config.json",
     "training_state/state.json",
-    "training_state/optimizer.safetensors",
+    "training_state/optimizer-00001-of-00001.safetensors",
 )
 
 

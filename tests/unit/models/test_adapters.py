@@ -46,9 +46,9 @@ def test_saved_adapters_come_back_to_the_bit(tmp_path: Path) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_()
-    adapters.save_adapter(model, tmp_path)
+    save_adapter(model, tmp_path)
     other = lora(2)
-    adapters.restore_adapter(other, tmp_path)
+    restore_adapter(other, tmp_path)
     expected = trained(model)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in trained(other).items())
 
@@ -61,16 +61,16 @@ def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    adapters.save_adapter(model, tmp_path)
+    save_adapter(model, tmp_path)
     plain = PeftModel.from_pretrained(tiny.build_model("llama"), str(tmp_path)).eval()
     tokens = torch.arange(3, 20)[None]
     torch.testing.assert_close(plain(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
 
 
 def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
-    adapters.save_adapter(lora(target_modules=["q_proj"]), tmp_path)
+    save_adapter(lora(target_modules=["q_proj"]), tmp_path)
     with pytest.raises(ModelError, match="has 4 tensors, the model wants 28"):
-        adapters.restore_adapter(lora(), tmp_path)
+        restore_adapter(lora(), tmp_path)
 
 
 def test_target_modules_that_match_nothing_are_named_with_what_there_is() -> None:
@@ -106,7 +106,7 @@ def artifact(tmp_path: Path, tiny_model_dir: Path, tokenizer: Any) -> Path:
                 parameter.normal_(std=0.05)
     folder = tmp_path / "adapter"
     folder.mkdir()
-    adapters.save_adapter(model, folder)
+    save_adapter(model, folder)
     tokenizer.save_pretrained(str(folder))
     return folder
 

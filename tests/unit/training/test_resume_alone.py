@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from finray.checkpoint import manifest
@@ -47,7 +48,9 @@ def interrupted(undisturbed: Path, target: Path) -> Path:
 def reseal(checkpoint: Path) -> None:
     """A manifest that fits the changed files, so that the change and not the damage is what is tested."""
     content = manifest.read(checkpoint)
-    manifest.write(checkpoint, manifest.build(checkpoint, step=content["step"], metrics=content["metrics"]))
+    manifest.write(
+        checkpoint, manifest.build(manifest.entries_of(checkpoint), step=content["step"], metrics=content["metrics"])
+    )
 
 
 def change_counter(**values: Any) -> Callable[[Path], None]:
@@ -60,14 +63,17 @@ def change_counter(**values: Any) -> Callable[[Path], None]:
 
 def change_moments(kind: str) -> Callable[[Path], None]:
     def change(checkpoint: Path) -> None:
-        path = checkpoint / "training_state" / "optimizer.safetensors"
-        save_file({name: value * 0 if name.endswith(kind) else value for name, value in load_file(path).items()}, path)
+        path = checkpoint / "training_state" / "optimizer-00001-of-00001.safetensors"
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        changed = {name: value * 0 if name.endswith(kind) else value for name, value in load_file(path).items()}
+        save_file(changed, path, metadata=metadata)
 
     return change
 
 
 def forget_moments(checkpoint: Path) -> None:
-    save_file({}, checkpoint / "training_state" / "optimizer.safetensors")
+    save_file({}, checkpoint / "training_state" / "optimizer-00001-of-00001.safetensors")
 
 
 def test_dropout_is_on(undisturbed: Path, plain: dict[str, Any], tmp_path: Path) -> None:
@@ -85,7 +91,7 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(
     assert assembled.header["step"] == 4
     assert runs.trace(run_dir) == runs.trace(undisturbed)
     last = "checkpoint-000008"
-    for name in ("adapter_model.safetensors", "training_state/optimizer.safetensors"):
+    for name in ("adapter_model.safetensors", "training_state/optimizer-00001-of-00001.safetensors"):
         assert (run_dir / last / name).read_bytes() == (undisturbed / last / name).read_bytes()
 
 

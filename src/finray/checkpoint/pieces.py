@@ -1,0 +1,110 @@
+"""Tensors of which each rank holds some rows, in one safetensors file a rank; readable by any number of ranks.
+
+Every file says in its header which rows of which tensor it holds, so that nothing else has to be kept in step with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from finray.errors import CheckpointError
+
+_ROWS = "rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of a tensor.
+
+    Attributes:
+        name: of the whole tensor.
+        tensor: rows ``start`` to ``start + len(tensor)``; the whole of a tensor without dimensions.
+        start: first row.
+        shape: of the whole tensor.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+def file_name(stem: str, *, rank: int, world_size: int) -> str:
+    """``optimizer-00001-of-00004.safetensors`` for the second of four ranks."""
+    return f"{stem}-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+
+
+def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
+    """Write the pieces of one rank."""
+    held = sorted(pieces, key=lambda piece: piece.name)
+    rows = {piece.name: {"start": piece.start, "shape": list(piece.shape)} for piece in held}
+    save_file({piece.name: piece.tensor.contiguous() for piece in held}, path, metadata={_ROWS: json.dumps(rows)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    path: Path
+    start: int
+    stop: int
+
+
+class PieceReader:
+    """Reads any rows of tensors that some ranks wrote.
+
+    Args:
+        folder: with the files.
+        stem: of their names.
+
+    Raises:
+        CheckpointError: there is no such file, or one is not whole.
+    """
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._held: dict[str, list[_Held]] = {}
+        paths = sorted(folder.glob(f"{stem}-*-of-*.safetensors"))
+        if not paths:
+            raise CheckpointError(f"there is no {stem} state", where=str(folder))
+        for path in paths:
+            with safe_open(path, framework="pt") as file:
+                rows = json.loads((file.metadata() or {}).get(_ROWS, "{}"))
+                for name, entry in rows.items():
+                    shape = tuple(entry["shape"])
+                    self.shapes[name] = shape
+                    count = file.get_slice(name).get_shape()[0] if shape else 1
+                    self._held.setdefault(name, []).append(_Held(path, entry["start"], entry["start"] + count))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows of a tensor; all of it when nothing else is said.
+
+        Raises:
+            CheckpointError: rows are missing.
+        """
+        shape = self.shapes.get(name)
+        if shape is None:
+            raise CheckpointError(f"there is no tensor {name}")
+        pieces = sorted(self._held[name], key=lambda held: held.start)
+        if not shape:
+            with safe_open(pieces[0].path, framework="pt") as file:
+                scalar: torch.Tensor = file.get_tensor(name)
+                return scalar
+        stop = shape[0] if stop is None else stop
+        found, at = [], start
+        for held in pieces:
+            low, high = max(held.start, at), min(held.stop, stop)
+            if low < high:
+                if low != at:
+                    break
+                with safe_open(held.path, framework="pt") as file:
+                    found.append(file.get_slice(name)[low - held.start : high - held.start])
+                at = high
+        if at < stop:
+            raise CheckpointError(f"rows {at} to {stop} of {name} are missing")
+        return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty((0, *shape[1:]))

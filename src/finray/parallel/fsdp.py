@@ -1,0 +1,84 @@
+"""Fully sharded data parallelism (FSDP2): each rank holds a part of every weight, gradient and moment.
+
+Weights of a block are gathered before it runs and, with ``reshard_after_forward``, freed after it. Gradients are summed
+into shards during the backward pass of every micro-batch, so no rank ever holds a whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from finray.config.schema import ParallelConfig
+from finray.parallel.ddp import DataParallel
+from finray.parallel.tensors import whole
+
+
+class FullySharded(DataParallel):
+    """One process of a group that shares the weights.
+
+    Args:
+        device: of this rank.
+        parallel: the parallel section.
+        precision: arithmetic of the forward pass; weights are gathered in it.
+    """
+
+    lockstep = True
+    shards_weights = True
+
+    def __init__(self, device: torch.device, parallel: ParallelConfig, *, precision: str) -> None:
+        super().__init__(device)
+        self._parallel = parallel
+        self._precision = precision
+
+    def align(self, module: torch.nn.Module) -> None:
+        """Nothing: every rank read its own rows from the same files."""
+
+    def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
+        """Shard a module, block by block and then what is left."""
+        reshard = self._parallel.reshard_after_forward
+        options: dict[str, Any] = {
+            "mesh": self._mesh(),
+            "mp_policy": self._mixed_precision(),
+            "offload_policy": CPUOffloadPolicy() if self._parallel.cpu_offload else OffloadPolicy(),
+        }
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=reshard, **options)
+        fully_shard(module, reshard_after_forward=False, **options)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                # The loss is divided by the targets of the whole step already; and gloo cannot scale while it sums.
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
+        """Gradients are summed already; the sum of ``extra`` is not."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return self.sum(extra)
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
+        """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def _mesh(self) -> DeviceMesh:
+        size = self._parallel.shard_size or self.world_size
+        if size == self.world_size:
+            return init_device_mesh(self.device.type, (size,))
+        return init_device_mesh(
+            self.device.type, (self.world_size // size, size), mesh_dim_names=("replicate", "shard")
+        )
+
+    def _mixed_precision(self) -> MixedPrecisionPolicy:
+        if self._precision != "bf16":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -1,0 +1,58 @@
+"""Runs in several processes of a torch.distributed group over gloo, without Ray."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_group(plain: dict[str, Any], run_dir: Path, *, world_size: int, stop_after: int | None = None) -> None:
+    """Run (or continue) a training with the strategy of its config; `stop_after` ends it as a kill would."""
+    from finray.runtime.prepare import prepare_here
+    from tests.support.runs import config_of
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    prepared = prepare_here(config_of(plain))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_member, (world_size, port, plain, prepared, str(run_dir), stop_after), nprocs=world_size)
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+def _member(
+    rank: int, world_size: int, port: int, plain: dict[str, Any], prepared: str, run_dir: str, stop_after: int | None
+) -> None:
+    from finray.training.assemble import assemble, strategy_of
+    from tests.support.runs import config_of
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    config = config_of(plain)
+    device = torch.device("cpu")
+
+    def notify(record: dict[str, Any]) -> None:
+        if stop_after is not None and record.get("kind") == "train" and record["step"] > stop_after:
+            raise Killed
+
+    try:
+        assembled = assemble(
+            config, prepared=prepared, run_dir=Path(run_dir), strategy=strategy_of(config, device), notify=notify
+        )
+        assembled.loop.run()
+        for tracker in assembled.loop.trackers:
+            tracker.close()
+    except Killed:
+        os._exit(0)
+    finally:
+        dist.destroy_process_group()
