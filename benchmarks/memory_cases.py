@@ -14,7 +14,7 @@ class Case:
 
     Attributes:
         name: of the case.
-        model: `two-layers` or `smollm2`; on a GPU a key of `SHAPES`.
+        model: `two-layers`, `two-wide-layers` or `smollm2`; on a GPU a key of `SHAPES`.
         adapter: `lora` or `none`.
         precision: `fp32` or `bf16`.
         packing: whether rows share packs.
@@ -44,6 +44,7 @@ CPU_CASES = (
     Case("two-layers-full", "two-layers", "none", "bf16", packing=False, checkpointing=True),
     Case("two-layers-full-no-cache", "two-layers", "none", "bf16", False, True, thread_cache=False),
     Case("two-layers-full-2-workers", "two-layers", "none", "fp32", workers=2),
+    Case("wide-full-2-workers", "two-wide-layers", "none", "fp32", workers=2, rows=8),
     Case("smollm2-lora", "smollm2", "lora", "bf16", max_length=1024),
     Case("smollm2-lora-no-cache", "smollm2", "lora", "bf16", max_length=1024, thread_cache=False),
     Case("smollm2-lora-fp32", "smollm2", "lora", "fp32", max_length=1024, rows=8),
@@ -62,6 +63,7 @@ GPU_CASES = (
 # Llama's configuration: width, feed-forward, layers, heads, key heads, vocabulary.
 SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "two-layers": (256, 768, 2, 4, 2, 49152),
+    "two-wide-layers": (1024, 2048, 2, 8, 4, 49152),
     "135m": (576, 1536, 30, 9, 3, 49152),
     "1b": (2048, 8192, 16, 32, 8, 128256),
 }

@@ -14,7 +14,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 # Quick ones of the benchmark's cases: all weights of a small model, two workers, and an adapter on the real one.
-CASES = ["two-layers-full-no-cache", "two-layers-full-2-workers", "smollm2-lora-checkpointing"]
+CASES = ["wide-full-2-workers", "two-layers-full-2-workers", "smollm2-lora-checkpointing"]
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the process and its heap are Linux's")
 
@@ -37,6 +37,6 @@ def test_the_estimate_is_within_15_percent(case: str, smollm2_dir: Path) -> None
 
 
 def test_state_that_is_forgotten_would_be_seen(smollm2_dir: Path) -> None:
-    result = measured("two-layers-full-2-workers", smollm2_dir)
+    result = measured("wide-full-2-workers", smollm2_dir)
     without = result["estimate"] - result["parts"]["optimizer"] - result["parts"]["gradients"]
     assert without / result["measured"] < 0.85

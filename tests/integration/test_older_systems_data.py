@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,35 +149,34 @@ def test_the_end_of_sequence_is_learned_and_a_cut_off_row_says_so(preparing: Pre
     assert dataset.manifest["splits"]["train"]["truncated"] == 1
 
 
-def recorded_processes(ray: Any, config: Config, code: Path, log: Path, root: Path, workers: int) -> set[str]:
-    config = config.model_copy(
-        update={
-            "prepare": config.prepare.model_copy(update={"num_workers": workers}),
-            "run": config.run.model_copy(update={"output_dir": str(root / str(workers))}),
-        }
-    )
-    log.write_text("")
-    prepare_on_ray(ray, config, env={"PYTHONPATH": str(code), "CONVERTER_LOG": str(log)})
-    return set(log.read_text().split())
-
-
 CONVERTER = """
 import os, time
 
 def question_and_answer(row):
     if "CONVERTER_LOG" in os.environ:
-        time.sleep(0.02)
-        with open(os.environ["CONVERTER_LOG"], "a") as log:
-            log.write(f"{os.getpid()}\\n")
+        record(os.environ["CONVERTER_LOG"], int(os.environ["CONVERTER_PROCESSES"]))
     if row["output"] == "":
         return None
     return {"prompt": row["instruction"] + ": ", "completion": row["output"].upper()}
+
+def record(path, processes):
+    start, deadline = time.time(), time.time() + 180
+    while True:
+        with open(path, "a") as log:
+            log.write(f"[{os.getpid()}, {start}, {time.time()}]\\n")
+        with open(path) as log:
+            seen = {line.split(",")[0] for line in log}
+        if len(seen) >= processes or time.time() > deadline:
+            return
+        time.sleep(0.1)
 """
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 def test_num_proc_is_the_number_of_workers(
-    preparing: Preparing, put: Write, tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
+    workers: int, preparing: Preparing, put: Write, tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One worker never has two rows at a time; with two, each row waits until there is another process."""
     import ray
 
     code = put("code/shaping_for_processes.py", CONVERTER).parent
@@ -185,8 +185,22 @@ def test_num_proc_is_the_number_of_workers(
     config = preparing.config(
         put("rows.jsonl", lines(dolphin(40))), converter="shaping_for_processes:question_and_answer"
     )
-    for workers in (1, 2):
-        assert len(recorded_processes(ray, config, code, tmp_path / "log", tmp_path / "runs", workers)) == workers
+    config = config.model_copy(
+        update={
+            "prepare": config.prepare.model_copy(update={"num_workers": workers}),
+            "run": config.run.model_copy(update={"output_dir": str(tmp_path / "runs")}),
+        }
+    )
+    log = tmp_path / "log"
+    log.write_text("")
+    env = {"PYTHONPATH": str(code), "CONVERTER_LOG": str(log), "CONVERTER_PROCESSES": str(workers)}
+    prepare_on_ray(ray, config, env=env)
+    seen = [json.loads(line) for line in log.read_text().splitlines()]
+    if workers == 1:
+        spans = sorted((start, end) for _, start, end in seen)
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    else:
+        assert len({process for process, _, _ in seen}) >= 2
 
 
 def test_a_converter_of_ones_own_and_the_exported_files(

@@ -107,7 +107,9 @@ def _with_holes(kept: dict[str, float], passing: dict[str, float], setup: Setup)
     parts = {**kept, **passing}
     heap = HEAP_HOLES if setup.thread_cache else HEAP_HOLES_WITHOUT_CACHE
     share = heap if setup.device == "cpu" else CUDA_HOLES
-    return {**parts, "heap holes": share * sum(passing.values())}
+    # Gradients are few, large, and the same in every step: they fit where they were.
+    changing = sum(size for part, size in passing.items() if "gradient" not in part)
+    return {**parts, "heap holes": share * changing}
 
 
 # --- what stays from step to step -----------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ def _forward(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, fl
     """The end of the forward pass: all that is kept for the backward pass, and the logits."""
     return {
         # After the first micro-batch of a step there are gradients to add to.
-        "gradients": gradient_bytes(blueprint, setup) if work.accumulates else 0,
+        "gradients": (gradient_bytes(blueprint, setup) if work.accumulates else 0) + _head_gradient(blueprint),
         "activations": kept_bytes(blueprint, setup, work),
         "weights cast": cast_bytes(blueprint, setup),
         "logits": logit_bytes(blueprint, setup, work),
@@ -265,7 +267,7 @@ def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 
 def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
-    """Logits of one chunk in fp32 and in the arithmetic's dtype, and the head's gradient where it is trained."""
+    """Logits of one chunk in fp32 and in the arithmetic's dtype; all of them where the model's own head makes them."""
     rows = work.targets
     if blueprint.plain_head and not blueprint.head_is_adapted:
         rows = min(rows, max(CHUNK_ROWS, CHUNK_ELEMENTS // blueprint.vocabulary))
@@ -273,7 +275,7 @@ def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
     else:
         # The model's own head: logits, an fp32 copy, their softmax and their gradient.
         copies = setup.element + 3 * FP32
-    return copies * rows * blueprint.vocabulary + _head_gradient(blueprint)
+    return copies * rows * blueprint.vocabulary
 
 
 def _head_gradient(blueprint: Blueprint) -> float:

@@ -12,6 +12,23 @@ from finray.errors import CheckpointError
 from finray.parallel.tensors import fill
 
 
+def torch_optimizer(parameters: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer that the train section names, over parameters that may be shards."""
+    decayed = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
+    plain = [parameter for parameter in parameters.values() if parameter.ndim < 2]
+    groups = [
+        {"params": decayed, "weight_decay": train.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_epsilon,
+        fused=True,
+    )
+
+
 class Optimizer:
     """Updates named parameters; norms and biases (anything below two dimensions) have no weight decay.
 
@@ -22,19 +39,7 @@ class Optimizer:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> None:
         self.parameters = dict(parameters)
-        decayed = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
-        plain = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": train.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
-            eps=train.adam_epsilon,
-            fused=True,
-        )
+        self._adam = torch_optimizer(self.parameters, train)
 
     def update(self, learning_rate: float) -> None:
         """One update from the gradients, which are freed."""

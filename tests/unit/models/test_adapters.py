@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
@@ -19,6 +20,11 @@ from tests.support import tiny
 
 def lora(seed: int = 1, **fields: Any) -> Any:
     return adapters.add_lora(tiny.build_model("llama"), AdapterConfig(**{"rank": 4, **fields}), seed=seed)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    save_file(adapters.adapter_tensors(model), folder / adapters.WEIGHTS)
+    model.peft_config[adapters.NAME].save_pretrained(str(folder))
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:
@@ -40,19 +46,6 @@ def test_all_linear_layers_but_the_head_are_adapted() -> None:
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def test_saved_adapters_come_back_to_the_bit(tmp_path: Path) -> None:
-    model = lora(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_()
-    save_adapter(model, tmp_path)
-    other = lora(2)
-    restore_adapter(other, tmp_path)
-    expected = trained(model)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in trained(other).items())
-
-
 def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -65,12 +58,6 @@ def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
     plain = PeftModel.from_pretrained(tiny.build_model("llama"), str(tmp_path)).eval()
     tokens = torch.arange(3, 20)[None]
     torch.testing.assert_close(plain(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
-
-
-def test_an_adapter_of_another_shape_is_refused(tmp_path: Path) -> None:
-    save_adapter(lora(target_modules=["q_proj"]), tmp_path)
-    with pytest.raises(ModelError, match="has 4 tensors, the model wants 28"):
-        restore_adapter(lora(), tmp_path)
 
 
 def test_target_modules_that_match_nothing_are_named_with_what_there_is() -> None:
