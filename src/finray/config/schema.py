@@ -83,6 +83,9 @@ class AdapterConfig(Section):
     target_modules: str | list[str] = Field(
         "all-linear", description="`all-linear`, a regular expression, or a list of module name endings."
     )
+    lora_plus_ratio: float = Field(
+        1.0, ge=1.0, description="The B matrices learn this many times as fast as `train.learning_rate` (LoRA+)."
+    )
 
 
 Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template"]

@@ -80,7 +80,7 @@ def assemble(
     strategy.shard(task.module, blocks_of(task.model))
     if strategy.shards_weights:
         together(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
-    optimizer = Optimizer(task.trainable(), config.train)
+    optimizer = Optimizer(task.trainable(), config.train, lora_plus_ratio=config.adapter.lora_plus_ratio)
     found = together(strategy, lambda: _find(store, notify) if first else None)
     source = strategy.share(None if found is None else str(found.path))
     dataset = together(strategy, lambda: _dataset(config, prepared))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -12,16 +13,35 @@ from finray.errors import CheckpointError
 from finray.parallel.tensors import fill
 
 
-def torch_optimizer(parameters: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that the train section names, over parameters that may be shards."""
-    decayed = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
-    plain = [parameter for parameter in parameters.values() if parameter.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": train.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+def treatment(name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float = 1.0) -> tuple[float, float]:
+    """Factor of the learning rate and weight decay of a parameter.
+
+    Norms, biases and magnitudes (anything below two dimensions) have no decay. The B matrices of LoRA learn
+    ``lora_plus_ratio`` times as fast as the rest (LoRA+, Hayou et al. 2024).
+    """
+    return lora_plus_ratio if ".lora_B." in name else 1.0, train.weight_decay if dimensions >= 2 else 0.0
+
+
+def parameter_groups(
+    parameters: Mapping[str, torch.nn.Parameter], train: TrainConfig, *, lora_plus_ratio: float = 1.0
+) -> list[dict[str, Any]]:
+    """Parameters that are treated alike, as torch's optimizers take them; ``factor`` is of the learning rate."""
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        treated = treatment(name, parameter.ndim, train, lora_plus_ratio=lora_plus_ratio)
+        groups.setdefault(treated, []).append(parameter)
+    return [
+        {"params": own, "factor": factor, "lr": factor * train.learning_rate, "weight_decay": decay}
+        for (factor, decay), own in groups.items()
     ]
+
+
+def torch_optimizer(
+    parameters: Mapping[str, torch.nn.Parameter], train: TrainConfig, *, lora_plus_ratio: float = 1.0
+) -> torch.optim.Optimizer:
+    """The optimizer that the train section names, over parameters that may be shards."""
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        parameter_groups(parameters, train, lora_plus_ratio=lora_plus_ratio),
         lr=train.learning_rate,
         betas=(train.adam_beta1, train.adam_beta2),
         eps=train.adam_epsilon,
@@ -35,16 +55,19 @@ class Optimizer:
     Args:
         parameters: name to parameter, in a fixed order.
         train: the train section.
+        lora_plus_ratio: how much faster the B matrices of LoRA learn than the rest.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], train: TrainConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], train: TrainConfig, *, lora_plus_ratio: float = 1.0
+    ) -> None:
         self.parameters = dict(parameters)
-        self._adam = torch_optimizer(self.parameters, train)
+        self._adam = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio)
 
     def update(self, learning_rate: float) -> None:
         """One update from the gradients, which are freed."""
         for group in self._adam.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["factor"]
         self._adam.step()
         self._adam.zero_grad(set_to_none=True)
 
