@@ -56,7 +56,8 @@ from finray.data.collate import Batch, collate
 from finray.data.packing import PackPlan, plan_packs
 from finray.models import adapters, attention, fused_lora
 from finray.models.causal_lm import CausalLM
-from finray.models.loading import choose_attention, quiet
+from finray.models.loading import choose_attention
+from finray.models.tokenizers import quiet
 from finray.parallel.ddp import DataParallel
 from finray.training.feed import StepData
 from finray.training.loop import peak_memory

@@ -244,7 +244,8 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
     """Steps of two micro-batches, as a run does them."""
     from finray.models import adapters, attention, fused_lora
     from finray.models.causal_lm import CausalLM
-    from finray.models.loading import choose_attention, quiet
+    from finray.models.loading import choose_attention
+    from finray.models.tokenizers import quiet
     from finray.parallel.ddp import DataParallel
     from finray.training.feed import StepData
     from finray.training.optimizer import Optimizer

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from finray.data.formats import Chat, Message
+from finray.data.outlines import Outlines
 from finray.errors import DataError
 
 Span = tuple[int, int]
@@ -97,6 +98,7 @@ class ChatRenderer:
         self._dated = "strftime_now" in source
         self._shapes: dict[Any, frozenset[int] | None] = {}
         self._compiled: dict[bool, Any] = {}
+        self._known: Outlines | None = None
         self._variables = {**tokenizer.special_tokens_map, **self._arguments}
         # Longest first, because one special token may begin with another.
         self._any_special = re.compile(
@@ -253,8 +255,13 @@ class ChatRenderer:
     ) -> str:
         from jinja2.exceptions import TemplateError
 
+        template = self._template(bool(tools))
+        if not tools:
+            filled = self._outlines(template).fill(messages, add_generation_prompt=add_generation_prompt)
+            if filled is not None:
+                return filled
         try:
-            text = self._template(bool(tools)).render(
+            text = template.render(
                 messages=[message.plain() for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 documents=None,
@@ -275,9 +282,17 @@ class ChatRenderer:
         if with_tools not in self._compiled:
             from transformers.utils.chat_template_utils import _compile_jinja_template
 
-            source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
-            self._compiled[with_tools] = _compile_jinja_template(_dated(source) if self._dated else source)
+            self._compiled[with_tools] = _compile_jinja_template(self._source(with_tools))
         return self._compiled[with_tools]
+
+    def _source(self, with_tools: bool) -> str:
+        source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
+        return _dated(source) if self._dated else source
+
+    def _outlines(self, template: Any) -> Outlines:
+        if self._known is None:
+            self._known = Outlines(template, self._source(False), self._variables)
+        return self._known
 
     def _within_the_template(self, chat: Chat, noted: _Noted) -> Chat:
         """The conversation without what the template cannot write: tools and their calls become text."""

@@ -18,7 +18,7 @@ import torch
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters
 from finray.models.head import plain_head
-from finray.models.loading import not_loaded, quiet, source_options
+from finray.models.tokenizers import not_loaded, quiet, source_options
 
 
 @dataclass(frozen=True, slots=True)

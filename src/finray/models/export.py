@@ -15,7 +15,8 @@ from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.models.adapters import SETTINGS, WEIGHTS, load_adapter
 from finray.models.artifacts import NOTES, Artifact, load_artifact
-from finray.models.loading import DTYPES, load_causal_lm, load_tokenizer
+from finray.models.loading import DTYPES, load_causal_lm
+from finray.models.tokenizers import load_tokenizer
 
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}

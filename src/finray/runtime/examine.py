@@ -24,7 +24,7 @@ from finray.data.prepared import MANIFEST, PreparedDataset
 from finray.data.readers import BadRow
 from finray.data.storage import Folder
 from finray.errors import DataError, FinrayError
-from finray.models.loading import load_tokenizer
+from finray.models.tokenizers import load_tokenizer
 from finray.runtime.prepare import Planned, plan_preparation
 from finray.runtime.prepare_report import report_lines
 

@@ -16,7 +16,7 @@ from finray.data.formats import Chat, Completion, Example, Labelled
 from finray.data.prepared import PreparedDataset
 from finray.data.tokenize import Tokenizer
 from finray.errors import DataError
-from finray.models.loading import load_tokenizer
+from finray.models.tokenizers import load_tokenizer
 from finray.runtime.examine import SourceRows, local_dir_of
 
 NAMES = {"train": "training.jsonl", "eval": "validation.jsonl", "test": "test.jsonl"}

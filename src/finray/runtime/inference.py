@@ -25,7 +25,8 @@ from finray.models import attention
 from finray.models.artifacts import Artifact, load_artifact, read_artifact
 from finray.models.causal_lm import CausalLM
 from finray.models.export import Exported, export
-from finray.models.loading import DTYPES, load_causal_lm, load_tokenizer, resolve_precision
+from finray.models.loading import DTYPES, load_causal_lm, resolve_precision
+from finray.models.tokenizers import load_tokenizer
 from finray.runtime.examine import local_dir_of
 from finray.runtime.prepare import prepare_here
 from finray.runtime.rundir import PREPARED, RunDir, saved_config

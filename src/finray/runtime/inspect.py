@@ -24,7 +24,7 @@ from finray.data.serving import Prompt, Served, check_serving, served_prompts
 from finray.data.token_checks import Check
 from finray.data.token_views import SpecialTokens, special_tokens
 from finray.errors import DataError, FinrayError
-from finray.models.loading import load_tokenizer
+from finray.models.tokenizers import load_tokenizer
 from finray.runtime.prepare import prepare_here
 
 IntArray = npt.NDArray[np.int64]

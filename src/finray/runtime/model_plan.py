@@ -11,7 +11,7 @@ from typing import Any
 from finray.config.schema import Config
 from finray.errors import FinrayError, ModelError
 from finray.models.blueprint import Blueprint, build_meta_model, draw_blueprint
-from finray.models.loading import load_tokenizer
+from finray.models.tokenizers import load_tokenizer
 from finray.models.weights import StoredWeights, stored_weights
 from finray.runtime.checks import check_targets
 from finray.runtime.findings import Findings

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -35,7 +36,7 @@ from finray.data.preparation import (
 from finray.data.prepared import BAD_ROWS, MANIFEST
 from finray.data.storage import DigestCache, Folder, content_digest, is_url
 from finray.errors import DataError, FinrayError, from_dict
-from finray.models.loading import check_exists, load_tokenizer, tokenizer_files
+from finray.models.tokenizers import check_exists, load_tokenizer, tokenizer_files, without_torch
 from finray.runtime import cluster as clusters
 from finray.runtime.paths import with_absolute_paths
 from finray.runtime.rundir import prepared_dir
@@ -43,6 +44,8 @@ from finray.runtime.rundir import prepared_dir
 Handle = Callable[[dict[str, Any]], None]
 _DIGESTS = ".digests.json"
 _PATIENCE_S = 1.0
+# Set where workers do nothing else; also keeps Ray from using their processes for anything else.
+_TOKENISES_ONLY = "FINRAY_TOKENISES_ONLY"
 
 
 def _ignore(record: dict[str, Any]) -> None:
@@ -228,7 +231,8 @@ def _outcomes(
         # Tasks and not actors: Ray keeps their processes, so that libraries are loaded once.
         concurrency=max(1, min(len(parts), config.prepare.num_workers or cpus)),
         num_cpus=1,
-        runtime_env={"env_vars": env},
+        # A converter of the user's may want a model.
+        runtime_env={"env_vars": {**env, _TOKENISES_ONLY: "0" if config.data.converter else "1"}},
     )
     for row in written.iter_rows():
         outcome = json.loads(row["outcome"])
@@ -264,7 +268,9 @@ def _work(reference: Any) -> tuple[PartWriter, list[Part]]:
     plain, parts, root = ray.get(reference)
     config = build_config(plain, source="driver")
     settings = Settings.of(config)
-    return PartWriter(settings, settings.encoder(load_tokenizer(config.model)), Folder(root)), parts
+    with without_torch() if os.environ.get(_TOKENISES_ONLY) == "1" else nullcontext():
+        tokenizer = load_tokenizer(config.model)
+    return PartWriter(settings, settings.encoder(tokenizer), Folder(root)), parts
 
 
 def _watched(outcomes: Iterable[dict[str, Any]], total: int, handle: Handle) -> Iterator[dict[str, Any]]:

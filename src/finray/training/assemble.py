@@ -20,8 +20,9 @@ from finray.data.prepared import PreparedDataset
 from finray.errors import DataError
 from finray.models.artifacts import NOTES
 from finray.models.causal_lm import CausalLM
-from finray.models.loading import load_tokenizer, resolve_precision
+from finray.models.loading import resolve_precision
 from finray.models.sharded import blocks_of, materialise
+from finray.models.tokenizers import load_tokenizer
 from finray.parallel.base import Strategy, together
 from finray.parallel.ddp import DataParallel
 from finray.parallel.fsdp import FullySharded

@@ -14,7 +14,8 @@ from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.artifacts import read_artifact
 from finray.models.export import export
-from finray.models.loading import check_exists, load_causal_lm, load_tokenizer
+from finray.models.loading import load_causal_lm
+from finray.models.tokenizers import check_exists, load_tokenizer
 from tests.support import tiny
 
 

@@ -1,0 +1,137 @@
+"""Where a model's files are, and its tokenizer; imports no torch, which takes seconds that preparing data can save."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from finray.config.schema import ModelConfig
+from finray.errors import ModelError
+
+_TOKENIZER_FILES = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "config.json",
+)
+
+
+def quiet() -> None:
+    """Keep Transformers' bars and advice out of finray's output; errors still come."""
+    import warnings
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    # PEFT reads a name that Transformers has renamed.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+
+
+@contextmanager
+def without_torch() -> Iterator[None]:
+    """Let Transformers find no torch, for a process that only tokenises: its import takes a third of the time then.
+
+    Transformers does not look again: no model can be loaded in this process afterwards. Torch can still be imported.
+    """
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+
+
+def check_exists(name: str) -> None:
+    """Find a wrong model path early, without importing Transformers or asking a hub.
+
+    Raises:
+        ModelError: the name is a path, and no model is there.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                "the directory holds no `config.json`", where=f"model.name={name}", repair="name a model directory"
+            )
+    elif _is_path(name, path) and not path.is_file():
+        raise ModelError(
+            "the model does not exist", where=f"model.name={name}", repair="check the path and the working directory"
+        )
+
+
+def _is_path(name: str, path: Path) -> bool:
+    """Whether a name can only be a path: Hub ids have one slash at most, and no dots in front."""
+    return path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+
+
+def source_options(model: ModelConfig) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that say where the files are."""
+    path = Path(model.name).expanduser()
+    if path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    name = str(path) if path.exists() else model.name
+    return {
+        "pretrained_model_name_or_path": name,
+        "revision": model.revision or "main",
+        "trust_remote_code": model.trust_remote_code,
+    }
+
+
+def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
+    """The error of a model or tokenizer that Transformers could not load."""
+    text = str(error).strip().splitlines()
+    return ModelError(
+        f"the {what} cannot be loaded: {text[0] if text else type(error).__name__}",
+        where=f"model.name={model.name}",
+        repair="name a model directory, a .gguf file, or a Hugging Face id you can reach (HF_TOKEN for gated models)",
+    )
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of a model, with the chat template of the config where one is named.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    quiet()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**source_options(model))
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise not_loaded("tokenizer", model, error) from None
+    if model.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ModelError(
+                f"the chat template cannot be read: {error.strerror}",
+                where=f"model.chat_template={model.chat_template}",
+            ) from None
+    return tokenizer
+
+
+def tokenizer_files(model: ModelConfig) -> list[Path] | None:
+    """The files that decide what tokens a model's tokenizer makes; None for one on the Hub.
+
+    With these, and the versions of the libraries that read them, a tokenizer is known without loading it.
+    """
+    path = Path(model.name).expanduser()
+    template = [Path(model.chat_template)] if model.chat_template is not None else []
+    if path.suffix == ".gguf" and path.is_file():
+        return [path, *template]
+    if not path.is_dir():
+        return None
+    found = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}
+    return [*sorted(found), *template]
