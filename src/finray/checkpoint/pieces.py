@@ -6,6 +6,7 @@ Every file says in its header which rows of which tensor it holds, so that nothi
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,14 +27,16 @@ class Piece:
     Attributes:
         name: of the whole tensor.
         tensor: rows ``start`` to ``start + len(tensor)``; the whole of a tensor without dimensions.
-        start: first row.
+        start: first row; where ``flat``, first element.
         shape: of the whole tensor.
+        flat: whether ``tensor`` is 1-D and holds elements, which may end in the middle of a row.
     """
 
     name: str
     tensor: torch.Tensor
     start: int
     shape: tuple[int, ...]
+    flat: bool = False
 
 
 def file_name(stem: str, *, rank: int, world_size: int) -> str:
@@ -44,15 +47,21 @@ def file_name(stem: str, *, rank: int, world_size: int) -> str:
 def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     """Write the pieces of one rank."""
     held = sorted(pieces, key=lambda piece: piece.name)
-    rows = {piece.name: {"start": piece.start, "shape": list(piece.shape)} for piece in held}
+    rows = {
+        piece.name: {"start": piece.start, "shape": list(piece.shape)} | ({"flat": True} if piece.flat else {})
+        for piece in held
+    }
     save_file({piece.name: piece.tensor.contiguous() for piece in held}, path, metadata={_ROWS: json.dumps(rows)})
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    """Elements that a file holds of a tensor; ``width`` of them for each step along its first dimension."""
+
     path: Path
     start: int
     stop: int
+    width: int
 
 
 class PieceReader:
@@ -78,8 +87,10 @@ class PieceReader:
                 for name, entry in rows.items():
                     shape = tuple(entry["shape"])
                     self.shapes[name] = shape
+                    width = 1 if entry.get("flat") else math.prod(shape[1:])
                     count = file.get_slice(name).get_shape()[0] if shape else 1
-                    self._held.setdefault(name, []).append(_Held(path, entry["start"], entry["start"] + count))
+                    held = _Held(path, entry["start"] * width, (entry["start"] + count) * width, width)
+                    self._held.setdefault(name, []).append(held)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows of a tensor; all of it when nothing else is said.
@@ -96,15 +107,20 @@ class PieceReader:
                 scalar: torch.Tensor = file.get_tensor(name)
                 return scalar
         stop = shape[0] if stop is None else stop
-        found, at = [], start
+        row = math.prod(shape[1:])
+        found, at, end = [], start * row, stop * row
         for held in pieces:
-            low, high = max(held.start, at), min(held.stop, stop)
+            low, high = max(held.start, at), min(held.stop, end)
             if low < high:
                 if low != at:
                     break
                 with safe_open(held.path, framework="pt") as file:
-                    found.append(file.get_slice(name)[low - held.start : high - held.start])
+                    first, last = (low - held.start) // held.width, -(-(high - held.start) // held.width)
+                    part = file.get_slice(name)[first:last].reshape(-1)
+                skipped = low - held.start - first * held.width
+                found.append(part[skipped : skipped + high - low])
                 at = high
-        if at < stop:
-            raise CheckpointError(f"rows {at} to {stop} of {name} are missing")
-        return torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty((0, *shape[1:]))
+        if at < end:
+            raise CheckpointError(f"rows {at // row} to {stop} of {name} are missing")
+        whole = torch.cat(found) if len(found) > 1 else found[0] if found else torch.empty(0)
+        return whole.reshape(stop - start, *shape[1:])

@@ -50,7 +50,7 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int) -> Any:
     return wrapped
 
 
-def initial(name: str, shape: torch.Size, *, seed: int) -> torch.Tensor:
+def initial(name: str, shape: tuple[int, ...], *, seed: int) -> torch.Tensor:
     """The first value of an adapter's matrix (fp32): A uniform as in PEFT (Kaiming with a = sqrt 5), B zero.
 
     It follows from the name and the seed alone, so it is the same however and wherever the model is built.

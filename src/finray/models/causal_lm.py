@@ -58,7 +58,10 @@ class CausalLM:
         self._attention = attention_name
         self._inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._body = getattr(self._inner, self._inner.base_model_prefix)
-        self.module = _LossModule(model, self._loss_sum)
+        # What is called for a forward pass; a strategy may put something around it.
+        self.module: torch.nn.Module = _LossModule(model, self._loss_sum)
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        self._counts = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
         self._head_is_ours = plain_head(self._inner) is not None
         self._head_is_proven = False
 
@@ -117,8 +120,7 @@ class CausalLM:
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""
-        counts = [(parameter.numel(), parameter.requires_grad) for parameter in self.model.parameters()]
-        return sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
+        return self._counts
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What is saved, under the names in its files: the adapter, or all weights; tensors may be shards."""

@@ -89,7 +89,15 @@ def folder_of(model: ModelConfig) -> Path | None:
 
 
 @torch.no_grad()
-def materialise(model: Any, config: ModelConfig, *, device: torch.device, seed: int, fill: Fill) -> bool:
+def materialise(
+    model: Any,
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    seed: int,
+    fill: Fill,
+    shape_of: Callable[[torch.Tensor], tuple[int, ...]],
+) -> bool:
     """Give memory and values to a model on the meta device; returns whether the whole model had to be read for it.
 
     Args:
@@ -98,6 +106,7 @@ def materialise(model: Any, config: ModelConfig, *, device: torch.device, seed: 
         device: of this rank.
         seed: of the adapters.
         fill: copies the rows that this rank holds.
+        shape_of: the shape of a whole tensor, of which this rank may hold nothing.
 
     Raises:
         ModelError: a weight is nowhere to be found.
@@ -118,7 +127,7 @@ def materialise(model: Any, config: ModelConfig, *, device: torch.device, seed: 
     source = dict(load_causal_lm(config, dtype=torch.float32).state_dict()) if missing else {}
     for name, tensor in tensors.items():
         if ".lora_" in name:
-            value = adapters.initial(name, tensor.shape, seed=seed)
+            value = adapters.initial(name, shape_of(tensor), seed=seed)
             fill(tensor, lambda start, stop, value=value: value[start:stop])  # type: ignore[misc]
         elif missing:
             if base_name(name) not in source:

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from finray.errors import FinrayError, from_dict
+from finray.parallel.tensors import Elements
 
 T = TypeVar("T")
+
+
+class StateReader(Protocol):
+    """Optimizer state in a checkpoint: any rows of tensors named ``<parameter>/<kind>``."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows of a tensor; all of it when nothing else is said."""
+
+
+class Updates(Protocol):
+    """An optimizer as the loop sees it."""
+
+    parameters: dict[str, torch.nn.Parameter]
+
+    def update(self, learning_rate: float) -> None:
+        """One update from the gradients, which are freed."""
+
+    def state(self) -> Mapping[str, torch.Tensor | Elements]:
+        """The moments and update counts as ``<parameter>/<kind>`` tensors, or this rank's part of them."""
+
+    def restore(self, reader: StateReader) -> None:
+        """Put back what :meth:`state` gave, this rank's part of it."""
 
 
 class Strategy(Protocol):
@@ -26,6 +52,20 @@ class Strategy(Protocol):
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Share the weights of a module between the ranks, block by block and then the rest; or leave it as it is."""
 
+    def optimizer(
+        self, module: torch.nn.Module, own: Callable[[], Updates], client: Callable[[], torch.optim.Optimizer]
+    ) -> tuple[torch.nn.Module, Updates]:
+        """The optimizer, and the module to call for a forward pass.
+
+        Args:
+            module: that :meth:`shard` was given.
+            own: makes finray's optimizer, where the strategy has none of its own.
+            client: makes a torch optimizer over the trained parameters, for a strategy that drives it itself.
+        """
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add a micro-batch's gradients; ``last`` says that no more come before the update."""
+
     def align(self, module: torch.nn.Module) -> None:
         """Make the ranks' weights equal before the first step."""
 
@@ -37,6 +77,9 @@ class Strategy(Protocol):
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
+
+    def save_own(self, folder: Path) -> bool:
+        """Write what the strategy's library keeps of its own; a collective. Returns whether there is such a thing."""
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank (plain Python values)."""

@@ -7,11 +7,14 @@ keeps sums over more than two ranks bitwise equal after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from finray.parallel.base import Updates
 
 BUCKET_ELEMENTS = 8 * 2**20
 
@@ -30,6 +33,19 @@ class DataParallel:
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Nothing: every rank has all weights."""
+
+    def optimizer(
+        self,
+        module: torch.nn.Module,
+        own: Callable[[], Updates],
+        client: Callable[[], torch.optim.Optimizer],  # noqa: ARG002
+    ) -> tuple[torch.nn.Module, Updates]:
+        """finray's own optimizer over the module as it is."""
+        return module, own()
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:  # noqa: ARG002
+        """An ordinary backward pass."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def align(self, module: torch.nn.Module) -> None:
         """Broadcast rank 0's trained weights; frozen ones were read from the same files."""
@@ -70,6 +86,10 @@ class DataParallel:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
         limit = float("inf") if max_norm is None else max_norm
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def save_own(self, folder: Path) -> bool:  # noqa: ARG002
+        """Nothing."""
+        return False
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""

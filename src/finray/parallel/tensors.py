@@ -2,11 +2,86 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# Reads rows of a tensor: the first, and the one after the last.
+Read = Callable[[int, int], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """A part of a tensor that was flattened before it was shared.
+
+    Attributes:
+        local: 1-D, what this rank holds; possibly nothing.
+        start: how many elements of the tensor lie before it.
+        shape: of the whole tensor.
+    """
+
+    local: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+
+
+class Keeper(Protocol):
+    """Knows the value of a parameter that does not hold it itself."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def whole(self) -> torch.Tensor:
+        """All of it, on every rank; a collective."""
+
+    def fill(self, read: Read) -> None:
+        """Copy what this rank keeps of it from a function that reads rows; no collective."""
+
+
+_KEEPER = "_finray_keeper"
+
+
+def keep(parameter: torch.Tensor, keeper: Keeper) -> None:
+    """Say who knows the value of a parameter."""
+    setattr(parameter, _KEEPER, keeper)
+
+
+def keeper_of(tensor: torch.Tensor) -> Keeper | None:
+    """Who knows the value of a parameter; None for a tensor that holds its own."""
+    found: Keeper | None = getattr(tensor, _KEEPER, None)
+    return found
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor."""
+    keeper = keeper_of(tensor)
+    return tuple(tensor.shape) if keeper is None else keeper.shape
+
+
+def bytes_of(tensor: torch.Tensor | Elements) -> int:
+    """Size of the whole tensor as it is saved."""
+    if isinstance(tensor, Elements):
+        return math.prod(tensor.shape) * tensor.local.element_size()
+    keeper = keeper_of(tensor)
+    dtype = tensor.dtype if keeper is None else keeper.dtype
+    return math.prod(shape_of(tensor)) * dtype.itemsize
+
+
+def read_elements(read: Read, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+    """Some elements of a tensor of this shape (1-D), from a function that reads rows of it."""
+    if stop <= start:
+        return torch.empty(0)
+    if not shape:
+        return read(0, 1).reshape(1)
+    width = math.prod(shape[1:])
+    first = start // width
+    rows = read(first, -(-stop // width)).reshape(-1)
+    return rows[start - first * width : stop - first * width]
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -33,6 +108,8 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All rows of a tensor, on every rank; a collective where it is sharded."""
+    if (keeper := keeper_of(tensor)) is not None:
+        return keeper.whole()
     if not isinstance(tensor, DTensor):
         return tensor
     full: torch.Tensor = tensor.full_tensor()
@@ -40,8 +117,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
-    """Copy rows into a tensor: those that this rank holds, from a function of first row and the one after the last."""
+def fill(tensor: torch.Tensor, read: Read) -> None:
+    """Copy rows into a tensor: those that this rank holds."""
+    if (keeper := keeper_of(tensor)) is not None:
+        keeper.fill(read)
+        return
     local, start = local_rows(tensor)
     if local.ndim == 0:
         local.copy_(read(0, 1))

@@ -23,16 +23,16 @@ from finray.models.causal_lm import CausalLM
 from finray.models.loading import resolve_precision
 from finray.models.sharded import blocks_of, materialise
 from finray.models.tokenizers import load_tokenizer
-from finray.parallel.base import Strategy, together
+from finray.parallel.base import Strategy, Updates, together
 from finray.parallel.ddp import DataParallel
 from finray.parallel.fsdp import FullySharded
-from finray.parallel.tensors import fill
+from finray.parallel.tensors import fill, shape_of
 from finray.tracking.base import Tracker
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import JsonlTracker
 from finray.training.feed import Feed, evaluation_batches
 from finray.training.loop import Loop, peak_memory
-from finray.training.optimizer import Optimizer
+from finray.training.optimizer import Optimizer, torch_optimizer
 from finray.training.saving import Saver
 from finray.training.snapshot import restore
 from finray.training.state import TrainState
@@ -81,7 +81,12 @@ def assemble(
     strategy.shard(task.module, blocks_of(task.model))
     if strategy.shards_weights:
         together(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
-    optimizer = Optimizer(task.trainable(), config.train, lora_plus_ratio=config.adapter.lora_plus_ratio)
+    ratio = config.adapter.lora_plus_ratio
+    task.module, optimizer = strategy.optimizer(
+        task.module,
+        lambda: Optimizer(task.trainable(), config.train, lora_plus_ratio=ratio),
+        lambda: torch_optimizer(task.trainable(), config.train, lora_plus_ratio=ratio),
+    )
     found = together(strategy, lambda: _find(store, notify) if first else None)
     source = strategy.share(None if found is None else str(found.path))
     dataset = together(strategy, lambda: _dataset(config, prepared))
@@ -206,7 +211,9 @@ def _adapter_seed(config: Config) -> int:
 
 def _fill(config: Config, task: CausalLM, strategy: Strategy, notify: Callable[[dict[str, Any]], None]) -> None:
     """Give a sharded model its weights."""
-    whole = materialise(task.model, config.model, device=strategy.device, seed=_adapter_seed(config), fill=fill)
+    whole = materialise(
+        task.model, config.model, device=strategy.device, seed=_adapter_seed(config), fill=fill, shape_of=shape_of
+    )
     if whole:
         notify(
             {
@@ -228,7 +235,7 @@ def _find(store: CheckpointStore, notify: Callable[[dict[str, Any]], None]) -> C
 
 
 def _restore(
-    config: Config, dataset: PreparedDataset, source: str | None, task: CausalLM, optimizer: Optimizer
+    config: Config, dataset: PreparedDataset, source: str | None, task: CausalLM, optimizer: Updates
 ) -> TrainState:
     """Read the chosen checkpoint; without one, the state of a run that begins."""
     if source is None:

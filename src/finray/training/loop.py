@@ -14,10 +14,9 @@ import torch
 from finray.config.schema import Config
 from finray.data.collate import Batch
 from finray.errors import TrainingError
-from finray.parallel.base import Strategy
+from finray.parallel.base import Strategy, Updates
 from finray.tracking.base import Tracker
 from finray.training.feed import Ahead, Feed, StepData
-from finray.training.optimizer import Optimizer
 from finray.training.saving import Saver
 from finray.training.schedule import learning_rate
 from finray.training.snapshot import SavedTask, take
@@ -55,7 +54,7 @@ class Loop:
     config: Config
     task: TrainedTask
     strategy: Strategy
-    optimizer: Optimizer
+    optimizer: Updates
     feed: Feed
     evaluation: list[tuple[Batch, bool]] | None
     total_steps: int

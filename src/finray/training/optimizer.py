@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from finray.checkpoint.pieces import PieceReader
 from finray.config.schema import TrainConfig
 from finray.errors import CheckpointError
-from finray.parallel.tensors import fill
+from finray.parallel.base import StateReader
+from finray.parallel.tensors import fill, shape_of
 
 
 def treatment(name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float = 1.0) -> tuple[float, float]:
@@ -28,7 +28,7 @@ def parameter_groups(
     """Parameters that are treated alike, as torch's optimizers take them; ``factor`` is of the learning rate."""
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        treated = treatment(name, parameter.ndim, train, lora_plus_ratio=lora_plus_ratio)
+        treated = treatment(name, len(shape_of(parameter)), train, lora_plus_ratio=lora_plus_ratio)
         groups.setdefault(treated, []).append(parameter)
     return [
         {"params": own, "factor": factor, "lr": factor * train.learning_rate, "weight_decay": decay}
@@ -79,7 +79,7 @@ class Optimizer:
             for kind, value in self._adam.state.get(parameter, {}).items()
         }
 
-    def restore(self, reader: PieceReader) -> None:
+    def restore(self, reader: StateReader) -> None:
         """Put back what :meth:`state` gave, this rank's rows of it.
 
         Raises:
@@ -97,7 +97,7 @@ class Optimizer:
 
 
 @torch.no_grad()
-def _read(reader: PieceReader, key: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+def _read(reader: StateReader, key: str, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A moment in the shape and on the device of its parameter; a count beside it, where AdamW's kernel wants it."""
     if not reader.shapes[key]:
         return reader.read(key).to(parameter.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.errors import CheckpointError
-from finray.parallel.base import Strategy
-from finray.parallel.tensors import fill, is_first_copy, is_sharded, local_rows, whole
-from finray.training.optimizer import Optimizer
+from finray.parallel.base import Strategy, Updates
+from finray.parallel.tensors import Elements, bytes_of, fill, is_first_copy, is_sharded, local_rows, shape_of, whole
 from finray.training.state import COUNTERS, FOLDER, TrainState
 
 MOMENTS = "optimizer"
@@ -74,7 +73,7 @@ class Snapshot:
 
 def take(
     task: SavedTask,
-    optimizer: Optimizer,
+    optimizer: Updates,
     state: TrainState,
     strategy: Strategy,
     *,
@@ -110,10 +109,7 @@ def take(
         if owners[name] == rank:
             own[name] = held(name, full)
     files = {} if rank >= writers else {_weights_file(task.weights_stem, rank, writers): own}
-    moments = [
-        Piece(key, held(key, local), start, tuple(tensor.shape))
-        for key, tensor, local, start in _rows(optimizer, strategy)
-    ]
+    moments = [replace(piece, tensor=held(piece.name, piece.tensor)) for piece in _pieces(optimizer, strategy)]
     moments_file = file_name(MOMENTS, rank=rank, world_size=world_size)
     if rank:
         return Snapshot(files, moments, moments_file)
@@ -128,15 +124,20 @@ def take(
     return Snapshot(files, moments, moments_file, texts, rest)
 
 
-def _rows(optimizer: Optimizer, strategy: Strategy) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, int]]:
-    """The rows of the optimizer's state that this rank writes."""
+def _pieces(optimizer: Updates, strategy: Strategy) -> Iterator[Piece]:
+    """What this rank writes of the optimizer's state."""
     state = optimizer.state()
-    owners = _owners({key: tensor for key, tensor in state.items() if not is_sharded(tensor)}, strategy.world_size)
-    for key, tensor in state.items():
+    parts = {key: part for key, part in state.items() if isinstance(part, Elements)}
+    for key, part in parts.items():
+        if part.local.numel():
+            yield Piece(key, part.local, part.start, part.shape, flat=True)
+    tensors = {key: tensor for key, tensor in state.items() if not isinstance(tensor, Elements)}
+    owners = _owners({key: tensor for key, tensor in tensors.items() if not is_sharded(tensor)}, strategy.world_size)
+    for key, tensor in tensors.items():
         local, start = local_rows(tensor)
         own = owners.get(key, strategy.rank) == strategy.rank and is_first_copy(tensor)
         if own and (local.numel() or not start):
-            yield key, tensor, local, start
+            yield Piece(key, local, start, tuple(tensor.shape))
 
 
 def _owners(tensors: Mapping[str, torch.Tensor], ranks: int) -> dict[str, int]:
@@ -145,7 +146,7 @@ def _owners(tensors: Mapping[str, torch.Tensor], ranks: int) -> dict[str, int]:
     owners = {}
     for name, tensor in tensors.items():
         owners[name] = load.index(min(load))
-        load[owners[name]] += tensor.numel() * tensor.element_size()
+        load[owners[name]] += bytes_of(tensor)
     return owners
 
 
@@ -155,12 +156,12 @@ def _weights_file(stem: str, rank: int, writers: int) -> str:
 
 def _index(weights: Mapping[str, torch.Tensor], owners: Mapping[str, int], stem: str, writers: int) -> str:
     """The index that Transformers reads beside several files of weights."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    size = sum(bytes_of(tensor) for tensor in weights.values())
     where = {name: _weights_file(stem, owner, writers) for name, owner in sorted(owners.items())}
     return json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n"
 
 
-def restore(folder: Path, task: SavedTask, optimizer: Optimizer) -> TrainState:
+def restore(folder: Path, task: SavedTask, optimizer: Updates) -> TrainState:
     """Put a checkpoint back into a model and optimizer of any strategy and any number of ranks.
 
     Raises:
@@ -178,7 +179,7 @@ def restore(folder: Path, task: SavedTask, optimizer: Optimizer) -> TrainState:
     for name, tensor in tensors.items():
         with safe_open(where[name], framework="pt") as file:
             part = file.get_slice(name)
-            if tuple(part.get_shape()) != tuple(tensor.shape):
+            if tuple(part.get_shape()) != shape_of(tensor):
                 raise CheckpointError(f"{name} has another shape than in the model", where=str(folder))
             fill(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
     optimizer.restore(PieceReader(folder / FOLDER, MOMENTS))

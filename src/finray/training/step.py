@@ -9,9 +9,8 @@ import torch
 
 from finray.data.collate import Batch
 from finray.errors import TrainingError
-from finray.parallel.base import Strategy
+from finray.parallel.base import Strategy, Updates
 from finray.training.feed import StepData
-from finray.training.optimizer import Optimizer
 from finray.training.randomness import reseed
 from finray.training.state import TrainState
 
@@ -35,7 +34,7 @@ class StepResult:
 def train_step(
     task: Task,
     strategy: Strategy,
-    optimizer: Optimizer,
+    optimizer: Updates,
     data: StepData,
     state: TrainState,
     *,
@@ -53,14 +52,17 @@ def train_step(
     """
     total = torch.zeros(2, dtype=torch.float64, device=strategy.device)
     total[1] = float(done)
+    left = len(data.shares) + len(data.fillers)
     for index, batch in data.shares:
         reseed(state.random_key, state.step, index)
         loss = task.loss_sum(batch.to(strategy.device))
-        (loss / data.supervised).backward()  # type: ignore[no-untyped-call]
+        left -= 1
+        strategy.backward(loss / data.supervised, last=not left)
         total[0] += loss.detach().double()
     for batch in data.fillers:
         # Here only because the others meet in every forward and backward pass; it adds nothing.
-        (task.loss_sum(batch.to(strategy.device)) * 0.0).backward()  # type: ignore[no-untyped-call]
+        left -= 1
+        strategy.backward(task.loss_sum(batch.to(strategy.device)) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
     total = strategy.sum_gradients(parameters, total)
     norm = strategy.clip(parameters, max_grad_norm)
