@@ -14,31 +14,35 @@ import torch.multiprocessing as mp
 
 def run_group(plain: dict[str, Any], run_dir: Path, *, world_size: int, stop_after: int | None = None) -> None:
     """Run (or continue) a training with the strategy of its config; `stop_after` ends it as a kill would."""
+    run_all([(plain, run_dir)], world_size=world_size, stop_after=stop_after)
+
+
+def run_all(runs: list[tuple[dict[str, Any], Path]], *, world_size: int, stop_after: int | None = None) -> None:
+    """Several trainings, one after the other in one group of processes: their start takes longer than they do."""
     from finray.runtime.prepare import prepare_here
     from tests.support.runs import config_of
 
-    run_dir.mkdir(parents=True, exist_ok=True)
-    prepared = prepare_here(config_of(plain))
+    jobs = []
+    for plain, run_dir in runs:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        jobs.append((plain, prepare_here(config_of(plain)), str(run_dir)))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_member, (world_size, port, plain, prepared, str(run_dir), stop_after), nprocs=world_size)
+    mp.spawn(_member, (world_size, port, jobs, stop_after), nprocs=world_size)
 
 
 class Killed(Exception):
     """Stands for the end of a process."""
 
 
-def _member(
-    rank: int, world_size: int, port: int, plain: dict[str, Any], prepared: str, run_dir: str, stop_after: int | None
-) -> None:
+def _member(rank: int, world_size: int, port: int, jobs: list[tuple[Any, str, str]], stop_after: int | None) -> None:
     from finray.training.assemble import assemble, strategy_of
     from tests.support.runs import config_of
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    config = config_of(plain)
     device = torch.device("cpu")
 
     def notify(record: dict[str, Any]) -> None:
@@ -46,12 +50,16 @@ def _member(
             raise Killed
 
     try:
-        assembled = assemble(
-            config, prepared=prepared, run_dir=Path(run_dir), strategy=strategy_of(config, device), notify=notify
-        )
-        assembled.loop.run()
-        for tracker in assembled.loop.trackers:
-            tracker.close()
+        for plain, prepared, run_dir in jobs:
+            config = config_of(plain)
+            assembled = assemble(
+                config, prepared=prepared, run_dir=Path(run_dir), strategy=strategy_of(config, device), notify=notify
+            )
+            assembled.loop.run()
+            for tracker in assembled.loop.trackers:
+                tracker.close()
+        # gloo does not like peers that leave early.
+        dist.barrier()
     except Killed:
         os._exit(0)
     finally:

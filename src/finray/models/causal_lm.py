@@ -49,9 +49,13 @@ class CausalLM:
     Attributes:
         model: what is wrapped, saved and counted: the PEFT model, or the Transformers model itself.
         precision: ``fp32`` or ``bf16``.
+
+    Args:
+        attention_name: Transformers' name of the attention for packed rows; None for a model that cannot be packed and
+            keeps its own. Each of its batches is then one row.
     """
 
-    def __init__(self, model: Any, *, precision: str, attention_name: str, device: torch.device) -> None:
+    def __init__(self, model: Any, *, precision: str, attention_name: str | None, device: torch.device) -> None:
         self.model = model
         self.precision = precision
         self._device = device
@@ -75,13 +79,15 @@ class CausalLM:
         seed: int,
         device: torch.device,
         empty: bool = False,
+        packs: bool = True,
     ) -> CausalLM:
         """Load the model, add adapters, and put it on the device.
 
         Frozen weights are stored in the arithmetic's dtype; weights that are trained are fp32. An ``empty`` model has
-        no weights yet: :func:`finray.models.sharded.materialise` gives it some, when it is sharded.
+        no weights yet: :func:`finray.models.sharded.materialise` gives it some, when it is sharded. A model that does
+        not pack (:mod:`finray.models.packing_proof`) keeps its own attention.
         """
-        name = choose_attention(model, device, precision=precision)
+        name = choose_attention(model, device, precision=precision) if packs else None
         dtype = DTYPES[precision] if adapter.method != "none" else torch.float32
         load = meta_causal_lm if empty else load_causal_lm
         loaded = load(model, dtype=dtype, attention_name=name)
@@ -145,6 +151,9 @@ class CausalLM:
             self.model.peft_config[adapters.NAME].save_pretrained(str(folder))
 
     def _forward(self, module: Any, batch: PackedRows, **options: Any) -> Any:
+        if self._attention is None:
+            assert len(batch.lengths) == 1, "a model that cannot be packed takes one row at a time"
+            return module(input_ids=batch.tokens_1T, use_cache=False, **options)
         longest = max(batch.lengths)
         if self._attention == attention.NAME:
             options["segment_lengths"] = batch.lengths

@@ -97,6 +97,7 @@ def plan_memory(
     found: Findings,
     *,
     ray: bool = True,
+    packs: bool = True,
 ) -> MemoryPlan:
     """Estimate a worker's peak, and look for a change where it does not fit.
 
@@ -108,6 +109,7 @@ def plan_memory(
         rows: what is known of the data.
         found: takes problems and warnings.
         ray: whether the worker is Ray's.
+        packs: whether the model's rows may be packed; else each has a forward pass of its own.
     """
     now = Choice(
         config.train.micro_batch_size,
@@ -119,7 +121,7 @@ def plan_memory(
 
     @cache
     def workload(micro_batch_size: int, max_length: int) -> Workload:
-        return _workload(config, blueprint, rows, micro_batch_size, max_length)
+        return _workload(config, blueprint, rows, micro_batch_size, max_length, packs=packs)
 
     def peak(choice: Choice) -> Estimate:
         shapes = blueprint if choice.adapter == config.adapter.method else blueprint.with_lora(config.adapter.rank)
@@ -174,18 +176,20 @@ def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights
     )
 
 
-def _workload(config: Config, blueprint: Blueprint, rows: Rows, micro_batch_size: int, max_length: int) -> Workload:
+def _workload(
+    config: Config, blueprint: Blueprint, rows: Rows, micro_batch_size: int, max_length: int, *, packs: bool
+) -> Workload:
     per_step = -(-config.train.global_batch_size // micro_batch_size)
     per_worker = -(-per_step // config.cluster.num_workers)
     weighing = Setup(precision="bf16")
     return largest_workload(
         rows.lengths,
         max_length=max_length,
-        packing=config.data.packing,
-        micro_batch_size=min(micro_batch_size, config.train.global_batch_size),
+        packing=config.data.packing and packs,
+        micro_batch_size=min(micro_batch_size, config.train.global_batch_size) if packs else 1,
         learned=rows.learned,
         micro_batches=rows.steps * per_worker,
-        accumulates=per_worker > 1,
+        accumulates=per_worker > 1 or not packs,
         weigh=lambda batch: kept_bytes(blueprint, weighing, Workload(batch, sum(batch))),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 from finray.config.schema import Config
 from finray.errors import FinrayError, ModelError
 from finray.models.blueprint import Blueprint, build_meta_model, draw_blueprint
+from finray.models.packing_proof import try_packing
 from finray.models.tokenizers import load_tokenizer
 from finray.models.weights import StoredWeights, stored_weights
 from finray.runtime.checks import check_targets
@@ -59,6 +60,7 @@ class PlannedModel:
     plan: ModelPlan
     blueprint: Blueprint
     stored: StoredWeights | None
+    packs: bool = True
 
 
 def plan_model(config: Config, found: Findings, *, environ: Mapping[str, str] = os.environ) -> PlannedModel | None:
@@ -75,6 +77,7 @@ def plan_model(config: Config, found: Findings, *, environ: Mapping[str, str] = 
     try:
         model = build_meta_model(config.model)
         tokenizer = load_tokenizer(config.model)
+        packing = try_packing(config.model)
     except FinrayError as error:
         found.problem(explained(error, config, environ))
         return None
@@ -91,8 +94,10 @@ def plan_model(config: Config, found: Findings, *, environ: Mapping[str, str] = 
             f"what {', '.join(blueprint.unknown)} keep for the backward pass is not counted: memory may be more",
             "model.name",
         )
+    if not packing.safe:
+        found.warn(packing.warning, "data.packing")
     _compare_counts(blueprint, stored, found)
-    return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored)
+    return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored, packing.safe)
 
 
 def _drawn(config: Config, model: Any, found: Findings) -> Blueprint:

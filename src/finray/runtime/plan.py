@@ -198,7 +198,7 @@ def make_plan(
     memory = None
     if model is not None and device is not None:
         rows = Rows() if data is None or report is None else _rows(data, report.lengths)
-        memory = plan_memory(config, model.blueprint, model.stored, device, rows, found)
+        memory = plan_memory(config, model.blueprint, model.stored, device, rows, found, packs=model.packs)
     return Plan(found.problems, found.warnings, None if model is None else model.plan, data, placement, memory)
 
 

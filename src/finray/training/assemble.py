@@ -21,6 +21,7 @@ from finray.errors import DataError
 from finray.models.artifacts import NOTES
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import resolve_precision
+from finray.models.packing_proof import Packing, try_packing
 from finray.models.sharded import blocks_of, materialise
 from finray.models.tokenizers import load_tokenizer
 from finray.parallel.base import Strategy, Updates, together
@@ -77,7 +78,10 @@ def assemble(
     if first:
         fence.take()
     precision = resolve_precision(config.train.precision, strategy.device)
-    task = together(strategy, lambda: _task(config, precision, strategy))
+    packing = together(strategy, lambda: try_packing(config.model))
+    if first and not packing.safe:
+        notify({"kind": "warning", "step": 0, "message": packing.warning})
+    task = together(strategy, lambda: _task(config, precision, strategy, packing))
     strategy.shard(task.module, blocks_of(task.model))
     if strategy.shards_weights:
         together(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
@@ -92,7 +96,7 @@ def assemble(
     dataset = together(strategy, lambda: _dataset(config, prepared))
     state = together(strategy, lambda: _restore(config, dataset, source, task, optimizer))
     strategy.align(task.model)
-    data = together(strategy, lambda: _data(config, dataset, strategy, position=state.position))
+    data = together(strategy, lambda: _data(config, dataset, strategy, packing, position=state.position))
     extras = together(strategy, lambda: _extras(config, dataset) if first else lambda folder: None)
     loop = Loop(
         config=config,
@@ -141,7 +145,7 @@ def _dataset(config: Config, prepared: str | Path) -> PreparedDataset:
     return dataset
 
 
-def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, *, position: int) -> _Data:
+def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, packing: Packing, *, position: int) -> _Data:
     splits = dataset.splits(config.data, seed=config.run.seed)
     train, held_out = splits.train, splits.eval
     make_plan = plan_packs if config.data.packing else one_row_each
@@ -161,6 +165,7 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, *, posit
         rank=strategy.rank,
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
+        rows_apart=not packing.safe,
     )
     if dataset.folder.is_remote:
         train.ahead(feed.rows_from(position))
@@ -170,9 +175,10 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, *, posit
         lengths = held_out.lengths[: config.evaluation.max_rows]
         eval_rows = len(lengths)
         # Packed even where training is not: the loss of a row does not depend on its neighbours.
+        pack = plan_packs if packing.safe else one_row_each
         batches = evaluation_batches(
             held_out,
-            plan_packs(lengths, config.data.max_length),
+            pack(lengths, config.data.max_length),
             micro_batch_size=1,
             rank=strategy.rank,
             world_size=strategy.world_size,
@@ -191,7 +197,7 @@ def strategy_of(config: Config, device: torch.device) -> Strategy:
     return DataParallel(device)
 
 
-def _task(config: Config, precision: str, strategy: Strategy) -> CausalLM:
+def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) -> CausalLM:
     task = CausalLM.build(
         config.model,
         config.adapter,
@@ -199,6 +205,7 @@ def _task(config: Config, precision: str, strategy: Strategy) -> CausalLM:
         seed=_adapter_seed(config),
         device=strategy.device,
         empty=strategy.shards_weights,
+        packs=packing.safe,
     )
     if config.train.gradient_checkpointing:
         task.checkpoint_activations()

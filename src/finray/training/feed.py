@@ -52,6 +52,8 @@ class Feed:
         rank: this process.
         world_size: number of processes.
         lockstep: whether every process must do the same number of forward passes.
+        rows_apart: whether each row gets a forward pass of its own (see ``finray.models.packing_proof``). What a step
+            consists of does not change.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class Feed:
         rank: int,
         world_size: int,
         lockstep: bool = False,
+        rows_apart: bool = False,
     ) -> None:
         self._lockstep = lockstep
+        self._rows_apart = rows_apart
         self._split = split
         self._plan = plan
         self._order = order
@@ -83,21 +87,45 @@ class Feed:
     def at(self, position: int) -> StepData:
         """The step that starts at a position of the stream: a pure function of it."""
         items = self._order.batch(position, self._global_batch_size)
-        shares = micro_batches(
-            items, micro_batch_size=self._micro_batch_size, rank=self._rank, world_size=self._world_size
-        )
         samples = tuple(row for item in items for row in self._plan.pack(item))
-        rounds = -(-len(items) // (self._micro_batch_size * self._world_size))
-        missing = rounds - len(shares) if self._lockstep else 0
-        filler = pack_batch(self._split, self._plan, (items[0],)) if missing else None
+        passes = self._passes(items)
+        missing = self._most_passes(items) - len(passes) if self._lockstep else 0
+        filler = self._batch(samples[:1] if self._rows_apart else self._plan.pack(items[0])) if missing else None
         return StepData(
             fillers=() if filler is None else (filler,) * missing,
-            shares=[(share.index, pack_batch(self._split, self._plan, share.items)) for share in shares],
+            shares=[(index, self._batch(rows)) for index, rows in passes],
             supervised=int(self._split.supervised[list(samples)].sum()),
             tokens=int(self._split.lengths[list(samples)].sum()),
             samples=samples,
             items=len(items),
         )
+
+    def _passes(self, items: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """This rank's forward passes: a number that no other of the step has, over all ranks, and rows."""
+        shares = micro_batches(
+            items, micro_batch_size=self._micro_batch_size, rank=self._rank, world_size=self._world_size
+        )
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for one in shares:
+            rows = tuple(row for item in one.items for row in self._plan.pack(item))
+            if not self._rows_apart:
+                found.append((one.index, rows))
+                continue
+            before = sum(len(self._plan.pack(item)) for item in items[: one.index * self._micro_batch_size])
+            found += [(before + at, (row,)) for at, row in enumerate(rows)]
+        return found
+
+    def _most_passes(self, items: list[int]) -> int:
+        """Forward passes of the rank that has most of them."""
+        if not self._rows_apart:
+            return -(-len(items) // (self._micro_batch_size * self._world_size))
+        passes = [0] * self._world_size
+        for at, item in enumerate(items):
+            passes[at // self._micro_batch_size % self._world_size] += len(self._plan.pack(item))
+        return max(passes)
+
+    def _batch(self, rows: tuple[int, ...]) -> Batch:
+        return collate([self._split.row(row) for row in rows], rows)
 
 
 def pack_batch(split: PreparedSplit, plan: PackPlan, items: tuple[int, ...]) -> Batch:

@@ -1,0 +1,90 @@
+"""Models of many families train packed under every strategy, and learn what plain Transformers teaches row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from finray.data.prepared import PreparedDataset
+from finray.runtime.prepare import prepare_here
+from tests.support import runs, tiny
+from tests.support.group import run_all
+
+FAMILIES = [
+    *("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "phi3", "gpt2", "bloom", "opt"),
+    "gpt_neox",
+]
+STRATEGIES = ["ddp", "fsdp"]
+RATE = 0.005
+
+
+def plain_of(family: str, strategy: str, folder: Path) -> dict[str, Any]:
+    """All weights, no clipping and a constant rate, so that the reference is a few lines."""
+    return runs.settings(
+        folder / family,
+        folder / "rows.jsonl",
+        folder,
+        adapter={"method": "none"},
+        train={"max_steps": 5, "global_batch_size": 3, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0}
+        | {"max_grad_norm": None},
+        parallel={"strategy": strategy},
+        checkpoint={"every_steps": 100},
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """The runs of all families under all strategies, by two processes."""
+    folder = tmp_path_factory.mktemp("families")
+    # Few enough that they come again: then the loss falls.
+    tiny.write_chat_rows(folder, 14)
+    for family in FAMILIES:
+        tiny.save_model(family, folder / family, tokenizer)
+    run_all(
+        [
+            (plain_of(family, strategy, folder), folder / f"{family}-{strategy}")
+            for family in FAMILIES
+            for strategy in STRATEGIES
+        ],
+        world_size=2,
+    )
+    return folder
+
+
+def reference(family: str, folder: Path, steps: list[list[int]]) -> list[float]:
+    """Loss per target of each step: plain Transformers with its own attention, one row at a time."""
+    config = runs.config_of(plain_of(family, "ddp", folder))
+    split = PreparedDataset(prepare_here(config)).splits(config.data, seed=config.run.seed).train
+    model = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    losses = []
+    for rows in steps:
+        optimizer.zero_grad()
+        total, targets = torch.zeros(()), 0
+        for row in rows:
+            ids, mask = split.row(row)
+            tokens, learned = torch.tensor(ids).long()[None], torch.tensor(mask).bool()[1:]
+            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
+            total = total + F.cross_entropy(logits[learned], tokens[0, 1:][learned], reduction="sum")
+            targets += int(learned.sum())
+        (total / targets).backward()
+        optimizer.step()
+        losses.append(total.item() / targets)
+    return losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_learns_what_its_unpacked_reference_does(folder: Path, family: str) -> None:
+    steps = runs.values(folder / f"{family}-ddp", "samples")
+    assert max(len(rows) for rows in steps) > 3, "packs must hold several rows"
+    expected = reference(family, folder, steps)
+    assert expected[-1] < expected[0]
+    for strategy in STRATEGIES:
+        run_dir = folder / f"{family}-{strategy}"
+        assert runs.values(run_dir, "samples") == steps
+        assert runs.values(run_dir, "loss") == pytest.approx(expected, rel=1e-4), strategy

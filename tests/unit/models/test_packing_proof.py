@@ -1,0 +1,85 @@
+"""Which models may be packed is found out by trying, on a small model of the same kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from finray.models.packing_proof import shrunk, try_packing_of
+
+LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
+
+
+# Their real sizes: nothing of that size may be built.
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", LARGE | {"num_key_value_heads": 8, "vocab_size": 128_256}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("qwen3_moe", {}),
+        ("mistral", {"sliding_window": 4096}),
+        ("mixtral", {}),
+        ("gemma2", {}),
+        ("gemma3_text", {}),
+        ("phi3", {}),
+        ("gpt2", {}),
+        ("gpt_neox", {}),
+        ("opt", {}),
+    ],
+)
+def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
+    found = try_packing_of(AutoConfig.for_model(kind, **fields))
+    assert found.safe, found.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        # Biases by distance in an attention of its own.
+        ("bloom", {}, "attention is its own"),
+        ("mamba", {}, "state from token to token"),
+        ("jamba", {}, "state from token to token"),
+        # Short convolutions, which Transformers does not call a state, reach over the border of rows.
+        ("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12}, "not those of"),
+        # Attention sinks, which finray's attention does not know.
+        ("gpt_oss", {}, "not those of"),
+        # Learned positions that are counted, and not taken from the caller.
+        ("xglm", {}, "attention is its own"),
+        # Its attention is chosen by name, and does not hand on what it is given.
+        ("stablelm", {}, "does not pass row lengths"),
+    ],
+)
+def test_families_that_may_not(kind: str, fields: dict[str, Any], reason: str) -> None:
+    found = try_packing_of(AutoConfig.for_model(kind, **fields))
+    assert not found.safe
+    assert reason in found.reason
+    assert kind in found.warning
+
+
+def test_a_model_that_cannot_be_tried_out_is_not_packed() -> None:
+    config = AutoConfig.for_model("llama", hidden_act="nothing")
+    found = try_packing_of(config)
+    assert not found.safe
+    assert "can be tried out" in found.reason
+
+
+def test_what_is_no_size_stays() -> None:
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
+    config = AutoConfig.for_model("llama", rope_parameters=rope, attention_bias=True, **LARGE)
+    small = shrunk(config)
+    assert small.rope_parameters == config.rope_parameters
+    assert small.attention_bias is True
+    assert small.hidden_size == 64
+
+
+def test_no_random_state_is_used_up() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    try_packing_of(AutoConfig.for_model("llama"))
+    assert torch.equal(torch.rand(2), expected)
