@@ -16,7 +16,7 @@ import torch
 
 from finray.config.schema import ModelConfig
 from finray.models import attention
-from finray.models.loading import check_exists, not_loaded, quiet, source_options
+from finray.models.tokenizers import check_exists, not_loaded, quiet, source_options
 
 # Rows of the trial: longer than the window of the small model, and of different lengths.
 _LENGTHS = (9, 17, 5)
