@@ -1,0 +1,148 @@
+"""Checkpoints written behind the training: what they hold, and what a failed write does."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from finray.checkpoint import CheckpointStore
+from finray.config.schema import CheckpointConfig
+from finray.errors import CheckpointError
+from finray.training.assemble import Assembled
+from finray.training.loop import Loop
+from finray.training.saving import Saver
+from finray.training.snapshot import Snapshot, take
+from tests.support import runs, tiny
+
+
+class HeldStore(CheckpointStore):
+    """Writes only when it is let go."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(run_dir)
+        self.go = Event()
+
+    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[dict[str, Any]]:
+        assert self.go.wait(60)
+        return super().fill(scratch, step, fill)
+
+
+class FullStore(CheckpointStore):
+    """Storage that is full from the second checkpoint on."""
+
+    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[dict[str, Any]]:
+        def full(folder: Path) -> None:
+            fill(folder)
+            if step > 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        return super().fill(scratch, step, full)
+
+
+@pytest.fixture
+def plain(tmp_path: Path, tiny_model_dir: Path) -> dict[str, Any]:
+    rows = tiny.write_chat_rows(tmp_path, 20)
+    return runs.settings(
+        tiny_model_dir,
+        rows,
+        tmp_path,
+        adapter={"method": "none"},
+        train={"max_steps": 6},
+        checkpoint={"every_steps": 2},
+    )
+
+
+@pytest.fixture
+def assembled(plain: dict[str, Any], tmp_path: Path) -> Iterator[Assembled]:
+    found = runs.assemble_alone(plain, tmp_path / "run")
+    yield found
+    found.loop.saver.close()
+    for tracker in found.loop.trackers:
+        tracker.close()
+
+
+def put_store(loop: Loop, store: CheckpointStore) -> None:
+    loop.saver.close()
+    loop.saver = Saver(store, loop.strategy, CheckpointConfig(every_steps=2, keep_last=10))
+
+
+def snapshot(loop: Loop, buffers: dict[str, torch.Tensor] | None) -> Snapshot:
+    return take(loop.task, loop.optimizer, loop.state, loop.strategy, others=lambda folder: None, buffers=buffers)
+
+
+def stored(path: Path, name: str) -> torch.Tensor:
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["from a copy", "control: without one"])
+def test_weights_that_change_during_the_write_do_not_reach_the_file(
+    assembled: Assembled, tmp_path: Path, copied: bool
+) -> None:
+    loop, store = assembled.loop, HeldStore(tmp_path / "run")
+    put_store(loop, store)
+    name, weight = next(iter(loop.task.trainable().items()))
+    before = weight.detach().clone()
+    loop.saver.begin(snapshot(loop, {} if copied else None), step=1, metrics={})
+    with torch.no_grad():
+        weight.add_(1.0)
+    assert not loop.saver.is_done
+    store.go.set()
+    saved = loop.saver.finish()
+    assert saved is not None
+    assert torch.equal(stored(saved.path, name), before) is copied
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(assembled: Assembled, tmp_path: Path) -> None:
+    """The write of step 2 ends when step 4 is done; nothing but the next save may wait for it."""
+    loop, store = assembled.loop, HeldStore(tmp_path / "run")
+    put_store(loop, store)
+    steps: list[int] = []
+    original = loop._advance
+
+    def advance(*arguments: Any) -> None:
+        original(*arguments)
+        steps.append(loop.state.step)
+        if loop.state.step == 4:
+            assert not (tmp_path / "run" / "checkpoint-000002").exists()
+            store.go.set()
+
+    loop._advance = advance  # type: ignore[method-assign]
+    loop.run()
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
+
+
+def test_a_checkpoint_written_behind_is_the_one_written_at_once(plain: dict[str, Any], tmp_path: Path) -> None:
+    now = {**plain, "checkpoint": {**plain["checkpoint"], "asynchronous": False}}
+    runs.run_alone(plain, tmp_path / "behind")
+    runs.run_alone(now, tmp_path / "now")
+    for step in (2, 4, 6):
+        paths = [tmp_path / name / f"checkpoint-{step:06d}" for name in ("behind", "now")]
+        for file in ("model.safetensors", "training_state/optimizer-00001-of-00001.safetensors"):
+            assert (paths[0] / file).read_bytes() == (paths[1] / file).read_bytes()
+
+
+def test_a_failed_write_is_reported_and_the_checkpoint_before_stands(plain: dict[str, Any], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    found = runs.assemble_alone(plain, run_dir)
+    put_store(found.loop, FullStore(run_dir))
+    with pytest.raises(CheckpointError, match="no space left"):
+        found.loop.run()
+    for tracker in found.loop.trackers:
+        tracker.close()
+    kept = CheckpointStore(run_dir).latest(pytest.fail)
+    assert kept is not None
+    assert kept.step == 2
+    assert not list(run_dir.glob(".tmp-*"))
+    # With room again, the run goes on from there to the same end.
+    again = runs.run_alone(plain, run_dir)
+    assert again.loop.state.step == 6
