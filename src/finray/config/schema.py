@@ -255,7 +255,13 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay after warm-up.")
     warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up; replaces `warmup_ratio`.")
     warmup_ratio: Ratio = Field(0.03, description="Share of all steps spent on warm-up.")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay; never applied to norms and biases.")
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = Field(
+        "adamw",
+        description="`adamw`; `adamw_8bit`: its state in 8 bits (bitsandbytes); `paged_adamw_8bit`: that state moves "
+        "to the CPU when a GPU is full; `adafactor`: a state of rows and columns; `muon`: for hidden matrices, with "
+        "AdamW for the rest.",
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay; never applied to norms and biases.")
     adam_beta1: Ratio = Field(0.9, description="AdamW decay of the first moment.")
     adam_beta2: Ratio = Field(0.999, description="AdamW decay of the second moment.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")

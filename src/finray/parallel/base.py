@@ -28,8 +28,8 @@ class Updates(Protocol):
 
     parameters: dict[str, torch.nn.Parameter]
 
-    def update(self, learning_rate: float) -> None:
-        """One update from the gradients, which are freed."""
+    def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
+        """One update from the gradients, which are freed; none where ``bad`` (fp32 scalar on the device) is one."""
 
     def state(self) -> Mapping[str, torch.Tensor | Elements]:
         """The moments and update counts as ``<parameter>/<kind>`` tensors, or this rank's part of them."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -127,3 +128,38 @@ def fill(tensor: torch.Tensor, read: Read) -> None:
         local.copy_(read(0, 1))
     elif len(local):
         local.copy_(read(start, start + len(local)))
+
+
+def sum_over_shards(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The sum of a plain tensor over the ranks that hold different rows of another, in place."""
+    if isinstance(like, DTensor):
+        for dimension, placement in enumerate(like.placements):
+            if placement.is_shard():
+                dist.all_reduce(values, group=like.device_mesh.get_group(dimension))
+    return values
+
+
+def rows_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of which each rank holds the rows that it holds of another; a plain one where that is not sharded.
+
+    Args:
+        local: the rows of this rank.
+        like: sharded by its first dimension, or not at all.
+        shape: of the whole.
+    """
+    if not isinstance(like, DTensor):
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    made: torch.Tensor = DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return made
+
+
+def shards_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many parts a tensor is cut into by rows, and which of them this rank holds."""
+    if isinstance(tensor, DTensor):
+        for dimension, placement in enumerate(tensor.placements):
+            if placement.is_shard():
+                return tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
+    return 1, 0

@@ -74,6 +74,8 @@ def check_extras(
     wanted: dict[str, tuple[str, str]] = {}
     if Path(config.model.name).suffix == ".gguf":
         wanted["gguf"] = ("gguf", "model.name")
+    if config.train.optimizer.endswith("8bit"):
+        wanted["quantization"] = ("bitsandbytes", "train.optimizer")
     data = config.data
     urls = [("data.source", data.source), ("data.eval_source", data.eval_source), ("prepare.dir", config.prepare.dir)]
     urls += [(f"data.mix.{index}.source", one.source) for index, one in enumerate(data.mix)]

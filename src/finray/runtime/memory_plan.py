@@ -170,6 +170,7 @@ def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights
         checkpointing=choice.gradient_checkpointing,
         dropout=choice.adapter == "lora" and config.adapter.dropout > 0,
         ray=ray,
+        optimizer=config.train.optimizer,
         thread_cache="tcache_count=0" not in worker_environment(config.cluster, threads=1)["GLIBC_TUNABLES"],
         stored_bytes=None if stored is None else stored.size,
         stored_as_computed=stored is None or _STORED.get(stored.dtypes[0] if stored.dtypes else "") == kept,

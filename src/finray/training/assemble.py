@@ -22,6 +22,7 @@ from finray.models.artifacts import NOTES
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import resolve_precision
 from finray.models.packing_proof import Packing, try_packing
+from finray.models.roles import roles_of
 from finray.models.sharded import blocks_of, materialise
 from finray.models.tokenizers import load_tokenizer
 from finray.parallel.base import Strategy, Updates, together
@@ -33,7 +34,7 @@ from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import JsonlTracker
 from finray.training.feed import Feed, evaluation_batches
 from finray.training.loop import Loop, peak_memory
-from finray.training.optimizer import Optimizer, torch_optimizer
+from finray.training.optimizer import Optimizer, torch_optimizer, warnings_of
 from finray.training.saving import Saver
 from finray.training.snapshot import restore
 from finray.training.state import TrainState
@@ -85,11 +86,11 @@ def assemble(
     strategy.shard(task.module, blocks_of(task.model))
     if strategy.shards_weights:
         together(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
-    ratio = config.adapter.lora_plus_ratio
+    extra: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
     task.module, optimizer = strategy.optimizer(
         task.module,
-        lambda: Optimizer(task.trainable(), config.train, lora_plus_ratio=ratio),
-        lambda: torch_optimizer(task.trainable(), config.train, lora_plus_ratio=ratio),
+        lambda: Optimizer(task.trainable(), config.train, **extra),
+        lambda: torch_optimizer(task.trainable(), config.train, **extra),
     )
     found = together(strategy, lambda: _find(store, notify) if first else None)
     source = strategy.share(None if found is None else str(found.path))
@@ -118,6 +119,8 @@ def assemble(
     header = _header(config, task, data, state, strategy, precision)
     if first:
         notify(header)
+        for message in warnings_of(config.train, strategy.device):
+            notify({"kind": "warning", "step": state.step, "message": message})
     return Assembled(loop, header)
 
 

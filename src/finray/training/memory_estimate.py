@@ -6,8 +6,9 @@ is the estimate. `benchmarks/memory.py` holds it against measured peaks.
 
 The formulas follow the code: ``training/activations.py`` says what is kept for the backward pass, ``models/head.py``
 makes logits a chunk at a time, ``parallel/ddp.py`` sums gradients in flat copies of all of them, and
-``training/optimizer.py`` has two fp32 moments per trained parameter. FSDP, ZeRO and quantised storage are estimated
-too, although no run can choose them yet.
+``training/optimizer.py`` has two fp32 moments per trained parameter, or less. FSDP, ZeRO and quantised storage are
+estimated
+too, although no run can choose all of them yet.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def _with_holes(kept: dict[str, float], passing: dict[str, float], setup: Setup)
 def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, float]:
     trained = blueprint.trainable
     sharded = setup.strategy in ("zero1", "zero2", "zero3", "fsdp")
-    # Two fp32 moments; DeepSpeed keeps the fp32 weights beside those it computes with.
-    moments = 2 * FP32 * trained
+    moments = moment_bytes(blueprint, setup)
+    # DeepSpeed keeps the fp32 weights beside those it computes with.
     masters = FP32 * trained if setup.strategy.startswith("zero") and setup.precision == "bf16" else 0
     return {
         "process": process_bytes(blueprint, setup),
@@ -128,6 +129,22 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
         "adapter": adapter_bytes(blueprint, setup),
         "optimizer": (moments + masters) / (setup.workers if sharded else 1),
     }
+
+
+def moment_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """The optimizer's state of all trained weights: see ``training/optimizers.py`` and ``training/eight_bit.py``."""
+    trained = blueprint.trainable
+    if setup.optimizer.endswith("8bit"):
+        # Two bytes, and an fp32 scale for each block of 256 of them.
+        return 2 * (1 + FP32 / 256) * trained
+    if setup.optimizer == "adafactor":
+        # A row and a column of each matrix; of a square one of width w that is 2/w of its weights.
+        return FP32 * trained * 2 / (blueprint.hidden if blueprint.adapter == 0 else max(1, blueprint.rank))
+    if setup.optimizer == "muon":
+        # One moment of hidden matrices, two of embedding and head.
+        tables = blueprint.embedding + (0 if blueprint.tied else blueprint.head)
+        return FP32 * (trained + (tables if blueprint.adapter == 0 else 0))
+    return 2 * FP32 * trained
 
 
 def process_bytes(blueprint: Blueprint, setup: Setup) -> float:

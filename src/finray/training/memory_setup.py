@@ -24,6 +24,7 @@ class Setup:
         reshard: whether FSDP gives gathered weights back after the forward pass.
         ray: whether the worker is Ray's.
         thread_cache: whether the C library's allocator has its per-thread cache, as it does unless told otherwise.
+        optimizer: as ``train.optimizer``.
         stored_bytes: size of the model's files, or None where that is not known.
         stored_as_computed: whether the files hold the dtype in which weights are kept, so that they are mapped and
             not copied.
@@ -39,6 +40,7 @@ class Setup:
     reshard: bool = True
     ray: bool = True
     thread_cache: bool = True
+    optimizer: str = "adamw"
     stored_bytes: int | None = None
     stored_as_computed: bool = True
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from finray.tracking.jsonl import read_records
 from tests.support import runs, tiny
@@ -84,3 +86,18 @@ def test_a_resume_is_exact_to_the_bit(tmp_path: Path, plain: dict[str, Any]) -> 
     keep_until(tmp_path / "resumed", 4)
     run_group(one, tmp_path / "resumed", world_size=2)
     assert runs.trace(tmp_path / "resumed") == runs.trace(tmp_path / "undisturbed")
+
+
+def test_an_8_bit_state_of_one_process_goes_on_in_two(tmp_path: Path, plain: dict[str, Any]) -> None:
+    one = with_(plain, **FULL, checkpoint={"every_steps": 4})
+    one = with_(one, train={"optimizer": "adamw_8bit"})
+    runs.run_alone(one, tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    keep_until(tmp_path / "two", 4)
+    run_group(sharded(one), tmp_path / "two", world_size=2)
+    # Other elements share a scale, so the moments are rounded differently.
+    for key in ("loss", "grad_norm"):
+        assert runs.values(tmp_path / "two", key) == pytest.approx(runs.values(tmp_path / "one", key), rel=2e-2)
+    (file, _) = sorted((tmp_path / "two" / "checkpoint-000008" / "training_state").glob("optimizer-*"))
+    kinds = {value.dtype for name, value in load_file(file).items() if name.endswith("mlp.up_proj.weight/state1")}
+    assert kinds == {torch.uint8}

@@ -31,6 +31,9 @@ def test_extras_are_named_in_one_line(plain: dict[str, Any]) -> None:
         check_extras(config, installed=lambda package: False)
     assert caught.value.repair == "pip install 'finray[gguf,s3]'"
     assert caught.value.where == "model.name, prepare.dir"
+    eight = with_fields(plain, train={"optimizer": "paged_adamw_8bit"})
+    with pytest.raises(ConfigError, match=r"quantization(.|\n)*pip install 'finray\[quantization\]'"):
+        check_extras(eight, installed=lambda package: False)
     check_extras(config, installed=lambda package: True)
     check_extras(with_fields(plain), installed=lambda package: False)
 

@@ -81,6 +81,14 @@ def test_state_of_full_weights_and_of_an_adapter() -> None:
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "low", "high"), [("adamw_8bit", 2.0, 2.1), ("muon", 4.0, 5.5), ("adafactor", 0.0, 0.1)]
+)
+def test_optimizers_keep_as_much_as_they_do(optimizer: str, low: float, high: float) -> None:
+    each = part(FULL, replace(GPU, optimizer=optimizer), "optimizer") / BASE
+    assert low <= each <= high
+
+
+@pytest.mark.parametrize(
     ("strategy", "weights", "gradients", "optimizer"),
     [
         ("ddp", 4 * BASE, 4 * BASE, 8 * BASE),

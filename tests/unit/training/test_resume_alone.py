@@ -138,6 +138,23 @@ def test_full_fine_tuning_resumes_to_the_bit(plain: dict[str, Any], tmp_path: Pa
     assert runs.values(run_dir, "loss")[-1] < runs.values(run_dir, "loss")[0]
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adafactor", "muon"])
+def test_other_optimizers_resume_to_the_bit(plain: dict[str, Any], tmp_path: Path, optimizer: str) -> None:
+    train = {**plain["train"], "learning_rate": 0.002, "optimizer": optimizer}
+    full = {**plain, "adapter": {"method": "none"}, "train": train}
+    runs.run_alone(full, tmp_path / "whole")
+    run_dir = interrupted(tmp_path / "whole", tmp_path / "cut")
+    runs.run_alone(full, run_dir)
+    assert runs.trace(run_dir) == runs.trace(tmp_path / "whole")
+    assert runs.values(run_dir, "loss")[-1] < runs.values(run_dir, "loss")[0]
+    # The moments are needed for that.
+    again = interrupted(tmp_path / "whole", tmp_path / "forgetful")
+    forget_moments(again / "checkpoint-000004")
+    reseal(again / "checkpoint-000004")
+    runs.run_alone(full, again)
+    assert runs.trace(again) != runs.trace(tmp_path / "whole")
+
+
 def test_an_evaluation_does_not_disturb_training(plain: dict[str, Any], tmp_path: Path) -> None:
     held = {**plain, "data": {**plain["data"], "eval_ratio": 0.2}}
     runs.run_alone(held, tmp_path / "end")

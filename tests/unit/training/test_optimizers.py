@@ -1,0 +1,226 @@
+"""Each optimizer does what its reference does, keeps the state it should, and changes nothing where it must not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
+from finray.errors import CheckpointError
+from finray.models.roles import roles_of
+from finray.training.eight_bit import pack, unpack
+from finray.training.optimizer import Optimizer, torch_optimizer, warnings_of
+from tests.support import tiny
+from tests.support.optimizing import ROLES, SHAPES, gradients, new_parameters, train_config
+
+KINDS = ["adamw", "adamw_8bit", "adafactor", "muon"]
+STEPS = 6
+
+
+def moved(
+    kind: str, steps: range, *, start: Callable[[Optimizer], None] = lambda optimizer: None, **extra: Any
+) -> tuple[dict[str, torch.nn.Parameter], Optimizer]:
+    parameters = new_parameters()
+    optimizer = Optimizer(parameters, train_config(kind), roles=ROLES)
+    start(optimizer)
+    for step in steps:
+        push(optimizer, step, **extra)
+    return parameters, optimizer
+
+
+def push(optimizer: Optimizer, step: int, *, bad: float | None = 0.0, poison: bool = False) -> None:
+    for name, value in gradients(step).items():
+        optimizer.parameters[name].grad = value * float("nan") if poison else value
+    optimizer.update(0.02 / (1 + step), bad=None if bad is None else torch.tensor(bad))
+
+
+def muon_by_torch() -> dict[str, torch.nn.Parameter]:
+    parameters = new_parameters()
+    hidden = [parameters[name] for name in ("matrix", "wide")]
+    muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    adam = torch.optim.AdamW(
+        [
+            {"params": [parameters["stack"], parameters["embed"]], "weight_decay": 0.1},
+            {"params": [parameters["vector"]], "weight_decay": 0.0},
+        ]
+    )
+    by_torch(parameters, [muon, adam])
+    return parameters
+
+
+def adafactor_by_torch() -> dict[str, torch.nn.Parameter]:
+    parameters = new_parameters()
+    vector = parameters["vector"]
+    rest = [one for one in parameters.values() if one is not vector]
+    groups = [{"params": rest, "weight_decay": 0.1}, {"params": [vector], "weight_decay": 0.0}]
+    by_torch(parameters, [torch.optim.Adafactor(groups, lr=0.02)])
+    return parameters
+
+
+def adamw_by_hand() -> dict[str, torch.Tensor]:
+    """Loshchilov & Hutter's algorithm 2, in fp64."""
+    weights = {name: one.detach().double() for name, one in new_parameters().items()}
+    first = {name: torch.zeros_like(one) for name, one in weights.items()}
+    second = {name: torch.zeros_like(one) for name, one in weights.items()}
+    for step in range(STEPS):
+        rate = 0.02 / (1 + step)
+        for name, gradient in gradients(step).items():
+            g = gradient.double()
+            first[name] = 0.9 * first[name] + 0.1 * g
+            second[name] = 0.999 * second[name] + 0.001 * g * g
+            m, v = first[name] / (1 - 0.9 ** (step + 1)), second[name] / (1 - 0.999 ** (step + 1))
+            decay = 0.0 if name == "vector" else 0.1
+            weights[name] = weights[name] * (1 - rate * decay) - rate * m / (v.sqrt() + 1e-8)
+    return weights
+
+
+def by_torch(parameters: dict[str, torch.nn.Parameter], optimizers: list[Any]) -> None:
+    for step in range(STEPS):
+        for name, value in gradients(step).items():
+            parameters[name].grad = value
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 / (1 + step)
+            optimizer.step()
+
+
+def largest_difference(left: dict[str, Any], right: dict[str, Any]) -> float:
+    return max(float((left[name].detach().double() - right[name].detach().double()).abs().max()) for name in right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference", "tolerance"),
+    [
+        ("adamw", adamw_by_hand, 1e-6),
+        ("muon", muon_by_torch, 1e-6),
+        ("adafactor", adafactor_by_torch, 1e-6),
+        # A byte holds a value to about 2 %.
+        ("adamw_8bit", adamw_by_hand, 3e-3),
+    ],
+)
+@pytest.mark.parametrize("bad", [None, 0.0])
+def test_the_weights_are_those_of_the_reference(
+    kind: str, reference: Callable[[], dict[str, Any]], tolerance: float, bad: float | None
+) -> None:
+    found, _ = moved(kind, range(STEPS), bad=bad)
+    expected = reference()
+    assert largest_difference(found, expected) < tolerance
+    # The comparison sees steps that are left out.
+    fewer, _ = moved(kind, range(STEPS - 3), bad=bad)
+    assert largest_difference(fewer, expected) > 2 * tolerance
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_step_changes_neither_weights_nor_state(kind: str) -> None:
+    parameters, optimizer = moved(kind, range(2))
+    weights = {name: one.detach().clone() for name, one in parameters.items()}
+    state = copy.deepcopy(optimizer.state())
+    push(optimizer, 2, bad=1.0, poison=True)
+    assert all(torch.equal(parameters[name], weights[name]) for name in weights)
+    after = optimizer.state()
+    assert after.keys() == state.keys()
+    assert all(torch.equal(after[key], state[key]) for key in state)
+    # Without the flag the same gradients are the end of the weights.
+    push(optimizer, 2, bad=0.0, poison=True)
+    assert not all(torch.equal(parameters[name], weights[name]) for name in weights)
+
+
+def written(optimizer: Optimizer, folder: Path) -> PieceReader:
+    pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in optimizer.state().items()]
+    write_pieces(folder / file_name("optimizer", rank=0, world_size=1), pieces)
+    return PieceReader(folder, "optimizer")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_was_saved_and_restored_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
+    undisturbed, _ = moved(kind, range(STEPS))
+    half, optimizer = moved(kind, range(3))
+    reader = written(optimizer, tmp_path)
+
+    def resume(fresh: Optimizer) -> None:
+        fresh.restore(reader)
+        with torch.no_grad():
+            for name, one in fresh.parameters.items():
+                one.copy_(half[name])
+
+    def forget(fresh: Optimizer) -> None:
+        with torch.no_grad():
+            for name, one in fresh.parameters.items():
+                one.copy_(half[name])
+
+    resumed, _ = moved(kind, range(3, STEPS), start=resume)
+    assert all(torch.equal(resumed[name], undisturbed[name]) for name in SHAPES)
+    forgotten, _ = moved(kind, range(3, STEPS), start=forget)
+    assert not any(torch.equal(forgotten[name], undisturbed[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_another_optimizer_is_refused(kind: str, tmp_path: Path) -> None:
+    other = "muon" if kind != "muon" else "adamw_8bit"
+    reader = written(moved(other, range(1))[1], tmp_path)
+    with pytest.raises(CheckpointError, match="another optimizer"):
+        Optimizer(new_parameters(), train_config(kind), roles=ROLES).restore(reader)
+
+
+def bytes_per_element(kind: str) -> tuple[float, set[torch.dtype]]:
+    _, optimizer = moved(kind, range(1))
+    own = {key: value for key, value in optimizer.state().items() if key.startswith("matrix/")}
+    size = sum(value.numel() * value.element_size() for value in own.values())
+    return size / 96 / 64, {value.dtype for value in own.values() if value.numel() == 96 * 64}
+
+
+def test_the_state_is_as_small_as_it_should_be() -> None:
+    small, kinds = bytes_per_element("adamw_8bit")
+    assert kinds == {torch.uint8}
+    assert small == pytest.approx(2 * (1 + 4 / 256), abs=1e-3)
+    large, kinds = bytes_per_element("adamw")
+    assert kinds == {torch.float32}
+    assert large == pytest.approx(8, abs=1e-3)
+    assert bytes_per_element("muon")[0] == pytest.approx(4, abs=1e-3)
+    assert bytes_per_element("adafactor")[0] < 0.2
+
+
+def test_bytes_are_unpacked_and_packed_again() -> None:
+    _, optimizer = moved("adamw_8bit", range(1))
+    shared = optimizer.state()
+    for number, sign in (("1", 1.0), ("2", 0.0)):
+        quantisation = shared[f"shared/qmap{number}"]
+        values = torch.randn(7, 130, generator=torch.Generator().manual_seed(2))
+        values = values if sign else values.abs()
+        packed, scales = pack(values, quantisation)
+        assert packed.dtype == torch.uint8
+        assert scales.shape == (4,)
+        again = unpack(packed, scales, quantisation)
+        # Steps of a byte are at most 1/64 of the largest value of the block.
+        assert float((again - values).abs().max()) < float(scales.max()) / 64
+        repacked, rescaled = pack(again, quantisation)
+        assert torch.equal(repacked, packed) or sign
+        assert torch.allclose(rescaled, scales, rtol=0.01)
+
+
+def test_paged_is_said_to_be_unpaged_on_a_cpu() -> None:
+    paged = train_config("paged_adamw_8bit")
+    assert "not paged" in warnings_of(paged, torch.device("cpu"))[0]
+    assert warnings_of(paged, torch.device("cuda")) == []
+    assert warnings_of(train_config("adamw_8bit"), torch.device("cpu")) == []
+    assert torch_optimizer(new_parameters(), paged).is_paged is False  # type: ignore[attr-defined]
+
+
+def test_embeddings_heads_and_norms_are_known() -> None:
+    model = tiny.build_model("gpt2", tie_word_embeddings=False)
+    roles = roles_of(model)
+    assert roles["transformer.wte.weight"] == roles["transformer.wpe.weight"] == "embedding"
+    assert roles["lm_head.weight"] == "head"
+    assert roles["transformer.h.0.ln_1.weight"] == "norm"
+    assert "transformer.h.0.mlp.c_fc.weight" not in roles
+    groups = torch_optimizer(dict(model.named_parameters()), train_config("muon"), roles=roles).param_groups
+    hidden = {id(one) for group in groups if group["hidden"] for one in group["params"]}
+    assert hidden == {id(one) for name, one in model.named_parameters() if one.ndim == 2 and name not in roles}
+    for group in groups:
+        for one in group["params"]:
+            assert (group["weight_decay"] == 0.0) == (one.ndim < 2)
