@@ -1,0 +1,82 @@
+"""How FSDP2 shares a model: found blocks, no whole model anywhere, and copies of the shards where nodes are slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from finray.models import sharded
+from finray.models.sharded import blocks_of
+from finray.parallel.fsdp import FullySharded
+from finray.runtime.prepare import prepare_here
+from finray.training.assemble import Assembled, assemble
+from tests.support import runs, tiny
+from tests.support.group import run_group
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("data")
+    rows = tiny.write_chat_rows(folder, 20)
+    return runs.settings(tiny_model_dir, rows, folder, train={"max_steps": 4}, parallel={"strategy": "fsdp"})
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of one, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
+    config = runs.config_of(plain)
+    run_dir.mkdir()
+    strategy = FullySharded(torch.device("cpu"), config.parallel, precision="fp32")
+    return assemble(config, prepared=prepare_here(config), run_dir=run_dir, strategy=strategy)
+
+
+@pytest.mark.parametrize("method", ["lora", "none"])
+def test_no_rank_reads_the_whole_model(
+    method: str, plain: dict[str, Any], tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the whole model was read")
+
+    monkeypatch.setattr("finray.models.causal_lm.load_causal_lm", refuse)
+    monkeypatch.setattr(sharded, "load_causal_lm", refuse)
+    plain = {**plain, "adapter": {**plain["adapter"], "method": method}}
+    found = alone(plain, tmp_path / "run")
+    parameters = list(found.loop.task.model.parameters())
+    assert parameters
+    assert all(isinstance(parameter, DTensor) for parameter in parameters)
+    found.loop.run()
+    assert found.loop.final_loss is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), [("llama", 2), ("gpt2", 2), ("qwen3_moe", 2)], ids=["llama", "gpt2", "mixture of experts"]
+)
+def test_blocks_are_the_layers_and_nothing_inside_them(kind: str, layers: int) -> None:
+    blocks = blocks_of(tiny.build_model(kind))
+    assert len(blocks) == layers
+    assert len({type(block) for block in blocks}) == 1
+    assert not any(other in block.modules() for block in blocks for other in blocks if other is not block)
+
+
+def test_copies_of_the_shards_and_kept_weights_change_nothing(tmp_path: Path, plain: dict[str, Any]) -> None:
+    """Four workers, two of which share a copy; and weights that are kept after the forward pass."""
+    one = {**plain, "parallel": {"strategy": "ddp"}}
+    runs.run_alone(one, tmp_path / "one")
+    hybrid = {"strategy": "fsdp", "shard_size": 2, "reshard_after_forward": False}
+    run_group({**plain, "parallel": hybrid}, tmp_path / "four", world_size=4)
+    for key in ("loss", "grad_norm"):
+        assert runs.values(tmp_path / "four", key) == pytest.approx(runs.values(tmp_path / "one", key), rel=1e-4)
+    left, right = (runs.adapter_weights(tmp_path / name / "checkpoint-000004") for name in ("one", "four"))
+    assert runs.relative_difference(left, right) < 1e-4
