@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,17 +36,23 @@ def plan(
     gpu: Annotated[
         str | None, typer.Option(help="GPUs that workers will have, such as h100-80gb.", show_default=False)
     ] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Do not ask the Hub, and list what could not be checked for that.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Say what a run is, what it needs and what is wrong with it, without starting it.
 
-    Exit code 0 only if the run would start, else 2.
+    Exit code 0 only if the run would start, else 2. With --offline, 0 says that nothing is wrong with what was checked.
     """
+    if offline:
+        # The libraries read these when they are imported, which is later.
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     try:
         settings = load_config(config, overrides or [])
         from finray.runtime.plan import make_plan
 
-        result = make_plan(settings, gpu=gpu)
+        result = make_plan(settings, gpu=gpu, offline=offline)
     except ConfigError as error:
         if not as_json:
             raise
@@ -55,7 +62,7 @@ def plan(
         typer.echo(json.dumps(redact(result.plain()), indent=2))
     else:
         show_plan(show.console(), result)
-    if not result.starts:
+    if result.problems:
         raise typer.Exit(2)
 
 
@@ -76,13 +83,23 @@ def show_plan(target: Console, result: Plan) -> None:
         target.print(memory_table(result.memory, box=_box(target)))
     for kind, style, found in (
         ("warning", "bold yellow", result.warnings),
+        ("not checked", "bold yellow", result.unchecked),
         ("problem", "bold red", result.problems),
     ):
         for line in finding_lines(kind, found):
             target.print(redact_text(line), style=style, highlight=False, markup=False, soft_wrap=True)
+    verdict, style = _verdict(result)
+    target.print(verdict, style=style, highlight=False)
+
+
+def _verdict(result: Plan) -> tuple[str, str]:
+    """The last line, and its style."""
     count = len(result.problems)
-    verdict = f"the run would not start: {count} problem{'s' if count > 1 else ''}" if count else "the run would start"
-    target.print(verdict, style="bold red" if count else "bold green", highlight=False)
+    if count:
+        return f"the run would not start: {count} problem{'s' if count > 1 else ''}", "bold red"
+    if result.unchecked:
+        return "nothing found that would keep the run from starting; not everything was checked", "bold yellow"
+    return "the run would start", "bold green"
 
 
 def finding_lines(kind: str, found: Iterable[Finding]) -> list[str]:
@@ -126,7 +143,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         )
         yield (
             "vocabulary",
-            f"{model.embedding_rows:,} embeddings, {model.tokens or 0:,} tokens; EOS {model.eos}, padding {model.pad}",
+            f"{model.embedding_rows:,} embeddings"
+            + ("" if model.tokens is None else f", {model.tokens:,} tokens; EOS {model.eos}, padding {model.pad}"),
         )
         yield "context", "not limited" if model.context is None else f"{model.context:,} tokens"
     if result.data is not None:

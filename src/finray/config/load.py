@@ -15,6 +15,11 @@ from finray.config.schema import Config, SourceConfig, sections
 from finray.errors import ConfigError
 
 PRESET_KEY = "preset"
+# Fields of the data section that say how one source is read: with another source, a preset's are not meant.
+_OF_ITS_SOURCE = frozenset(
+    "source mix subset revision train_split eval_source eval_split test_split group_by "  # noqa: SIM905
+    "format field_mapping input_template output_template converter".split()
+)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -63,7 +68,7 @@ def build_config(raw: Mapping[str, Any], *, source: str, problems: Iterable[str]
     data = {key: value for key, value in raw.items() if value is not None or key not in sections()}
     preset = data.pop(PRESET_KEY, None)
     if preset is not None:
-        data = merge(read_preset(str(preset)), data)
+        data = merge(_for_own_data(read_preset(str(preset)), data), data)
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
@@ -122,6 +127,15 @@ def read_preset(name: str) -> dict[str, Any]:
     """A preset as plain data."""
     data: dict[str, Any] = yaml.safe_load(preset_text(name))
     return data
+
+
+def _for_own_data(preset: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A preset without what it says of its source, where a configuration names a source of its own."""
+    section = own.get("data")
+    if not isinstance(section, Mapping) or not {"source", "mix"} & set(section):
+        return preset
+    kept = {name: value for name, value in preset["data"].items() if name not in _OF_ITS_SOURCE}
+    return {**preset, "data": kept}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

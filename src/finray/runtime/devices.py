@@ -19,31 +19,34 @@ class Gpu:
         name: as it is given to ``--gpu``.
         memory: bytes that its driver reports.
         bf16: whether it multiplies bf16 in hardware.
+        tflops: dense products of 16-bit matrices by its data sheet, in 10^12 operations a second; None where that is
+            not known.
     """
 
     name: str
     memory: int
     bf16: bool = True
+    tflops: float | None = None
 
 
 # MiB as nvidia-smi shows them (with error correction on, where it is by default).
 GPUS: dict[str, Gpu] = {
-    name: Gpu(name, mib * MIB, bf16)
-    for name, mib, bf16 in (
-        ("t4-16gb", 15_360, False),
-        ("v100-16gb", 16_160, False),
-        ("v100-32gb", 32_510, False),
-        ("rtx3090-24gb", 24_576, True),
-        ("rtx4090-24gb", 24_564, True),
-        ("rtx5090-32gb", 32_607, True),
-        ("l4-24gb", 23_034, True),
-        ("a10g-24gb", 23_028, True),
-        ("a100-40gb", 40_960, True),
-        ("l40s-48gb", 46_068, True),
-        ("a100-80gb", 81_920, True),
-        ("h100-80gb", 81_559, True),
-        ("h200-141gb", 143_771, True),
-        ("b200-180gb", 183_359, True),
+    name: Gpu(name, mib * MIB, bf16, tflops)
+    for name, mib, bf16, tflops in (
+        ("t4-16gb", 15_360, False, 65),
+        ("v100-16gb", 16_160, False, 125),
+        ("v100-32gb", 32_510, False, 125),
+        ("rtx3090-24gb", 24_576, True, 71),
+        ("rtx4090-24gb", 24_564, True, 165),
+        ("rtx5090-32gb", 32_607, True, 209),
+        ("l4-24gb", 23_034, True, 121),
+        ("a10g-24gb", 23_028, True, 70),
+        ("a100-40gb", 40_960, True, 312),
+        ("l40s-48gb", 46_068, True, 362),
+        ("a100-80gb", 81_920, True, 312),
+        ("h100-80gb", 81_559, True, 989),
+        ("h200-141gb", 143_771, True, 989),
+        ("b200-180gb", 183_359, True, 2250),
     )
 }
 

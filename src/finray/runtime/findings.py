@@ -1,4 +1,4 @@
-"""What a plan finds: problems, which keep a run from starting, and warnings, which do not."""
+"""What a plan finds: problems, which keep a run from starting, warnings, and what it could not look at."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Problems and warnings as they are found."""
+    """Problems, warnings and what was not checked, as they are found."""
 
     _problems: list[Finding] = field(default_factory=list)
     _warnings: list[Finding] = field(default_factory=list)
+    _unchecked: list[Finding] = field(default_factory=list)
 
     def problem(self, *errors: FinrayError) -> None:
         """Note what keeps the run from starting."""
@@ -42,6 +43,10 @@ class Findings:
     def warn(self, message: str, where: str | None = None, repair: str | None = None) -> None:
         """Note what is to be looked at."""
         self._warnings.append(Finding(message, where, repair))
+
+    def skip(self, message: str, where: str | None = None) -> None:
+        """Note what could not be looked at."""
+        self._unchecked.append(Finding(message, where))
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -52,3 +57,8 @@ class Findings:
     def warnings(self) -> tuple[Finding, ...]:
         """All warnings, each once."""
         return tuple(dict.fromkeys(self._warnings))
+
+    @property
+    def unchecked(self) -> tuple[Finding, ...]:
+        """All that was not looked at, each once."""
+        return tuple(dict.fromkeys(self._unchecked))

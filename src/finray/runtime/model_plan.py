@@ -11,7 +11,8 @@ from typing import Any
 from finray.config.schema import Config
 from finray.errors import FinrayError, ModelError
 from finray.models.blueprint import Blueprint, build_meta_model, draw_blueprint
-from finray.models.packing_proof import try_packing
+from finray.models.packing_proof import Packing, try_packing
+from finray.models.shipped import shipped_shape
 from finray.models.tokenizers import load_tokenizer
 from finray.models.weights import StoredWeights, stored_weights
 from finray.runtime.checks import check_targets
@@ -19,6 +20,7 @@ from finray.runtime.findings import Findings
 
 _GATED = ("gated", "401", "403", "restricted", "unauthorized")
 _UNREACHABLE = ("offline", "couldn't connect", "connection", "cannot find the requested files", "timed out")
+_OUT_OF_REACH = "the model is not in the local cache, and the Hub cannot be reached"
 _TOKEN_NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -63,26 +65,27 @@ class PlannedModel:
     packs: bool = True
 
 
-def plan_model(config: Config, found: Findings, *, environ: Mapping[str, str] = os.environ) -> PlannedModel | None:
+def plan_model(
+    config: Config, found: Findings, *, environ: Mapping[str, str] = os.environ, offline: bool = False
+) -> PlannedModel | None:
     """Build the model on the meta device, look at its tokenizer, and note what is wrong.
 
     Args:
         config: the run's, with absolute paths.
         found: takes problems and warnings.
         environ: where tokens are.
+        offline: a model on a Hub that cannot be reached is not a problem, but something that was not checked.
 
     Returns:
         None where the model cannot be built.
     """
-    try:
-        model = build_meta_model(config.model)
-        tokenizer = load_tokenizer(config.model)
-        packing = try_packing(config.model)
-    except FinrayError as error:
-        found.problem(explained(error, config, environ))
+    opened = _open(config, found, environ, offline=offline)
+    if opened is None:
         return None
-    rows = int(model.get_input_embeddings().weight.shape[0])
-    check_tokens(tokenizer, rows, _stop_ids(model), found)
+    model, tokenizer, packing = opened
+    if tokenizer is not None:
+        rows = int(model.get_input_embeddings().weight.shape[0])
+        check_tokens(tokenizer, rows, _stop_ids(model), found)
     stored = _stored(config)
     try:
         blueprint = _drawn(config, model, found)
@@ -98,6 +101,28 @@ def plan_model(config: Config, found: Findings, *, environ: Mapping[str, str] = 
         found.warn(packing.warning, "data.packing")
     _compare_counts(blueprint, stored, found)
     return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored, packing.safe)
+
+
+def _open(
+    config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool
+) -> tuple[Any, Any | None, Packing] | None:
+    """The model without weights, its tokenizer, and whether it may be packed.
+
+    Where the Hub does not give them, a shape that comes with finray stands in, without a tokenizer.
+    """
+    try:
+        return build_meta_model(config.model), load_tokenizer(config.model), try_packing(config.model)
+    except FinrayError as error:
+        known = explained(error, config, environ)
+    if offline and known.message == _OUT_OF_REACH:
+        found.skip("its weights and its tokenizer", known.where)
+    else:
+        found.problem(known)
+    shape = None if Path(config.model.name).exists() else shipped_shape(config.model)
+    if shape is None:
+        return None
+    found.warn("its shape is the one that comes with finray, not read from the Hub", "model.name")
+    return build_meta_model(shape), None, try_packing(shape)
 
 
 def _drawn(config: Config, model: Any, found: Findings) -> Blueprint:
@@ -181,7 +206,7 @@ def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None,
         found.warn(f"{length}, the model was made for {context:,}", "data.max_length", f"data.max_length={context}")
 
 
-def _facts(config: Config, blueprint: Blueprint, tokenizer: Any, stored: StoredWeights | None) -> ModelPlan:
+def _facts(config: Config, blueprint: Blueprint, tokenizer: Any | None, stored: StoredWeights | None) -> ModelPlan:
     return ModelPlan(
         name=config.model.name,
         parameters=blueprint.parameters,
@@ -190,9 +215,9 @@ def _facts(config: Config, blueprint: Blueprint, tokenizer: Any, stored: StoredW
         layers=blueprint.layers,
         context=blueprint.context,
         embedding_rows=blueprint.vocabulary,
-        tokens=len(tokenizer),
-        eos=tokenizer.eos_token,
-        pad=tokenizer.pad_token,
+        tokens=None if tokenizer is None else len(tokenizer),
+        eos=None if tokenizer is None else tokenizer.eos_token,
+        pad=None if tokenizer is None else tokenizer.pad_token,
         stored_bytes=None if stored is None else stored.size,
     )
 
@@ -250,7 +275,7 @@ def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) ->
         )
     if any(sign in text for sign in _UNREACHABLE):
         return ModelError(
-            "the model is not in the local cache, and the Hub cannot be reached",
+            _OUT_OF_REACH,
             where=where,
             repair="fetch it where there is a network, and name its directory here"
             + ("" if token else "; a gated model needs HF_TOKEN too"),

@@ -1,7 +1,7 @@
 """A run looked at before it starts, on a CPU and without reading weights: what it is, what it needs, what is wrong.
 
 Everything is found that can be found: a problem in one part does not hide those of another. A run would start exactly
-when its plan has no problems.
+when its plan has no problems and nothing was left unchecked; only an offline plan leaves something unchecked.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from finray.runtime.paths import with_absolute_paths
 # What Ray's own processes and the driver take on a machine that also trains.
 _BESIDE_WORKERS = 2**30
 _HERE = "this machine"
+# How `datasets` says that it has no network.
+_UNREACHABLE = ("couldn't reach", "offline", "couldn't connect", "connection error", "couldn't find cache")
 
 
 class DataReport(Protocol):
@@ -142,6 +144,7 @@ class Plan:
     Attributes:
         problems: what keeps it from starting.
         warnings: what to look at.
+        unchecked: what an offline plan could not look at.
         model: the model and its adapter.
         data: what is learned from.
         placement: where workers go; None where ``--gpu`` names GPUs that are not here.
@@ -150,15 +153,16 @@ class Plan:
 
     problems: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()
+    unchecked: tuple[Finding, ...] = ()
     model: ModelPlan | None = None
     data: DataPlan | None = None
     placement: PlacementPlan | None = None
     memory: MemoryPlan | None = None
 
     @property
-    def starts(self) -> bool:
-        """Whether the run would start."""
-        return not self.problems
+    def starts(self) -> bool | None:
+        """Whether the run would start; None where nothing speaks against it and not everything was checked."""
+        return False if self.problems else None if self.unchecked else True
 
     def plain(self) -> dict[str, Any]:
         """The plan as JSON types."""
@@ -166,7 +170,12 @@ class Plan:
 
 
 def make_plan(
-    config: Config, *, gpu: str | None = None, examine: Examine = examine_data, environ: Mapping[str, str] = os.environ
+    config: Config,
+    *,
+    gpu: str | None = None,
+    examine: Examine = examine_data,
+    environ: Mapping[str, str] = os.environ,
+    offline: bool = False,
 ) -> Plan:
     """Look at everything that a run needs.
 
@@ -176,6 +185,7 @@ def make_plan(
             the cluster, or of this machine.
         examine: looks at the data.
         environ: environment variables, where tokens and the address of Ray are.
+        offline: what lies on a Hub that cannot be reached is listed as not checked, instead of as a problem.
 
     Raises:
         ConfigError: no GPU has that name.
@@ -184,12 +194,10 @@ def make_plan(
     config = with_absolute_paths(config)
     found = Findings()
     found.problem(*quick_problems(config))
-    model = plan_model(config, found, environ=environ)
+    model = plan_model(config, found, environ=environ, offline=offline)
     report = _examined(config, examine, found)
     if report is not None:
-        # Without its model the data cannot be tokenised; that has been said.
-        where = f"model.name={config.model.name}"
-        found.problem(*(one for one in report.problems if model is not None or one.where != where))
+        _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
     data = None if report is None or report.problems else _data(config, report, found)
     if model is not None:
         longest = data.longest if data is not None and data.complete else None
@@ -199,7 +207,8 @@ def make_plan(
     if model is not None and device is not None:
         rows = Rows() if data is None or report is None else _rows(data, report.lengths)
         memory = plan_memory(config, model.blueprint, model.stored, device, rows, found, packs=model.packs)
-    return Plan(found.problems, found.warnings, None if model is None else model.plan, data, placement, memory)
+    known = None if model is None else model.plan
+    return Plan(found.problems, found.warnings, found.unchecked, known, data, placement, memory)
 
 
 def _examined(config: Config, examine: Examine, found: Findings) -> DataReport | None:
@@ -209,6 +218,26 @@ def _examined(config: Config, examine: Examine, found: Findings) -> DataReport |
     except OSError as error:
         found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
         return None
+
+
+def _note_problems(
+    config: Config, report: DataReport, found: Findings, model: ModelPlan | None, *, offline: bool
+) -> None:
+    """What is wrong with the data. Without its tokenizer it cannot be tokenised; that has been said."""
+    where = f"model.name={config.model.name}"
+    for one in report.problems:
+        if one.where == where and (model is None or model.tokens is None):
+            if offline:
+                found.skip("the data, which cannot be tokenised without it", "data.source")
+        elif offline and _is_out_of_reach(one):
+            found.skip("the data, which lies on the Hub", f"data.source={one.where}")
+        else:
+            found.problem(one)
+
+
+def _is_out_of_reach(error: FinrayError) -> bool:
+    """Whether a data set lies on a Hub that cannot be reached."""
+    return isinstance(error, DataError) and any(sign in error.message.lower() for sign in _UNREACHABLE)
 
 
 def _rows(data: DataPlan, lengths: Sequence[int]) -> Rows:

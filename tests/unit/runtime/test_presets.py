@@ -1,0 +1,129 @@
+"""Every preset is accepted by a plan that asks no Hub, on the GPUs that it names in its first line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.config.load import build_config, preset_names, read_preset
+from finray.config.schema import AdapterConfig, Config, ModelConfig
+from finray.models.blueprint import build_blueprint
+from finray.models.shipped import shipped_names, shipped_shape
+from finray.runtime.plan import Plan, make_plan
+from finray.runtime.preset_table import GPUS, page, plan_preset
+
+# As published by those who made the models.
+PARAMETERS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Salesforce/codegen-350M-mono": 356_712_448,
+    "bigscience/bloomz-1b1": 1_065_314_304,
+    "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "microsoft/Phi-3-medium-4k-instruct": 13_960_238_080,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+}
+
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
+def test_shipped_shapes_have_the_published_number_of_parameters(name: str) -> None:
+    shape = shipped_shape(ModelConfig(name=name))
+    assert shape is not None
+    assert build_blueprint(shape, AdapterConfig(method="none")).parameters == PARAMETERS[name]
+
+
+def test_every_model_of_a_preset_is_shipped() -> None:
+    assert {read_preset(name)["model"]["name"] for name in preset_names()} <= set(shipped_names())
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
+    folder = tmp_path_factory.mktemp("plans")
+    return {name: plan_preset(name, output_dir=folder) for name in preset_names()}
+
+
+def test_the_page_is_what_the_plans_say(plans: dict[str, Plan]) -> None:
+    path = Path(__file__).parents[3] / "docs" / "guide" / "presets.md"
+    assert path.read_text(encoding="utf-8") == page(plans), (
+        "python -m finray.runtime.preset_table > docs/guide/presets.md"
+    )
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_accepted_offline(plans: dict[str, Plan], name: str) -> None:
+    plan = plans[name]
+    assert plan.problems == ()
+    assert plan.starts is None
+    assert plan.memory is not None
+    assert plan.memory.fits
+    assert {one.where for one in plan.unchecked} >= {f"model.name={read_preset(name)['model']['name']}"}
+    assert any("comes with finray" in one.message for one in plan.warnings)
+
+
+def test_the_gpu_is_not_larger_than_it_must_be() -> None:
+    """Negative control: a plan of the same preset on a GPU with a fourth of the memory is refused."""
+    plan = plan_preset("llama3-70b-fsdp", output_dir=Path("runs"), gpu="t4-16gb")
+    assert plan.problems
+    assert GPUS["llama3-70b-fsdp"] == "h100-80gb"
+
+
+def config_of(**sections: Any) -> Config:
+    return build_config({"preset": "llama3-8b-lora", **sections}, source="test")
+
+
+def planned(config: Config, *, offline: bool) -> Plan:
+    return make_plan(config, gpu="h100-80gb", environ={}, offline=offline)
+
+
+def test_without_the_option_a_hub_out_of_reach_is_a_problem_and_memory_is_known_all_the_same(tmp_path: Path) -> None:
+    plan = planned(config_of(run={"output_dir": str(tmp_path)}), offline=False)
+    assert plan.starts is False
+    assert any("the Hub cannot be reached" in one.message for one in plan.problems)
+    assert plan.unchecked == ()
+    assert plan.memory is not None
+
+
+def test_what_is_wrong_without_any_network_stays_a_problem_offline(tmp_path: Path) -> None:
+    wrong = config_of(
+        run={"output_dir": str(tmp_path)}, adapter={"target_modules": ["vproj"]}, data={"source": "no-such.jsonl"}
+    )
+    messages = [one.message for one in planned(wrong, offline=True).problems]
+    assert any("matches no module" in message for message in messages)
+    assert any("does not exist" in message or "no such file" in message.lower() for message in messages), messages
+    unknown = config_of(run={"output_dir": str(tmp_path)}, model={"name": "nobody/knows-this"})
+    plan = planned(unknown, offline=True)
+    assert plan.model is None
+    assert any("nobody/knows-this" in str(one.where) for one in plan.unchecked)
+
+
+def test_a_revision_is_another_model(tmp_path: Path) -> None:
+    assert shipped_shape(ModelConfig(name="Qwen/Qwen3-8B", revision="main")) is None
+
+
+def test_a_source_of_ones_own_does_not_inherit_the_presets_way_to_read() -> None:
+    config = build_config({"preset": "rust-coder", "data": {"source": "mine.jsonl"}}, source="test")
+    assert (config.data.format, config.data.field_mapping, config.data.train_split) == ("auto", {}, "train")
+    assert config.data.max_length == 1024
+    kept = build_config({"preset": "rust-coder", "data": {"max_length": 512}}, source="test")
+    assert kept.data.field_mapping == {"text": "content"}
+
+
+def test_exactly_what_the_first_system_did_by_default() -> None:
+    config = build_config(read_preset("qwen3-8b-lora"), source="test")
+    adapter, train = config.adapter, config.train
+    assert (adapter.rank, adapter.alpha, adapter.dropout) == (32, 32, 0.1)
+    assert len(adapter.target_modules) == 7
+    workers = config.cluster.num_workers
+    assert (train.max_steps, train.micro_batch_size, train.global_batch_size) == (10_000, 2, 2 * workers * 4)
+    assert (train.learning_rate, train.min_learning_rate, train.schedule, train.warmup_ratio) == (
+        5e-5,
+        1e-6,
+        "cosine",
+        0.03,
+    )
+    assert (train.weight_decay, train.max_grad_norm, config.data.max_length) == (0.01, 1.0, 2048)
+    assert (config.data.eval_ratio, config.data.test_ratio) == (0.05, 0.05)
+    assert (config.tracking.log_every, config.checkpoint.every_steps, config.evaluation.every_steps) == (10, 100, 100)
+    assert (config.checkpoint.keep_last, config.run.seed) == (2, 16257)
