@@ -149,6 +149,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         yield "context", "not limited" if model.context is None else f"{model.context:,} tokens"
     if result.data is not None:
         yield from _data_facts(result.data)
+    if result.strategy is not None:
+        yield "strategy", f"{result.strategy.strategy}: {result.strategy.reason}"
     if result.placement is not None:
         yield "placement", _placement_text(result.placement)
     if result.memory is not None:

@@ -14,6 +14,7 @@ from finray.config.schema import Config
 # Neither the data stream nor the arithmetic depends on these (tests/integration/test_world_size.py holds them to it).
 FREE = (
     "cluster",
+    "parallel",
     "tracking",
     "checkpoint",
     "run.output_dir",

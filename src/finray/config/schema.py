@@ -287,10 +287,10 @@ class TrainConfig(Section):
 class ParallelConfig(Section):
     """How the work is shared between workers."""
 
-    strategy: Literal["ddp", "fsdp"] = Field(
+    strategy: Literal["ddp", "fsdp", "auto"] = Field(
         "ddp",
         description="`ddp`: a full model per worker, gradients summed. `fsdp`: weights, gradients and optimizer state "
-        "shared between the workers (FSDP2).",
+        "shared between the workers (FSDP2). `auto`: `ddp` where it fits into memory, else `fsdp`.",
     )
     reshard_after_forward: bool = Field(
         True,

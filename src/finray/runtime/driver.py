@@ -66,7 +66,9 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
             say("the run is finished already; --fresh begins anew")
             return TrainResult(run.path, run.final, **json.loads(run.summary_file.read_text(encoding="utf-8")))
         with clusters.connected(config.cluster) as ray:
-            placement = clusters.place(config.cluster, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            placement = clusters.place(config.cluster, nodes)
+            config = _with_strategy(config, run, placement, nodes, say)
             env = clusters.worker_environment(config.cluster, threads=placement.cpus_per_worker)
             clock.lap("start_ray")
             prepared = prepare_on_ray(ray, config, env=env, handle=handle)
@@ -79,6 +81,27 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
         summary = {**outcome["summary"], "phases": _phases(clock, outcome["summary"]["phases"])}
         run.finish({"chosen_step": chosen, "summary": summary})
     return TrainResult(run.path, run.final, chosen, summary)
+
+
+def _with_strategy(
+    config: Config,
+    run: RunDir,
+    placement: clusters.Placement,
+    nodes: list[dict[str, float]],
+    say: Callable[[str], None],
+) -> Config:
+    """The config with what ``auto`` comes to, which the run directory keeps."""
+    if config.parallel.strategy != "auto":
+        return config
+    # These import torch, which a driver does without otherwise.
+    from finray.runtime.plan import device_of
+    from finray.runtime.strategy_plan import resolve_for_run
+
+    before = None if run.earlier is None else run.earlier.parallel.strategy
+    config, choice = resolve_for_run(config, device_of(config, placement, nodes, os.environ), before=before)
+    say(f"parallel.strategy: auto is {choice.strategy}: {choice.reason}")
+    run.keep_config(config)
+    return config
 
 
 def _phases(clock: _Clock, inside: dict[str, float]) -> dict[str, float]:

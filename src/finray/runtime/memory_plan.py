@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -18,7 +18,7 @@ from finray.runtime.findings import Findings
 from finray.training.activations import kept_bytes
 from finray.training.fitting import Choice, smallest_change
 from finray.training.memory_estimate import Estimate, estimate
-from finray.training.memory_setup import Setup, Workload
+from finray.training.memory_setup import Setup, Strategy, Workload
 from finray.training.workload import largest_workload
 
 GIB = 2**30
@@ -111,13 +111,7 @@ def plan_memory(
         ray: whether the worker is Ray's.
         packs: whether the model's rows may be packed; else each has a forward pass of its own.
     """
-    now = Choice(
-        config.train.micro_batch_size,
-        config.train.gradient_checkpointing,
-        _precision(config, device, found),
-        config.data.max_length,
-        config.adapter.method,
-    )
+    now = _choice(config, device, found)
 
     @cache
     def workload(micro_batch_size: int, max_length: int) -> Workload:
@@ -150,6 +144,42 @@ def plan_memory(
     )
 
 
+def _choice(config: Config, device: Device, found: Findings) -> Choice:
+    return Choice(
+        config.train.micro_batch_size,
+        config.train.gradient_checkpointing,
+        _precision(config, device, found),
+        config.data.max_length,
+        config.adapter.method,
+    )
+
+
+def worst_peak(
+    config: Config,
+    blueprint: Blueprint,
+    stored: StoredWeights | None,
+    device: Device,
+    *,
+    packs: bool,
+    checkpointing: bool = False,
+) -> int:
+    """Peak bytes of a worker whose rows are all as long as they may be, and all of whose tokens are learned.
+
+    Args:
+        config: the run's.
+        blueprint: of the model with its adapter.
+        stored: headers of the weights, where they are known.
+        device: what a worker runs on.
+        packs: whether the model's rows may be packed.
+        checkpointing: whether activations are computed again, whatever the config says.
+    """
+    choice = _choice(config, device, Findings())
+    if checkpointing:
+        choice = replace(choice, gradient_checkpointing=True)
+    work = _workload(config, blueprint, Rows(), choice.micro_batch_size, choice.max_length, packs=packs)
+    return estimate(blueprint, _setup(config, choice, device, stored, ray=True), work).total
+
+
 def _precision(config: Config, device: Device, found: Findings) -> str:
     """``auto`` as the workers will resolve it."""
     precision = config.train.precision
@@ -163,8 +193,10 @@ def _precision(config: Config, device: Device, found: Findings) -> str:
 def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights | None, *, ray: bool) -> Setup:
     kept = choice.precision if choice.adapter == "lora" else "fp32"
     return Setup(
-        strategy=config.parallel.strategy,
+        strategy=_strategy(config),
         workers=config.cluster.num_workers,
+        shards=config.parallel.shard_size,
+        reshard=config.parallel.reshard_after_forward,
         device=device.kind,
         precision="bf16" if choice.precision == "bf16" else "fp32",
         checkpointing=choice.gradient_checkpointing,
@@ -175,6 +207,12 @@ def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights
         stored_bytes=None if stored is None else stored.size,
         stored_as_computed=stored is None or _STORED.get(stored.dtypes[0] if stored.dtypes else "") == kept,
     )
+
+
+def _strategy(config: Config) -> Strategy:
+    chosen = config.parallel.strategy
+    assert chosen != "auto", "resolved before"
+    return chosen
 
 
 def _workload(

@@ -86,7 +86,7 @@ def plan_model(
     if tokenizer is not None:
         rows = int(model.get_input_embeddings().weight.shape[0])
         check_tokens(tokenizer, rows, _stop_ids(model), found)
-    stored = _stored(config)
+    stored = stored_in(config)
     try:
         blueprint = _drawn(config, model, found)
     except FinrayError as error:
@@ -222,7 +222,7 @@ def _facts(config: Config, blueprint: Blueprint, tokenizer: Any | None, stored: 
     )
 
 
-def _stored(config: Config) -> StoredWeights | None:
+def stored_in(config: Config) -> StoredWeights | None:
     """The headers of the weights; damaged files are a problem that the quick checks have noted already."""
     folder = Path(config.model.name)
     if not (folder / "config.json").is_file():

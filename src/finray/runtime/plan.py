@@ -23,6 +23,8 @@ from finray.runtime.findings import Finding, Findings
 from finray.runtime.memory_plan import Device, MemoryPlan, Rows, plan_memory
 from finray.runtime.model_plan import ModelPlan, check_context, plan_model
 from finray.runtime.paths import with_absolute_paths
+from finray.runtime.strategy_plan import resolve_strategy
+from finray.training.strategy_choice import StrategyChoice
 
 # What Ray's own processes and the driver take on a machine that also trains.
 _BESIDE_WORKERS = 2**30
@@ -147,6 +149,7 @@ class Plan:
         unchecked: what an offline plan could not look at.
         model: the model and its adapter.
         data: what is learned from.
+        strategy: what `parallel.strategy: auto` comes to, and why; None where a strategy is named.
         placement: where workers go; None where ``--gpu`` names GPUs that are not here.
         memory: what a worker needs, and whether it has it.
     """
@@ -156,6 +159,7 @@ class Plan:
     unchecked: tuple[Finding, ...] = ()
     model: ModelPlan | None = None
     data: DataPlan | None = None
+    strategy: StrategyChoice | None = None
     placement: PlacementPlan | None = None
     memory: MemoryPlan | None = None
 
@@ -203,12 +207,14 @@ def make_plan(
         longest = data.longest if data is not None and data.complete else None
         check_context(model.blueprint, max_length=config.data.max_length, longest=longest, found=found)
     placement, device = _place(config, named, found, environ)
-    memory = None
+    memory = choice = None
     if model is not None and device is not None:
+        if config.parallel.strategy == "auto":
+            config, choice = resolve_strategy(config, model.blueprint, model.stored, device, packs=model.packs)
         rows = Rows() if data is None or report is None else _rows(data, report.lengths)
         memory = plan_memory(config, model.blueprint, model.stored, device, rows, found, packs=model.packs)
     known = None if model is None else model.plan
-    return Plan(found.problems, found.warnings, found.unchecked, known, data, placement, memory)
+    return Plan(found.problems, found.warnings, found.unchecked, known, data, choice, placement, memory)
 
 
 def _examined(config: Config, examine: Examine, found: Findings) -> DataReport | None:
@@ -296,7 +302,7 @@ def _place(
     try:
         if address is None:
             gpus = local_gpus()
-            nodes: Nodes = [{"CPU": machine_cpus(), "GPU": len(gpus), "memory": machine_memory() - _BESIDE_WORKERS}]
+            nodes = _this_machine(gpus)
         else:
             nodes = ask_cluster(config)
         placement = clusters.place(config.cluster, list(nodes))
@@ -314,6 +320,25 @@ def _place(
         use_gpu=placement.use_gpu,
     )
     return plan, device or _device(placement, nodes, gpus, found)
+
+
+def _this_machine(gpus: Sequence[Gpu]) -> Nodes:
+    """This machine as a node."""
+    return [{"CPU": machine_cpus(), "GPU": len(gpus), "memory": machine_memory() - _BESIDE_WORKERS}]
+
+
+def device_of(config: Config, placement: clusters.Placement, nodes: Nodes, environ: Mapping[str, str]) -> Device:
+    """What a worker of a placement runs on, as a plan says it.
+
+    Args:
+        config: the run's.
+        placement: of its workers.
+        nodes: the nodes of the cluster; not used where Ray was started on this machine for the run.
+        environ: environment variables, where the address of Ray may be.
+    """
+    ours = not (config.cluster.address or environ.get("RAY_ADDRESS"))
+    gpus = local_gpus() if ours else []
+    return _device(placement, _this_machine(gpus) if ours else nodes, gpus, Findings())
 
 
 def ask_cluster(config: Config) -> Nodes:

@@ -32,9 +32,15 @@ RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of a run."""
+    """Paths of a run.
+
+    Attributes:
+        path: its directory.
+        earlier: the config of its last start, or None where it begins.
+    """
 
     path: Path
+    earlier: Config | None = None
 
     @property
     def config_file(self) -> Path:
@@ -50,6 +56,12 @@ class RunDir:
     def summary_file(self) -> Path:
         """The summary of a finished run; there is none before."""
         return self.path / "summary.json"
+
+    def keep_config(self, config: Config) -> None:
+        """Write the config of this start, secrets masked."""
+        scratch = self.path / f".{CONFIG_FILE}.{os.getpid()}"
+        scratch.write_text(yaml.safe_dump(redact(config.plain()), sort_keys=False), encoding="utf-8")
+        os.replace(scratch, self.config_file)
 
     def finish(self, outcome: dict[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""
@@ -97,8 +109,7 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             repair="wait for it, stop it, or give this run another name: run.name=...",
         ) from None
     try:
-        _begin_or_continue(config, run, fresh=fresh, say=say)
-        yield run
+        yield RunDir(run.path, _begin_or_continue(config, run, fresh=fresh, say=say))
     finally:
         lock.release()
 
@@ -122,13 +133,16 @@ def _require_writable(folder: Path) -> None:
         ) from None
 
 
-def _begin_or_continue(config: Config, run: RunDir, *, fresh: bool, say: Callable[[str], None]) -> None:
+def _begin_or_continue(config: Config, run: RunDir, *, fresh: bool, say: Callable[[str], None]) -> Config | None:
+    """Make the directory ready; returns the config of the run's last start."""
+    earlier = None
     if run.path.exists() and fresh:
         aside = _free_name(run.path)
         os.replace(run.path, aside)
         say(f"the earlier run was moved to {aside}")
     if run.config_file.is_file():
-        changed = differences(saved_config(run), config)
+        earlier = saved_config(run)
+        changed = differences(earlier, config)
         if changed:
             raise ConfigError(
                 "the run directory holds a run with another configuration",
@@ -143,13 +157,12 @@ def _begin_or_continue(config: Config, run: RunDir, *, fresh: bool, say: Callabl
             repair="choose another run.name or run.output_dir; --fresh moves it aside",
         )
     run.path.mkdir(exist_ok=True)
-    scratch = run.path / f".{CONFIG_FILE}.{os.getpid()}"
-    scratch.write_text(yaml.safe_dump(redact(config.plain()), sort_keys=False), encoding="utf-8")
-    os.replace(scratch, run.config_file)
+    run.keep_config(config)
     (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
     attempts.forget(run.path)
     for rest in run.path.glob(".tmp-*"):
         shutil.rmtree(rest, ignore_errors=True)
+    return earlier
 
 
 def _free_name(path: Path) -> Path:

@@ -127,7 +127,7 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
         "compiled kernels": _kernels(blueprint, setup, work),
         "weights": weight_bytes(blueprint, setup),
         "adapter": adapter_bytes(blueprint, setup),
-        "optimizer": (moments + masters) / (setup.workers if sharded else 1),
+        "optimizer": (moments + masters) / (setup.sharers if sharded else 1),
     }
 
 
@@ -166,12 +166,12 @@ def weight_bytes(blueprint: Blueprint, setup: Setup) -> float:
         whole = blueprint.linear_weights * bits / 8 + rest * setup.element
     else:
         whole = float(setup.element * blueprint.base)
-    return whole / (setup.workers if setup.strategy in ("fsdp", "zero3") else 1)
+    return whole / (setup.sharers if setup.strategy in ("fsdp", "zero3") else 1)
 
 
 def adapter_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """The adapter's fp32 weights on one worker."""
-    return FP32 * blueprint.adapter / (setup.workers if setup.strategy in ("fsdp", "zero3") else 1)
+    return FP32 * blueprint.adapter / (setup.sharers if setup.strategy in ("fsdp", "zero3") else 1)
 
 
 def _kernels(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
@@ -247,7 +247,7 @@ def _reduce(blueprint: Blueprint, setup: Setup) -> dict[str, float]:
 def gradient_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """Gradients on one worker: as wide as the weights they belong to."""
     each = setup.element if setup.strategy.startswith("zero") else FP32
-    shared = setup.workers if setup.strategy in ("fsdp", "zero2", "zero3") else 1
+    shared = setup.sharers if setup.strategy in ("fsdp", "zero2", "zero3") else 1
     return each * blueprint.trainable / shared
 
 
@@ -264,7 +264,7 @@ def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """Whole weights gathered from the workers' shares: two layers (one ahead), or all where they are not given back."""
-    if setup.workers == 1 or setup.strategy not in ("fsdp", "zero3"):
+    if setup.sharers == 1 or setup.strategy not in ("fsdp", "zero3"):
         return 0
     if setup.strategy == "fsdp" and not setup.reshard:
         return setup.element * blueprint.parameters

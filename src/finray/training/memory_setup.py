@@ -16,6 +16,7 @@ class Setup:
     Attributes:
         strategy: how workers share the state.
         workers: how many there are.
+        shards: workers that share one copy, where FSDP keeps several (hybrid sharding); None for all of them.
         device: ``cpu`` or ``cuda``.
         precision: of the arithmetic, ``fp32`` or ``bf16``.
         checkpointing: whether activations are computed again in the backward pass.
@@ -32,6 +33,7 @@ class Setup:
 
     strategy: Strategy = "ddp"
     workers: int = 1
+    shards: int | None = None
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "bf16"] = "fp32"
     checkpointing: bool = False
@@ -43,6 +45,11 @@ class Setup:
     optimizer: str = "adamw"
     stored_bytes: int | None = None
     stored_as_computed: bool = True
+
+    @property
+    def sharers(self) -> int:
+        """Workers that share one copy of what is shared."""
+        return self.shards or self.workers
 
     @property
     def element(self) -> int:

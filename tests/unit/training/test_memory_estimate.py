@@ -106,6 +106,12 @@ def test_what_four_workers_share(strategy: str, weights: int, gradients: int, op
     assert part(FULL, setup, "optimizer") == optimizer
 
 
+def test_hybrid_sharding_shares_a_copy_between_a_part_of_the_workers() -> None:
+    hybrid, two = (replace(GPU, strategy="fsdp", **how) for how in ({"shards": 2}, {"workers": 2}))
+    assert weight_bytes(FULL, hybrid) == weight_bytes(FULL, two) == 2 * BASE
+    assert part(FULL, hybrid, "optimizer") == 4 * BASE
+
+
 def test_alone_nothing_is_shared_summed_or_gathered() -> None:
     for strategy in ("fsdp", "zero3"):
         alone = replace(GPU, strategy=strategy, workers=1)

@@ -1,0 +1,65 @@
+"""What ``parallel.strategy: auto`` comes to: a pure function of what a worker has and what it would need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Peak bytes of a worker, estimated.
+
+    Attributes:
+        replicated: with all weights on every worker.
+        sharded: with weights, gradients and optimizer state shared between the workers.
+        checkpointed: sharded, with activations computed again.
+    """
+
+    replicated: int
+    sharded: int
+    checkpointed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyChoice:
+    """A strategy and why it was taken."""
+
+    strategy: Literal["ddp", "fsdp"]
+    reason: str
+
+
+def choose_strategy(needs: Needs, *, workers: int, available: int | None, before: str | None = None) -> StrategyChoice:
+    """The strategy of a run.
+
+    Whole copies are taken where they fit: they communicate least. A run that goes on keeps its strategy while that
+    fits, because another one sums in another order, and its steps would agree to rounding only.
+
+    Args:
+        needs: what a worker would need.
+        workers: training workers.
+        available: bytes that a worker may have, or None where that is not known.
+        before: the strategy with which the run began, if it goes on.
+    """
+    if workers == 1:
+        return StrategyChoice("ddp", "there is one worker, and nothing to share")
+    whole, shared = f"{needs.replicated / GIB:.1f} GiB", f"{needs.sharded / GIB:.1f} GiB"
+    if available is None:
+        if before in ("ddp", "fsdp"):
+            return StrategyChoice("ddp" if before == "ddp" else "fsdp", "the run began with it")
+        return StrategyChoice("fsdp", f"what a worker has is not known, and shares need {shared} instead of {whole}")
+    has = f"a worker has {available / GIB:.1f} GiB"
+    if before == "fsdp" and needs.sharded <= available:
+        return StrategyChoice("fsdp", f"the run began with it, and its shares of {shared} fit: {has}")
+    if needs.replicated <= available:
+        return StrategyChoice("ddp", f"all weights on every worker need about {whole}, and {has}")
+    reason = f"all weights on every worker would need about {whole}, and {has}; shares need {shared}"
+    if needs.sharded <= available:
+        return StrategyChoice("fsdp", reason)
+    if needs.checkpointed <= available:
+        return StrategyChoice(
+            "fsdp", f"{reason}, and {needs.checkpointed / GIB:.1f} GiB with train.gradient_checkpointing, which fits"
+        )
+    return StrategyChoice("fsdp", f"{reason}, which is too much as well: more workers or a smaller batch are needed")

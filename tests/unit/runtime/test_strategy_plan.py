@@ -1,0 +1,89 @@
+"""`parallel.strategy: auto` in a plan and at the start of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.runtime import driver
+from finray.runtime import plan as planning
+from finray.runtime.cluster import Placement
+from finray.runtime.plan import make_plan
+from finray.runtime.rundir import open_run, saved_config
+from tests.support import runs, tiny
+
+MIB = 2**20
+
+
+@pytest.fixture
+def plain(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A run of two workers whose state is most of what they need, on a machine without GPUs."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(planning, "local_gpus", lambda: [])
+    monkeypatch.setattr(planning, "machine_cpus", lambda: 4)
+    wide = tmp_path / "wide"
+    tiny.save_model("llama", wide, tiny.train_tokenizer(), hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
+    return runs.settings(
+        wide,
+        tiny.write_chat_rows(tmp_path, 8),
+        tmp_path / "out",
+        adapter={"method": "none"},
+        parallel={"strategy": "auto"},
+        cluster={"num_workers": 2},
+    )
+
+
+def give(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
+    """So much memory for each of two workers."""
+    monkeypatch.setattr(planning, "machine_memory", lambda: 2**30 + 2 * mib * MIB)
+
+
+def test_a_plan_takes_whole_copies_where_they_fit(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    give(monkeypatch, 4096)
+    plan = make_plan(runs.config_of(plain), environ={})
+    assert plan.starts, plan.problems
+    assert plan.strategy is not None
+    assert plan.strategy.strategy == "ddp"
+    assert plan.memory is not None
+    whole = plan.memory.total
+    # Just too little for them: shares are taken, and the memory is that of shares.
+    give(monkeypatch, int(0.99 * whole / MIB))
+    plan = make_plan(runs.config_of(plain), environ={})
+    assert plan.starts, plan.problems
+    assert plan.strategy is not None
+    assert plan.strategy.strategy == "fsdp"
+    assert plan.memory is not None
+    assert plan.memory.total < 0.9 * whole
+    named = make_plan(runs.config_of({**plain, "parallel": {"strategy": "ddp"}}), environ={})
+    assert named.strategy is None
+
+
+def start(plain: dict[str, Any], said: list[str]) -> str:
+    """The driver's part up to the workers' start; returns the strategy they would get."""
+    config = runs.config_of(plain)
+    with open_run(config, fresh=False, say=said.append) as run:
+        nodes = [{"CPU": 4.0, "memory": 2.0**40}]
+        placement = Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
+        return driver._with_strategy(config, run, placement, nodes, said.append).parallel.strategy
+
+
+def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    give(monkeypatch, 720)
+    assert start(plain, said) == "fsdp"
+    assert "parallel.strategy: auto is fsdp" in said[-1]
+    with open_run(runs.config_of({**plain, "parallel": {"strategy": "fsdp"}}), fresh=False, say=said.append) as run:
+        assert saved_config(run).parallel.strategy == "fsdp"
+    # On a larger machine the run goes on as it began; another run does not.
+    give(monkeypatch, 4096)
+    assert start(plain, said) == "fsdp"
+    assert "the run began with it" in said[-1]
+    other = {**plain, "run": {**plain["run"], "name": "other"}}
+    assert start(other, said) == "ddp"
+
+
+def test_a_strategy_that_is_named_is_not_looked_into(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "device_of", lambda *_: pytest.fail("nothing to choose"))
+    assert start({**plain, "parallel": {"strategy": "fsdp"}}, []) == "fsdp"
