@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,17 @@ def run_group(plain: dict[str, Any], run_dir: Path, *, world_size: int, stop_aft
     run_all([(plain, run_dir)], world_size=world_size, stop_after=stop_after)
 
 
-def run_all(runs: list[tuple[dict[str, Any], Path]], *, world_size: int, stop_after: int | None = None) -> None:
-    """Several trainings, one after the other in one group of processes: their start takes longer than they do."""
+def run_all(
+    runs: list[tuple[dict[str, Any], Path]],
+    *,
+    world_size: int,
+    stop_after: int | None = None,
+    look: Callable[[Any, Path], None] | None = None,
+) -> None:
+    """Several trainings, one after the other in one group of processes: their start takes longer than they do.
+
+    `look` is called in every process with what was assembled and the run directory, before a training.
+    """
     from finray.runtime.prepare import prepare_here
     from tests.support.runs import config_of
 
@@ -29,14 +39,21 @@ def run_all(runs: list[tuple[dict[str, Any], Path]], *, world_size: int, stop_af
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_member, (world_size, port, jobs, stop_after), nprocs=world_size)
+    mp.spawn(_member, (world_size, port, jobs, stop_after, look), nprocs=world_size)
 
 
 class Killed(Exception):
     """Stands for the end of a process."""
 
 
-def _member(rank: int, world_size: int, port: int, jobs: list[tuple[Any, str, str]], stop_after: int | None) -> None:
+def _member(
+    rank: int,
+    world_size: int,
+    port: int,
+    jobs: list[tuple[Any, str, str]],
+    stop_after: int | None,
+    look: Callable[[Any, Path], None] | None,
+) -> None:
     from finray.training.assemble import assemble, strategy_of
     from tests.support.runs import config_of
 
@@ -55,6 +72,8 @@ def _member(rank: int, world_size: int, port: int, jobs: list[tuple[Any, str, st
             assembled = assemble(
                 config, prepared=prepared, run_dir=Path(run_dir), strategy=strategy_of(config, device), notify=notify
             )
+            if look is not None:
+                look(assembled, Path(run_dir))
             assembled.loop.run()
             for tracker in assembled.loop.trackers:
                 tracker.close()

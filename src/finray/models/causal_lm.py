@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, attention, fused_lora
-from finray.models.head import loss_sum, plain_head
+from finray.models.head import Head, loss_sum, plain_head
 from finray.models.loading import DTYPES, choose_attention, load_causal_lm, meta_causal_lm
 
 
@@ -112,13 +112,17 @@ class CausalLM:
         with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
             if not self._head_is_proven:
                 self._prove_head(batch)
-            # Looked up anew each time: where weights are sharded, another tensor stands there during a forward pass.
-            head = plain_head(self._inner) if self._head_is_ours else None
-            if head is None:
+            if not self._head_is_ours:
                 logits = self._forward(self._inner, batch, logits_to_keep=batch.at_K).logits[0]
                 return F.cross_entropy(logits.float(), batch.targets_K, reduction="sum")
             hidden = self._forward(self._body, batch).last_hidden_state[0]
-            return loss_sum(head, hidden.index_select(0, batch.at_K), batch.targets_K)
+            return loss_sum(self._head(), hidden.index_select(0, batch.at_K), batch.targets_K)
+
+    def _head(self) -> Head:
+        """The head, looked up anew for each use: where weights are sharded, they are there once somebody asks."""
+        head = plain_head(self._inner)
+        assert head is not None
+        return head
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that are trained, by name, in a fixed order."""
@@ -172,14 +176,14 @@ class CausalLM:
     def _prove_head(self, batch: PackedRows) -> None:
         """Compare our head with the model's own on the first batch; one we do not understand is left to the model."""
         self._head_is_proven = True
-        head = plain_head(self._inner) if self._head_is_ours else None
-        if head is None:
+        if not self._head_is_ours:
             return
         probe = _Probe(batch.tokens_1T[:, : min(batch.lengths[0], 64)])
         training = self.model.training
         self.model.eval()
         theirs = self._forward(self._inner, probe).logits[0].float()
-        ours = head.logits(self._forward(self._body, probe).last_hidden_state[0])
+        hidden = self._forward(self._body, probe).last_hidden_state[0]
+        ours = self._head().logits(hidden)
         self.model.train(training)
         if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=2e-2, atol=2e-2):
             self._head_is_ours = False

@@ -53,12 +53,17 @@ class Strategy(Protocol):
         """Share the weights of a module between the ranks, block by block and then the rest; or leave it as it is."""
 
     def optimizer(
-        self, module: torch.nn.Module, own: Callable[[], Updates], client: Callable[[], torch.optim.Optimizer]
+        self,
+        module: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        own: Callable[[], Updates],
+        client: Callable[[], torch.optim.Optimizer],
     ) -> tuple[torch.nn.Module, Updates]:
         """The optimizer, and the module to call for a forward pass.
 
         Args:
             module: that :meth:`shard` was given.
+            parameters: that are trained, by name.
             own: makes finray's optimizer, where the strategy has none of its own.
             client: makes a torch optimizer over the trained parameters, for a strategy that drives it itself.
         """

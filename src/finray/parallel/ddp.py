@@ -7,7 +7,7 @@ keeps sums over more than two ranks bitwise equal after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class DataParallel:
     def optimizer(
         self,
         module: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],  # noqa: ARG002
         own: Callable[[], Updates],
         client: Callable[[], torch.optim.Optimizer],  # noqa: ARG002
     ) -> tuple[torch.nn.Module, Updates]:

@@ -17,6 +17,7 @@ from finray.config.schema import Config
 from finray.data.storage import is_url
 from finray.errors import ConfigError, FinrayError, ModelError
 from finray.models.weights import stored_weights
+from finray.parallel import deepspeed_config
 from finray.runtime.prepare import check_inputs
 from finray.runtime.rundir import RunDir
 
@@ -48,7 +49,7 @@ def require_startable(config: Config) -> None:
 def quick_problems(config: Config) -> list[FinrayError]:
     """Everything that the quick checks find; paths of the config must be absolute."""
     problems: list[FinrayError] = []
-    for check in (check_inputs, check_extras, check_output, check_stored_model):
+    for check in (check_inputs, check_extras, check_output, check_stored_model, deepspeed_config.check):
         with collected(problems):
             check(config)
     return problems
@@ -76,6 +77,8 @@ def check_extras(
         wanted["gguf"] = ("gguf", "model.name")
     if config.train.optimizer.endswith("8bit"):
         wanted["quantization"] = ("bitsandbytes", "train.optimizer")
+    if config.parallel.strategy == "deepspeed":
+        wanted["deepspeed"] = ("deepspeed", "parallel.strategy")
     data = config.data
     urls = [("data.source", data.source), ("data.eval_source", data.eval_source), ("prepare.dir", config.prepare.dir)]
     urls += [(f"data.mix.{index}.source", one.source) for index, one in enumerate(data.mix)]

@@ -195,7 +195,7 @@ def _finish(config: Config, run: RunDir, handle: Handle) -> int:
     source = run.path / directory_name(chosen)
     scratch = run.path / f".tmp-final-{os.getpid()}"
     shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source, scratch, ignore=shutil.ignore_patterns("training_state", manifest.NAME))
+    shutil.copytree(source, scratch, ignore=shutil.ignore_patterns("training_state", "deepspeed", manifest.NAME))
     sealed = manifest.build(manifest.entries_of(scratch), step=chosen, metrics=content["metrics"])
     manifest.write(scratch, sealed)
     shutil.rmtree(run.final, ignore_errors=True)

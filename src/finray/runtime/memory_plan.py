@@ -12,6 +12,7 @@ from finray.errors import ConfigError
 from finray.models.blueprint import Blueprint
 from finray.models.loading import cpu_has_bf16
 from finray.models.weights import StoredWeights
+from finray.parallel import deepspeed_config
 from finray.runtime.cluster import worker_environment
 from finray.runtime.devices import GPUS
 from finray.runtime.findings import Findings
@@ -212,7 +213,10 @@ def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights
 def _strategy(config: Config) -> Strategy:
     chosen = config.parallel.strategy
     assert chosen != "auto", "resolved before"
-    return chosen
+    if chosen != "deepspeed":
+        return chosen
+    stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
+    return stages[deepspeed_config.stage(deepspeed_config.load(config), config)]
 
 
 def _workload(

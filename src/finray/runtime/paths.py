@@ -21,6 +21,9 @@ def with_absolute_paths(config: Config) -> Config:
         update={
             "data": data,
             "model": _absolute(config.model, "name", "chat_template"),
+            "parallel": config.parallel.model_copy(
+                update={"deepspeed_config": _resolved(config.parallel.deepspeed_config)}
+            ),
             "prepare": prepare,
             "run": config.run.model_copy(update={"output_dir": str(RunDir.of(config).path.parent)}),
         }

@@ -89,6 +89,7 @@ def assemble(
     extra: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
     task.module, optimizer = strategy.optimizer(
         task.module,
+        task.trainable(),
         lambda: Optimizer(task.trainable(), config.train, **extra),
         lambda: torch_optimizer(task.trainable(), config.train, **extra),
     )
@@ -195,6 +196,10 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, packing:
 
 def strategy_of(config: Config, device: torch.device) -> Strategy:
     """The strategy that a config names, for this process of a group."""
+    if config.parallel.strategy == "deepspeed":
+        from finray.parallel.deepspeed import ZeroRedundancy
+
+        return ZeroRedundancy(device, config, precision=resolve_precision(config.train.precision, device))
     if config.parallel.strategy == "fsdp":
         return FullySharded(device, config.parallel, precision=resolve_precision(config.train.precision, device))
     return DataParallel(device)

@@ -81,6 +81,9 @@ class Saver:
         first = self._strategy.rank == 0
         scratch = together(self._strategy, lambda: str(self._store.begin(step)) if first else "")
         folder = Path(self._strategy.share(scratch))
+        # A collective, and of what training changes: it cannot be done behind the training.
+        library = folder / f".library-{self._strategy.rank}"
+        snapshot.library = library if self._strategy.save_own(library) else None
         written = self._pool.submit(self._store.fill, folder, step, snapshot.write)
         self._pending = _Pending(folder, step, metrics, written)
 

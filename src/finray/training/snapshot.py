@@ -24,6 +24,8 @@ from finray.parallel.tensors import Elements, bytes_of, fill, is_first_copy, is_
 from finray.training.state import COUNTERS, FOLDER, TrainState
 
 MOMENTS = "optimizer"
+# Only the library that wrote these files reads them.
+LIBRARY = "deepspeed"
 _INDEX = ".safetensors.index.json"
 
 
@@ -51,6 +53,7 @@ class Snapshot:
         moments_file: their file name.
         texts: path to content, on rank 0.
         others: writes the rest, on rank 0.
+        library: a directory with what the strategy's library wrote of its own, moved into the checkpoint.
     """
 
     weights: dict[str, dict[str, torch.Tensor]]
@@ -58,6 +61,7 @@ class Snapshot:
     moments_file: str
     texts: dict[str, str] = field(default_factory=dict)
     others: Callable[[Path], None] = lambda folder: None
+    library: Path | None = None
 
     def write(self, folder: Path) -> None:
         """Write this rank's files into a checkpoint in the making."""
@@ -69,6 +73,8 @@ class Snapshot:
         for path, content in self.texts.items():
             (folder / path).write_text(content, encoding="utf-8")
         self.others(folder)
+        if self.library is not None:
+            self.library.rename(folder / LIBRARY)
 
 
 def take(

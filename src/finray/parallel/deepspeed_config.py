@@ -1,0 +1,279 @@
+"""DeepSpeed's configuration: the user's JSON with what it leaves open filled in from the YAML, or a default.
+
+A value in the JSON that says something else than the YAML is an error that names both places: neither wins silently.
+Nothing here needs torch or DeepSpeed, so that mistakes are found before a worker is held.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finray.config.schema import Config
+from finray.errors import ConfigError
+
+AUTO = "auto"
+DEFAULT_STAGE = 2
+_ZERO = "zero_optimization"
+# What would change the rows, the arithmetic or the model behind finray's back.
+_REFUSED = (
+    "amp",
+    "autotuning",
+    "compression_training",
+    "curriculum_learning",
+    "data_efficiency",
+    "elasticity",
+    "pipeline",
+    "progressive_layer_drop",
+    "sparse_attention",
+    "tensor_parallel",
+    "torch_autocast",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A value that both files can state: where in the JSON, where in the YAML, and what it is there."""
+
+    path: str
+    yaml: str
+    value: Any
+
+
+def load(config: Config) -> dict[str, Any]:
+    """The user's JSON; empty where none is named.
+
+    Raises:
+        ConfigError: it cannot be read, or is no object.
+    """
+    if config.parallel.deepspeed_config is None:
+        return {}
+    path = Path(config.parallel.deepspeed_config)
+    where = f"parallel.deepspeed_config={path}"
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"DeepSpeed's configuration cannot be read: {error.strerror}", where=where) from None
+    except ValueError as error:
+        raise ConfigError(f"DeepSpeed's configuration is not JSON: {error}", where=where) from None
+    if not isinstance(given, dict):
+        raise ConfigError("DeepSpeed's configuration is not a JSON object", where=where)
+    return given
+
+
+def check(config: Config) -> None:
+    """Find what the JSON and the YAML say differently; nothing to do under another strategy.
+
+    Raises:
+        ConfigError: every contradiction, each with both places.
+    """
+    if config.parallel.strategy != "deepspeed":
+        return
+    _refuse(
+        conflicts(load(config), config, precision=config.train.precision, workers=config.cluster.num_workers), config
+    )
+
+
+def _refuse(problems: Iterator[str], config: Config) -> None:
+    found = tuple(problems)
+    if found:
+        raise ConfigError(
+            "DeepSpeed's configuration contradicts the YAML",
+            where=f"parallel.deepspeed_config={config.parallel.deepspeed_config}",
+            repair='make the two say the same, or write "auto" in the JSON: finray then fills in what the YAML says',
+            problems=found,
+        )
+
+
+def stage(given: dict[str, Any], config: Config) -> int:
+    """The stage of ZeRO."""
+    found = _at(given, f"{_ZERO}.stage")
+    return int(found) if isinstance(found, int) else config.parallel.zero_stage or DEFAULT_STAGE
+
+
+def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> Iterator[str]:
+    """What the JSON says differently from the YAML, or says and must not.
+
+    Args:
+        given: the user's JSON.
+        config: the run's.
+        precision: ``fp32``, ``bf16`` or ``fp16``; ``auto`` where it is not known yet.
+        workers: training workers.
+    """
+    name = Path(config.parallel.deepspeed_config or "").name
+
+    def place(path: str) -> str:
+        return f"`{name}: {path}`"
+
+    for field in _fields(given, config, precision=precision, workers=workers):
+        found = _at(given, field.path)
+        if found is not None and found != AUTO and not _same(found, field.value):
+            yield f"{place(field.path)} is {json.dumps(found)}, `{field.yaml}` gives {json.dumps(field.value)}"
+    found = _at(given, f"{_ZERO}.stage")
+    if precision == "fp16":
+        yield "`train.precision` is fp16, which `parallel.strategy: deepspeed` does not train in; use bf16 or fp32"
+    if found not in (None, AUTO, 1, 2, 3):
+        yield f"{place(f'{_ZERO}.stage')} is {json.dumps(found)}: `parallel.strategy: deepspeed` is for 1, 2 and 3"
+    if "scheduler" in given:
+        yield f"{place('scheduler')} is there, and `train.schedule` decides the learning rate; leave the former out"
+    if given.get("activation_checkpointing"):
+        yield (
+            f"{place('activation_checkpointing')} has no effect on a Transformers model; "
+            "leave it out and set `train.gradient_checkpointing`"
+        )
+    if given.get("gradient_allreduce_op", "mean") != "mean":
+        yield f"{place('gradient_allreduce_op')} must stay the mean: finray sums gradients over `cluster.num_workers`"
+    if isinstance(given.get("optimizer"), dict) and (kind := config.train.optimizer) != "adamw":
+        yield f"{place('optimizer')} and `train.optimizer: {kind}` each choose the optimizer; keep one"
+    if (kind := config.train.optimizer) in ("adafactor", "muon"):
+        yield f"`train.optimizer: {kind}` works on matrices, and `parallel.strategy: deepspeed` flattens them; use fsdp"
+    yield from _offload_conflicts(given, config, place)
+    if stage(given, config) == 1 and precision == "bf16" and _at(given, "data_types.grad_accum_dtype") == "fp32":
+        yield f"{place('data_types.grad_accum_dtype')} is fp32: in bf16 that needs {place(f'{_ZERO}.stage')} 2 or 3"
+    for key in _REFUSED:
+        if given.get(key):
+            yield f"{place(key)} is nothing that finray can train with; leave it out"
+    for path in _autos(given):
+        if not (path.startswith(f"{_ZERO}.") or _is_filled(path)):
+            yield f'{place(path)} is "auto", and nothing in the YAML says what it is'
+
+
+def _offload_conflicts(given: dict[str, Any], config: Config, place: Any) -> Iterator[str]:
+    offload = _at(given, f"{_ZERO}.offload_optimizer.device")
+    if config.parallel.cpu_offload and given and offload != "cpu":
+        yield f"`parallel.cpu_offload` is true, and {place(f'{_ZERO}.offload_optimizer.device')} is not cpu"
+    for what in ("offload_optimizer", "offload_param"):
+        if _at(given, f"{_ZERO}.{what}.device") == "nvme":
+            yield f"{place(f'{_ZERO}.{what}.device')} is nvme: checkpoints cannot be read back into that; use cpu"
+    if given.get("zero_force_ds_cpu_optimizer") is True and "optimizer" not in given and offload == "cpu":
+        yield (
+            f"{place('zero_force_ds_cpu_optimizer')} asks for DeepSpeed's optimizer, and {place('optimizer')} names "
+            "none, so `train.optimizer` is used"
+        )
+
+
+def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[str, Any]:
+    """What DeepSpeed is given.
+
+    Args:
+        config: the run's.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        workers: training workers.
+        width: the model's hidden size, from which Transformers' "auto" sizes of buckets follow, and so do finray's.
+
+    Raises:
+        ConfigError: JSON and YAML contradict each other.
+    """
+    given = load(config)
+    _refuse(conflicts(given, config, precision=precision, workers=workers), config)
+    settings = copy.deepcopy(given)
+    zero = settings.setdefault(_ZERO, {})
+    zero["stage"] = stage(given, config)
+    if config.parallel.cpu_offload and not given:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        if zero["stage"] == 3:
+            zero["offload_param"] = {"device": "cpu"}
+    sizes = {
+        "reduce_bucket_size": width * width,
+        "stage3_prefetch_bucket_size": width * width * 9 // 10,
+        "stage3_param_persistence_threshold": 10 * width,
+    }
+    for key, size in sizes.items():
+        if zero.get(key, None if given else AUTO) == AUTO:
+            zero[key] = size
+    for key in [key for key, value in zero.items() if value == AUTO]:
+        del zero[key]
+    for field in _fields(given, config, precision=precision, workers=workers):
+        if not field.path.startswith("optimizer.") or _at(given, field.path) == AUTO:
+            _put(settings, field.path, field.value)
+    # DeepSpeed wants a product; finray's steps may be smaller than it.
+    accumulation = _accumulation(config, workers)
+    settings["train_batch_size"] = config.train.micro_batch_size * accumulation * workers
+    settings.setdefault("zero_allow_untested_optimizer", True)
+    settings.setdefault("zero_force_ds_cpu_optimizer", False)
+    if precision == "bf16":
+        # Gradients of bf16 weights are summed in fp32, over the ranks and over the micro-batches.
+        settings.setdefault("communication_data_type", "fp32")
+        if zero["stage"] > 1:
+            settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    return settings
+
+
+def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> Iterator[_Field]:
+    train = config.train
+    yield _Field("train_batch_size", "train.global_batch_size", train.global_batch_size)
+    yield _Field("train_micro_batch_size_per_gpu", "train.micro_batch_size", train.micro_batch_size)
+    yield _Field(
+        "gradient_accumulation_steps",
+        "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
+        _accumulation(config, workers),
+    )
+    yield _Field("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
+    if precision != AUTO:
+        yield _Field("bf16.enabled", "train.precision", precision == "bf16")
+        yield _Field("fp16.enabled", "train.precision", precision == "fp16")
+    if config.parallel.zero_stage is not None:
+        yield _Field(f"{_ZERO}.stage", "parallel.zero_stage", config.parallel.zero_stage)
+    if isinstance(given.get("optimizer"), dict):
+        yield _Field("optimizer.params.lr", "train.learning_rate", train.learning_rate)
+        yield _Field(
+            "optimizer.params.betas", "train.adam_beta1, train.adam_beta2", [train.adam_beta1, train.adam_beta2]
+        )
+        yield _Field("optimizer.params.eps", "train.adam_epsilon", train.adam_epsilon)
+        yield _Field("optimizer.params.weight_decay", "train.weight_decay", train.weight_decay)
+
+
+def _is_filled(path: str) -> bool:
+    return path in (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "bf16.enabled",
+        "fp16.enabled",
+        "optimizer.params.lr",
+        "optimizer.params.betas",
+        "optimizer.params.eps",
+        "optimizer.params.weight_decay",
+    )
+
+
+def _accumulation(config: Config, workers: int) -> int:
+    return math.ceil(math.ceil(config.train.global_batch_size / config.train.micro_batch_size) / workers)
+
+
+def _same(found: Any, value: Any) -> bool:
+    if isinstance(found, list) and isinstance(value, list):
+        return len(found) == len(value) and all(_same(*pair) for pair in zip(found, value, strict=True))
+    if isinstance(found, bool) or isinstance(value, bool):
+        return found is value
+    if isinstance(found, int | float) and isinstance(value, int | float):
+        return math.isclose(found, value, rel_tol=1e-9)
+    return bool(found == value)
+
+
+def _at(tree: dict[str, Any], path: str) -> Any:
+    found: Any = tree
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split(".")
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
+
+
+def _autos(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _autos(value, f"{prefix}{key}.")
+        elif value == AUTO:
+            yield f"{prefix}{key}"

@@ -1,0 +1,212 @@
+"""Weights and optimizer state where DeepSpeed keeps them: flattened, and cut without regard to rows.
+
+DeepSpeed joins the parameters of a group into one vector and gives each rank a stretch of it, so a rank holds some
+elements of a parameter, from anywhere to anywhere. They are read and written here without asking other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from finray.errors import CheckpointError
+from finray.parallel.base import StateReader
+from finray.parallel.tensors import Elements, Read, keep, read_elements
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank keeps its elements of a parameter.
+
+    Attributes:
+        flat: the optimizer's vector (fp32) that holds them.
+        at: their first position in it.
+        start: the first element of the parameter.
+        count: how many; possibly none.
+    """
+
+    flat: torch.Tensor
+    at: int
+    start: int
+    count: int
+
+    def of(self, vector: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements in a vector that is laid out like ``flat``."""
+        return vector.narrow(0, self.at, self.count)
+
+
+class Partition:
+    """A weight under stage 3: each rank holds an equal share of its elements, the last one padded."""
+
+    def __init__(self, parameter: Any, place: Place | None = None) -> None:
+        self._parameter = parameter
+        self._place = place
+        self.shape: tuple[int, ...] = tuple(parameter.ds_shape)
+        self.dtype: torch.dtype = parameter.dtype if place is None else torch.float32
+
+    def fill(self, read: Read) -> None:
+        """Copy what this rank holds."""
+        share = self._parameter.ds_tensor
+        start, count = _share(self._parameter)
+        values = read_elements(read, self.shape, start, start + count)
+        share.zero_()
+        share.narrow(0, 0, count).copy_(values)
+        if self._place is not None:
+            self._place.of(self._place.flat.data).copy_(values)
+        if self._parameter.numel() == self._parameter.ds_numel:
+            # Small ones stay whole on every rank while there is training.
+            self._parameter.data.copy_(read(0, self.shape[0]) if self.shape else read(0, 1))
+
+    def whole(self) -> torch.Tensor:
+        """All of it; in fp32 where it is trained."""
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if self._place is not None:
+            full: torch.Tensor = safe_get_full_fp32_param(self._parameter)
+            return full
+        with GatheredParameters([self._parameter]):
+            frozen: torch.Tensor = self._parameter.data.clone()
+        return frozen
+
+
+class Replica:
+    """A trained weight under stages 1 and 2: whole on every rank, and in fp32 in the optimizers of some."""
+
+    def __init__(self, parameter: Any, place: Place) -> None:
+        self._parameter = parameter
+        self._place = place
+        self.shape: tuple[int, ...] = tuple(parameter.shape)
+        self.dtype = torch.float32
+
+    def fill(self, read: Read) -> None:
+        """Copy all of it, and this rank's elements in fp32."""
+        values = read(0, self.shape[0] if self.shape else 1)
+        self._parameter.data.copy_(values.reshape(self.shape))
+        own = values.reshape(-1)[self._place.start : self._place.start + self._place.count]
+        self._place.of(self._place.flat.data).copy_(own)
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in fp32."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        full: torch.Tensor = safe_get_full_fp32_param(self._parameter)
+        return full
+
+
+def keep_trained(engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Say where trained weights are once there is an engine, which has them in fp32."""
+    keeper = Partition if engine.zero_optimization_stage() == 3 else Replica
+    for parameter, place in _places(engine).items():
+        keep(parameter, keeper(parameter, place))
+    assert _places(engine).keys() == set(parameters.values())
+
+
+class ZeroOptimizer:
+    """The optimizer inside DeepSpeed's, as the loop sees it.
+
+    Args:
+        engine: DeepSpeed's.
+        parameters: that are trained, by name.
+    """
+
+    def __init__(self, engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self._engine = engine
+        self._places = _places(engine)
+        # What DeepSpeed wraps: over vectors instead of parameters.
+        self._inner = engine.optimizer.optimizer
+
+    def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
+        """Clip, update, and give the new weights to all ranks; gradients are freed.
+
+        Where the norm is not finite DeepSpeed leaves the update out, and so do finray's optimizers where ``bad`` is.
+        """
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate * group.get("factor", 1.0)
+        self._inner.found_inf = bad
+        self._engine.step()
+
+    def state(self) -> dict[str, torch.Tensor | Elements]:
+        """This rank's elements of the moments, and the update counts, as ``<parameter>/<kind>``."""
+        found: dict[str, torch.Tensor | Elements] = {}
+        for name, parameter in self.parameters.items():
+            place = self._places[parameter]
+            shape = _shape(parameter)
+            for kind, value in self._inner.state.get(place.flat, {}).items():
+                if torch.is_tensor(value) and value.shape == place.flat.shape:
+                    found[f"{name}/{kind}"] = Elements(place.of(value), place.start, shape)
+                else:
+                    found[f"{name}/{kind}"] = torch.as_tensor(value, dtype=torch.float32).reshape(()).clone()
+        return found
+
+    @torch.no_grad()
+    def restore(self, reader: StateReader) -> None:
+        """Put back what :meth:`state` gave under any strategy.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters.
+        """
+        kinds: dict[str, list[str]] = {}
+        for key in reader.shapes:
+            name, kind = key.rsplit("/", 1)
+            kinds.setdefault(name, []).append(kind)
+        if kinds and kinds.keys() != self.parameters.keys():
+            raise CheckpointError("the optimizer state belongs to other parameters")
+        for name, own in kinds.items():
+            place = self._places[self.parameters[name]]
+            state = self._inner.state[place.flat]
+            for kind in sorted(own):
+                self._read(reader, f"{name}/{kind}", kind, place, state)
+
+    def _read(self, reader: StateReader, key: str, kind: str, place: Place, state: dict[str, Any]) -> None:
+        shape = reader.shapes[key]
+        if not shape:
+            # torch's optimizers count in a tensor, DeepSpeed's in a number.
+            count = reader.read(key).reshape(())
+            own = type(self._inner).__module__.startswith("torch.")
+            state[kind] = count.to(place.flat.device) if own else int(count)
+            return
+        if kind not in state:
+            state[kind] = torch.zeros_like(place.flat, dtype=torch.float32)
+        values = read_elements(
+            lambda start, stop: reader.read(key, start, stop), shape, place.start, place.start + place.count
+        )
+        place.of(state[kind]).copy_(values)
+
+
+def _places(engine: Any) -> dict[torch.nn.Parameter, Place]:
+    """Where this rank keeps its elements of every trained parameter."""
+    zero = engine.optimizer
+    found: dict[torch.nn.Parameter, Place] = {}
+    if engine.zero_optimization_stage() == 3:
+        for number, group in enumerate(zero.fp16_groups):
+            flat = zero.fp32_partitioned_groups_flat[number]
+            for parameter in group:
+                _, at, _ = zero.grad_position[zero.get_param_id(parameter)]
+                found[parameter] = Place(flat, at, *_share(parameter))
+        return found
+    for number, group in enumerate(zero.bit16_groups):
+        flat = zero.single_partition_of_fp32_groups[number]
+        for parameter in group:
+            own = parameter._hp_mapping
+            if own is None:
+                found[parameter] = Place(flat, 0, 0, 0)
+            else:
+                at, start = own.hp_fragment_address, own.lp_fragment_address
+                found[parameter] = Place(flat, at.start, start.start, start.numel)
+    return found
+
+
+def _share(parameter: Any) -> tuple[int, int]:
+    """First element and number of elements of this rank's share of a weight under stage 3."""
+    size = parameter.ds_tensor.ds_numel
+    start = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
+    return start, min(size, parameter.ds_numel - start)
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

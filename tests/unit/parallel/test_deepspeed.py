@@ -1,0 +1,294 @@
+"""DeepSpeed's ZeRO gives the curve of one process in every stage, and its checkpoints are ordinary ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finray.config.load import build_config
+from finray.errors import ConfigError
+from finray.parallel import deepspeed_config
+from tests.support import runs, tiny
+from tests.support.group import run_all
+
+STAGES = (1, 2, 3)
+ADAPTED = {"train": {"max_steps": 30, "micro_batch_size": 1}, "checkpoint": {"every_steps": 30}}
+FULL = {"adapter": {"method": "none"}, "train": {"learning_rate": 0.002}, "checkpoint": {"every_steps": 2}}
+JSON_ADAM = {
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "torch_adam": True}},
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+}
+
+
+def with_(plain: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    return {**plain, **{name: {**plain.get(name, {}), **fields} for name, fields in sections.items()}}
+
+
+def zero(plain: dict[str, Any], stage: int, **fields: Any) -> dict[str, Any]:
+    return with_(plain, parallel={"strategy": "deepspeed", "zero_stage": stage, **fields})
+
+
+def keep_until(run_dir: Path, step: int) -> None:
+    """Forget later checkpoints, as if the run had been killed before them."""
+    for path in run_dir.glob("checkpoint-*"):
+        if int(path.name.split("-")[1]) > step:
+            shutil.rmtree(path)
+    assert (run_dir / f"checkpoint-{step:06d}").is_dir()
+
+
+def same_curve(left: Path, right: Path, rel: float = 1e-4) -> None:
+    for key in ("loss", "grad_norm"):
+        assert runs.values(left, key) == pytest.approx(runs.values(right, key), rel=rel)
+    assert runs.values(left, "samples") == runs.values(right, "samples")
+
+
+def look(assembled: Any, run_dir: Path) -> None:
+    """Write down how much of the model this rank holds before the first step."""
+    held = {}
+    for name, parameter in assembled.loop.task.model.named_parameters():
+        share = getattr(parameter, "ds_tensor", None)
+        whole = getattr(parameter, "ds_numel", parameter.numel())
+        held[name] = (whole, parameter.numel(), 0 if share is None else share.numel())
+    rank = assembled.loop.strategy.rank
+    (run_dir / f"held-{rank}.json").write_text(json.dumps(held))
+
+
+@dataclass
+class Done:
+    """What the one group of processes has trained: run directories by name."""
+
+    folder: Path
+    plain: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Path:
+        return self.folder / name
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Done:
+    folder = tmp_path_factory.mktemp("runs")
+    rows = tiny.write_chat_rows(folder, 37)
+    # Steps of three rows on two workers: one of them always has a micro-batch for nothing.
+    plain = runs.settings(tiny_model_dir, rows, folder, train={"global_batch_size": 3}, data={"eval_ratio": 0.1})
+    adapted, full = with_(plain, **ADAPTED), with_(plain, **FULL)
+    half = with_(full, train={"precision": "bf16", "gradient_checkpointing": True})
+    own = folder / "ds.json"
+    own.write_text(json.dumps(JSON_ADAM))
+    for name, one in (("adapted", adapted), ("full", full), ("half", half)):
+        runs.run_alone(one, folder / name)
+    jobs = [(with_(adapted, parallel={"strategy": "ddp"}), folder / "adapted-ddp")]
+    jobs += [(zero(adapted, stage), folder / f"adapted-{stage}") for stage in STAGES]
+    jobs += [(zero(full, stage), folder / f"full-{stage}") for stage in STAGES]
+    jobs += [(zero(half, stage), folder / f"half-{stage}") for stage in (2, 3)]
+    jobs += [(zero(full, 2, cpu_offload=True), folder / "full-offloaded")]
+    theirs = with_(full, parallel={"strategy": "deepspeed", "deepspeed_config": str(own)})
+    jobs += [(with_(theirs, train={"gradient_checkpointing": True}), folder / "full-json")]
+    run_all(jobs, world_size=2, look=look)
+    return Done(folder, plain)
+
+
+@pytest.mark.parametrize("name", ["adapted-ddp", *(f"adapted-{stage}" for stage in STAGES)])
+def test_the_curve_of_an_adapter_is_that_of_one_process(done: Done, name: str) -> None:
+    same_curve(done[name], done["adapted"])
+    assert len(runs.values(done[name], "loss")) == 30
+
+
+@pytest.mark.parametrize("name", [*(f"full-{stage}" for stage in STAGES), "full-offloaded", "full-json"])
+def test_the_curve_of_all_weights_is_that_of_one_process(done: Done, name: str) -> None:
+    same_curve(done[name], done["full"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bf16_is_close(done: Done, stage: int) -> None:
+    same_curve(done[f"half-{stage}"], done["half"], rel=0.03)
+    assert runs.values(done[f"half-{stage}"], "loss") != runs.values(done["full"], "loss")
+
+
+def test_stage_3_never_holds_the_whole_model(done: Done) -> None:
+    for rank in (0, 1):
+        held = json.loads((done["full-3"] / f"held-{rank}.json").read_text())
+        for name, (whole, here, share) in held.items():
+            # Vectors may stay on every rank; matrices may not.
+            assert share == -(-whole // 2), name
+            assert here == 0 or whole <= 10 * 64, name
+        # Otherwise the test would say the same of a model that is not shared.
+        held = json.loads((done["full-2"] / f"held-{rank}.json").read_text())
+        assert all(here == whole and not share for whole, here, share in held.values())
+
+
+def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp_path: Path) -> None:
+    full = with_(done.plain, **FULL)
+    jobs = []
+    for stage in STAGES:
+        shutil.copytree(done[f"full-{stage}"], tmp_path / f"full-{stage}")
+        keep_until(tmp_path / f"full-{stage}", 4)
+        jobs.append((zero(full, stage), tmp_path / f"full-{stage}"))
+    # ZeRO-3 on 2, then one process, then FSDP on 2, then ZeRO-2 on 3.
+    moved = tmp_path / "moved"
+    shutil.copytree(done["full-3"], moved)
+    keep_until(moved, 2)
+    runs.run_alone(full, moved)
+    keep_until(moved, 4)
+    jobs.append((with_(full, parallel={"strategy": "fsdp"}), moved))
+    run_all(jobs, world_size=2)
+    for stage in STAGES:
+        assert runs.trace(tmp_path / f"full-{stage}") == runs.trace(done[f"full-{stage}"])
+    keep_until(moved, 6)
+    run_all([(zero(full, 2, keep_deepspeed_shards=False), moved)], world_size=3)
+    same_curve(moved, done["full"])
+    # Each of these wrote its checkpoint: that the runs did go on, and did not only look at what was there.
+    assert (moved / "checkpoint-000006" / "training_state" / "optimizer-00002-of-00002.safetensors").is_file()
+    assert (moved / "checkpoint-000008" / "training_state" / "optimizer-00003-of-00003.safetensors").is_file()
+    assert not (moved / "checkpoint-000008" / "deepspeed").exists()
+
+
+def test_deepspeeds_own_files_give_the_same_weights(done: Done, tmp_path: Path) -> None:
+    checkpoints = {stage: done[f"full-{stage}"] / "checkpoint-000008" for stage in STAGES}
+    # As each script says of itself, but in one process.
+    program = "import runpy, sys\nfor own, target in zip(sys.argv[1::2], sys.argv[2::2]):\n"
+    program += "    runpy.run_path(f'{own}/zero_to_fp32.py')['convert_zero_checkpoint_to_fp32_state_dict'](\n"
+    program += "        own, target, safe_serialization=True)\n"
+    places = [str(place) for stage in STAGES for place in (checkpoints[stage] / "deepspeed", tmp_path / str(stage))]
+    subprocess.run([sys.executable, "-c", program, *places], check=True, capture_output=True)
+    for stage, checkpoint in checkpoints.items():
+        own = {path.relative_to(checkpoint).as_posix() for path in (checkpoint / "deepspeed").rglob("*.*")}
+        assert own <= {entry["path"] for entry in json.loads((checkpoint / "manifest.json").read_text())["files"]}
+        found = load_file(tmp_path / str(stage) / "model.safetensors")
+        expected: dict[str, torch.Tensor] = {}
+        for path in checkpoint.glob("model-*.safetensors"):
+            expected |= load_file(path)
+        assert {f"model.{name}" for name in expected} <= found.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[f"model.{name}"], tensor), name
+
+
+# --- JSON and YAML --------------------------------------------------------------------------------------------------
+
+
+def config_with(given: Any, tmp_path: Path, **sections: dict[str, Any]) -> Any:
+    path = tmp_path / "ds.json"
+    path.write_text(given if isinstance(given, str) else json.dumps(given))
+    plain = with_(
+        {
+            "model": {"name": "m"},
+            "data": {"source": "rows.jsonl"},
+            "train": {"global_batch_size": 8, "precision": "bf16"},
+            "parallel": {"strategy": "deepspeed", "deepspeed_config": str(path)},
+            "cluster": {"num_workers": 2},
+        },
+        **sections,
+    )
+    return build_config(plain, source="test")
+
+
+@pytest.mark.parametrize(
+    ("given", "places"),
+    [
+        ({"train_batch_size": 16}, ("ds.json: train_batch_size", "16", "train.global_batch_size", "8")),
+        ({"train_micro_batch_size_per_gpu": 2}, ("ds.json: train_micro_batch_size_per_gpu", "train.micro_batch_size")),
+        ({"gradient_accumulation_steps": 1}, ("ds.json: gradient_accumulation_steps", "cluster.num_workers", "4")),
+        ({"gradient_clipping": 0.5}, ("ds.json: gradient_clipping", "train.max_grad_norm")),
+        ({"fp16": {"enabled": True}}, ("ds.json: fp16.enabled", "train.precision")),
+        ({"bf16": {"enabled": False}}, ("ds.json: bf16.enabled", "train.precision")),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1}}}, ("optimizer.params.lr", "train.learning_rate")),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95]}}},
+            ("optimizer.params.betas", "train.adam_beta2"),
+        ),
+        ({"optimizer": {"type": "AdamW", "params": {"eps": 1}}}, ("optimizer.params.eps", "train.adam_epsilon")),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}}},
+            ("optimizer.params.weight_decay", "train.weight_decay"),
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, ("ds.json: scheduler", "train.schedule")),
+        ({"activation_checkpointing": {"partition_activations": True}}, ("train.gradient_checkpointing",)),
+        ({"zero_optimization": {"stage": 0}}, ("ds.json: zero_optimization.stage", "parallel.strategy")),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, ("offload_param.device", "cpu")),
+        ({"gradient_allreduce_op": "sum"}, ("ds.json: gradient_allreduce_op", "cluster.num_workers")),
+        ({"autotuning": {"enabled": True}}, ("ds.json: autotuning",)),
+        ({"comms_logger": {"verbose": "auto"}}, ("ds.json: comms_logger.verbose", "auto")),
+        ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}, ("data_types", "stage")),
+    ],
+)
+def test_a_contradiction_names_both_places(tmp_path: Path, given: Any, places: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deepspeed_config.check(config_with(given, tmp_path))
+    (problem,) = caught.value.problems
+    for place in places:
+        assert place in problem
+    assert "ds.json" in str(caught.value.where)
+
+
+def test_all_contradictions_are_found_at_once(tmp_path: Path) -> None:
+    given = {"train_batch_size": 16, "gradient_clipping": 0.5, "zero_optimization": {"stage": 2}}
+    config = config_with(given, tmp_path, parallel={"zero_stage": 3, "cpu_offload": True})
+    with pytest.raises(ConfigError) as caught:
+        deepspeed_config.check(config)
+    assert len(caught.value.problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [("{", "not JSON"), ("[]", "not a JSON object")], ids=["broken", "a list"]
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, given: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deepspeed_config.check(config_with(given, tmp_path))
+
+
+def test_what_is_open_follows_from_the_yaml(tmp_path: Path) -> None:
+    given = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+            "sub_group_size": 1000,
+        },
+        "wall_clock_breakdown": True,
+    }
+    # Ten rows in micro-batches of one on two workers are five rounds; eleven are six.
+    config = config_with(given, tmp_path, train={"global_batch_size": 11, "learning_rate": 0.003, "weight_decay": 0.1})
+    deepspeed_config.check(config)
+    settings = deepspeed_config.filled(config, precision="bf16", workers=2, width=100)
+    assert settings["train_batch_size"] == 12
+    assert settings["gradient_accumulation_steps"] == 6
+    assert settings["gradient_clipping"] == 1.0
+    assert settings["bf16"]["enabled"] is True
+    assert settings["fp16"]["enabled"] is False
+    assert settings["optimizer"]["params"] == {"lr": 0.003, "betas": [0.9, 0.999], "weight_decay": 0.1}
+    assert settings["wall_clock_breakdown"] is True
+    assert settings["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 10000,
+        "stage3_prefetch_bucket_size": 9000,
+        "stage3_param_persistence_threshold": 1000,
+        "sub_group_size": 1000,
+    }
+
+
+def test_without_a_json_there_is_no_optimizer_in_it(tmp_path: Path) -> None:
+    config = config_with({}, tmp_path, parallel={"deepspeed_config": None})
+    settings = deepspeed_config.filled(config, precision="fp32", workers=2, width=100)
+    assert "optimizer" not in settings
+    assert settings["zero_optimization"]["stage"] == 2
+    assert settings["zero_allow_untested_optimizer"] is True
+    assert settings["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_fields_that_have_no_effect_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel.zero_stage has no effect with parallel.strategy fsdp"):
+        config_with({}, tmp_path, parallel={"strategy": "fsdp", "deepspeed_config": None, "zero_stage": 2})
