@@ -63,6 +63,23 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         False, description="Run code shipped with the model. Off unless you have read that code."
     )
+    quantization: Literal["none", "8bit", "4bit", "auto"] = Field(
+        "none",
+        description="Storage of the frozen linear layers under an adapter: as they are, int8 with a scale per row, or "
+        "NF4 with double quantisation. `auto` is 8bit on one GPU, none on several workers or a CPU.",
+    )
+    new_tokens: list[str] = Field(
+        default_factory=list,
+        description="Words added to the tokenizer as one token each; their embeddings begin as the mean and are "
+        "trained and saved.",
+    )
+
+    @field_validator("new_tokens")
+    @classmethod
+    def _words(cls, value: list[str]) -> list[str]:
+        if any(not word.strip() for word in value) or len(set(value)) < len(value):
+            raise ValueError("each must be a word of its own, and no word may come twice")
+        return value
 
     @field_validator("chat_template_arguments")
     @classmethod
@@ -76,12 +93,26 @@ class ModelConfig(Section):
 class AdapterConfig(Section):
     """Which weights are trained."""
 
-    method: Literal["lora", "none"] = Field("lora", description="`lora` trains adapters, `none` every weight.")
+    method: Literal["none", "lora", "rslora", "dora", "pissa"] = Field(
+        "lora",
+        description="`none` trains every weight, the others adapters: LoRA, with rank-stabilised scaling (rsLoRA), "
+        "with magnitudes of their own (DoRA), or begun at the principal parts of the weights (PiSSA).",
+    )
     rank: PositiveInt = Field(16, description="Rank r of the LoRA matrices.")
-    alpha: float = Field(32.0, gt=0, description="LoRA scaling numerator; updates are scaled by alpha / rank.")
+    alpha: float = Field(
+        32.0, gt=0, description="LoRA scaling numerator; updates are scaled by alpha / rank (rsLoRA: by its root)."
+    )
     dropout: Ratio = Field(0.0, description="Dropout on the input of the LoRA matrices.")
     target_modules: str | list[str] = Field(
         "all-linear", description="`all-linear`, a regular expression, or a list of module name endings."
+    )
+    modules_to_save: list[str] = Field(
+        default_factory=list, description="Endings of the names of modules that are trained whole beside the adapter."
+    )
+    start_from: str | None = Field(
+        None,
+        description="Directory of a PEFT adapter (or of a run) to go on from; method, rank, alpha and targets are its "
+        "own.",
     )
     lora_plus_ratio: float = Field(
         1.0, ge=1.0, description="The B matrices learn this many times as fast as `train.learning_rate` (LoRA+)."
@@ -411,6 +442,17 @@ class Config(Section):
     @model_validator(mode="after")
     def _one_evaluation_set(self) -> Config:
         data = self.data
+        if self.adapter.method == "none":
+            if self.model.quantization in ("4bit", "8bit"):
+                raise ValueError(
+                    "model.quantization: quantised weights cannot be trained; set adapter.method to lora, or "
+                    "model.quantization to none"
+                )
+            if self.adapter.start_from is not None:
+                raise ValueError(
+                    "adapter.start_from has no effect with adapter.method: none; to train all weights, export the "
+                    "merged model first and name it as model.name"
+                )
         if self.prepare.chunk_overlap > data.max_length // 2:
             raise ValueError("prepare.chunk_overlap: must be at most half of data.max_length")
         named = [

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.models import adapters
+from finray.models import adapters, vocabulary
 from finray.models.head import plain_head
-from finray.models.tokenizers import not_loaded, quiet, source_options
+from finray.models.tokenizers import new_ids, new_tokens, not_loaded, quiet, source_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +208,13 @@ def build_meta_model(model: ModelConfig) -> Any:
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            made = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
             )
+            added = new_tokens(model)
+            if added is not None:
+                vocabulary.widen(made, added)
+            return made
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise not_loaded("model's configuration", model, error) from error
 
@@ -221,10 +225,10 @@ def build_blueprint(model: ModelConfig, adapter: AdapterConfig) -> Blueprint:
     Raises:
         ModelError: the model cannot be built, or the adapter's target modules match nothing.
     """
-    return draw_blueprint(build_meta_model(model), adapter)
+    return draw_blueprint(build_meta_model(model), adapter, new_ids(model))
 
 
-def draw_blueprint(model: Any, adapter: AdapterConfig) -> Blueprint:
+def draw_blueprint(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...] = ()) -> Blueprint:
     """As :func:`build_blueprint`, of a model on any device; the adapter is added to this very model.
 
     Raises:
@@ -234,10 +238,10 @@ def draw_blueprint(model: Any, adapter: AdapterConfig) -> Blueprint:
     head = plain_head(model)
     base = sum(parameter.numel() for parameter in model.parameters())
     wrapped = model
-    if adapter.method == "lora":
+    if adapter.method != "none":
         model.requires_grad_(False)
         with torch.device("meta"):
-            wrapped = adapters.add_lora(model, adapter, seed=0)
+            wrapped = adapters.add_lora(model, adapter, seed=0, new_tokens=new_tokens)
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     total = sum(parameter.numel() for parameter in wrapped.parameters())
     trainable = sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
@@ -250,7 +254,7 @@ def draw_blueprint(model: Any, adapter: AdapterConfig) -> Blueprint:
         plain_head=head is not None,
         head_is_adapted=head_name in adapted,
         tied=head is not None and head.weight_VH is names[_embedding_name(names, model)].weight,
-        rank=adapter.rank if adapter.method == "lora" else 0,
+        rank=adapter.rank if adapter.method != "none" else 0,
         **parts.shapes(names[_embedding_name(names, model)]),
     )
 

@@ -11,8 +11,11 @@ from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, attention, fused_lora
+from finray.models.first_values import START
 from finray.models.head import Head, loss_sum, plain_head
 from finray.models.loading import DTYPES, choose_attention, load_causal_lm, meta_causal_lm
+from finray.models.quantised import quantise_layers
+from finray.models.tokenizers import new_ids
 
 
 class PackedRows(Protocol):
@@ -80,24 +83,34 @@ class CausalLM:
         device: torch.device,
         empty: bool = False,
         packs: bool = True,
+        bits: int | None = None,
     ) -> CausalLM:
         """Load the model, add adapters, and put it on the device.
 
-        Frozen weights are stored in the arithmetic's dtype; weights that are trained are fp32. An ``empty`` model has
-        no weights yet: :func:`finray.models.sharded.materialise` gives it some, when it is sharded. A model that does
-        not pack (:mod:`finray.models.packing_proof`) keeps its own attention.
+        Frozen weights are stored in the arithmetic's dtype, or in fewer ``bits``; weights that are trained are fp32.
+        An ``empty`` model, and one with packed weights, has no weights yet: :func:`finray.models.sharded.materialise`
+        gives it some, when it is sharded. A model that does not pack (:mod:`finray.models.packing_proof`) keeps its own
+        attention.
         """
+        empty = empty or bits is not None
         name = choose_attention(model, device, precision=precision) if packs else None
         dtype = DTYPES[precision] if adapter.method != "none" else torch.float32
         load = meta_causal_lm if empty else load_causal_lm
         loaded = load(model, dtype=dtype, attention_name=name)
-        if adapter.method == "lora":
+        if adapter.method != "none":
             loaded.requires_grad_(False)
-            loaded = adapters.add_lora(loaded, adapter, seed=seed)
+            if bits is not None:
+                quantise_layers(loaded, bits, dtype=dtype, keep=adapter.modules_to_save)
+            loaded = adapters.add_lora(loaded, adapter, seed=seed, new_tokens=new_ids(model))
             fused_lora.fuse(loaded)
         loaded.config.use_cache = False
         placed = loaded if empty else loaded.to(device)
         return cls(placed, precision=precision, attention_name=name, device=device)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the model has no weights yet."""
+        return any(parameter.is_meta for parameter in self.model.parameters())
 
     def checkpoint_activations(self) -> None:
         """Recompute activations in the backward pass."""
@@ -145,6 +158,16 @@ class CausalLM:
         """Name of the weights' file, without its suffix."""
         return "model" if self.model is self._inner else Path(adapters.WEIGHTS).stem
 
+    def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What is written of whole tensors of :meth:`weights`."""
+        return tensors if self.model is self._inner else adapters.joined(tensors)
+
+    def place_of(self, name: str) -> tuple[str, Callable[[Any], adapters.Half] | None]:
+        """Name in the file of a tensor of :meth:`weights`, and which part of what is there, if not all."""
+        if self.model is self._inner:
+            return name, None
+        return adapters.part_of(name, START in self.model.peft_config)
+
     def save_settings(self, folder: Path) -> None:
         """Write what PEFT or Transformers needs beside the weights."""
         if self.model is self._inner:
@@ -152,7 +175,7 @@ class CausalLM:
             if self.model.generation_config is not None:
                 self.model.generation_config.save_pretrained(str(folder))
         else:
-            self.model.peft_config[adapters.NAME].save_pretrained(str(folder))
+            adapters.saved_settings(self.model).save_pretrained(str(folder))
 
     def _forward(self, module: Any, batch: PackedRows, **options: Any) -> Any:
         if self._attention is None:

@@ -8,10 +8,14 @@ product is accumulated into the base's output by the matrix multiplication itsel
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from finray.models.first_values import START
+from finray.models.quantised import QuantisedLinear
 
 ADAPTER = "default"
 
@@ -19,7 +23,8 @@ ADAPTER = "default"
 def fuse(model: Any) -> int:
     """Give every plain LoRA layer of a PEFT model the fused forward; returns how many there were.
 
-    Layers that are more than ``W x + s B A x`` (DoRA, quantised or transposed weights, several adapters) keep PEFT's.
+    Layers that are more than ``W x + s B A x`` (DoRA, transposed weights, several adapters) keep PEFT's. W may be
+    packed (:mod:`finray.models.quantised`), and a PiSSA adapter and its start are one product.
     """
     from peft.tuners.lora.layer import Linear
 
@@ -32,9 +37,12 @@ def fuse(model: Any) -> int:
 
 
 def _is_plain(module: Any) -> bool:
+    names = list(module.lora_A)
+    dropout = module.lora_dropout[ADAPTER]
     return (
-        type(module.base_layer) is torch.nn.Linear
-        and list(module.lora_A) == [ADAPTER]
+        type(module.base_layer) in (torch.nn.Linear, QuantisedLinear)
+        # With dropout, the two adapters of PiSSA read different inputs.
+        and (names == [ADAPTER] or (names == [ADAPTER, START] and not getattr(dropout, "p", 0.0)))
         and not module.use_dora.get(ADAPTER)
         and not module.fan_in_fan_out
         and module.lora_A[ADAPTER].bias is None
@@ -52,15 +60,20 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     dropout = self.lora_dropout[ADAPTER]
     dropped = F.dropout(x, dropout.p) if isinstance(dropout, torch.nn.Dropout) and self.training else None
     base = self.base_layer
+    down, up = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+    if START in self.lora_A:
+        down = torch.cat([down, self.lora_A[START].weight])
+        up = torch.cat([up, self.lora_B[START].weight], dim=1)
     with torch.autocast(device, enabled=False):
         result: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
             x,
             dropped,
             base.weight,
             base.bias,
-            self.lora_A[ADAPTER].weight,
-            self.lora_B[ADAPTER].weight,
+            down,
+            up,
             self.scaling[ADAPTER],
+            base.unpack if isinstance(base, QuantisedLinear) else None,
         )
     return result
 
@@ -78,21 +91,28 @@ class _LoraLinear(torch.autograd.Function):
         lora_a: torch.Tensor,
         lora_b: torch.Tensor,
         scaling: float,
+        unpack: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
+        packed = weight
+        if unpack is not None:
+            weight = unpack(packed)
         weight, down, up = (tensor.to(x.dtype) for tensor in (weight, lora_a, lora_b))
         flat = x.reshape(-1, x.shape[-1])
         inner = flat if dropped is None else dropped.reshape(flat.shape)
         low = inner @ down.T
         output = flat @ weight.T if bias is None else torch.addmm(bias.to(x.dtype), flat, weight.T)
         output.addmm_(low, up.T, alpha=scaling)
-        ctx.save_for_backward(inner, low, weight, down, up)
-        ctx.scaling = scaling
+        # A packed weight is unpacked again in the backward pass.
+        ctx.save_for_backward(inner, low, weight if unpack is None else packed, down, up)
+        ctx.scaling, ctx.unpack = scaling, unpack
         ctx.has_dropout = dropped is not None
         return output.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inner, low, weight, down, up = ctx.saved_tensors
+        if ctx.unpack is not None:
+            weight = ctx.unpack(weight).to(grad_output.dtype)
         grad = grad_output.reshape(-1, grad_output.shape[-1])
         grad_low = (grad @ up) * ctx.scaling
         grad_a = (grad_low.T @ inner).float()
@@ -106,4 +126,4 @@ class _LoraLinear(torch.autograd.Function):
             grad_x = grad_x.view(shape)
         if ctx.has_dropout and ctx.needs_input_grad[1]:
             grad_dropped = (grad_low @ down).view(shape)
-        return grad_x, grad_dropped, None, None, grad_a, grad_b, None
+        return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None

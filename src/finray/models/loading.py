@@ -11,8 +11,8 @@ import torch
 
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
-from finray.models import attention
-from finray.models.tokenizers import check_exists, not_loaded, quiet, source_options
+from finray.models import attention, vocabulary
+from finray.models.tokenizers import check_exists, new_tokens, not_loaded, quiet, source_options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -57,7 +57,14 @@ def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
         loaded = AutoModelForCausalLM.from_pretrained(**source_options(model), dtype=dtype, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise not_loaded("model", model, error) from None
-    return forget_gguf(loaded)
+    return _with_new_tokens(forget_gguf(loaded), model)
+
+
+def _with_new_tokens(loaded: Any, model: ModelConfig) -> Any:
+    added = new_tokens(model)
+    if added is not None:
+        vocabulary.widen(loaded, added)
+    return loaded
 
 
 def meta_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: str | None = None) -> Any:
@@ -75,9 +82,10 @@ def meta_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
     try:
         config = AutoConfig.from_pretrained(**source_options(model))
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            made = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=model.trust_remote_code, **options
             )
+            return _with_new_tokens(made, model)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise not_loaded("model's configuration", model, error) from None
 

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from finray.config.schema import ModelConfig
+from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models import adapters
+from finray.models import adapters, vocabulary
+from finray.models.adapters import Fill, ShapeOf
 from finray.models.loading import load_causal_lm
+from finray.models.quantised import QuantisedLinear
+from finray.models.tokenizers import new_tokens
 
-# Copies rows into a tensor that may be sharded: (tensor, function of first row and the one after the last).
-Fill = Callable[[torch.Tensor, Callable[[int, int], torch.Tensor]], None]
+Read = Callable[[int, int], torch.Tensor]
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
@@ -39,7 +41,15 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 
 def base_name(name: str) -> str:
     """The name of a weight in the base model, without what an adapter puts around it."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".").replace(".original_module.", ".")
+    name = name.removeprefix("base_model.model.")
+    for around in (
+        ".token_adapter.base_layer.",
+        ".base_layer.",
+        ".original_module.",
+        f".modules_to_save.{adapters.NAME}.",
+    ):
+        name = name.replace(around, ".")
+    return name
 
 
 class StoredTensors:
@@ -60,7 +70,12 @@ class StoredTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def reader(self, name: str) -> Callable[[int, int], torch.Tensor]:
+    def rows(self, name: str) -> int:
+        """First dimension of a tensor."""
+        with safe_open(self._files[name], framework="pt") as file:
+            return int(file.get_slice(name).get_shape()[0])
+
+    def reader(self, name: str) -> Read:
         """A function that reads rows of a tensor."""
 
         def read(start: int, stop: int) -> torch.Tensor:
@@ -92,19 +107,21 @@ def folder_of(model: ModelConfig) -> Path | None:
 def materialise(
     model: Any,
     config: ModelConfig,
+    adapter: AdapterConfig,
     *,
     device: torch.device,
     seed: int,
     fill: Fill,
-    shape_of: Callable[[torch.Tensor], tuple[int, ...]],
+    shape_of: ShapeOf,
 ) -> bool:
     """Give memory and values to a model on the meta device; returns whether the whole model had to be read for it.
 
     Args:
-        model: possibly sharded, possibly with adapters.
+        model: possibly sharded, possibly with an adapter and packed layers.
         config: of the base model.
+        adapter: the adapter section.
         device: of this rank.
-        seed: of the adapters.
+        seed: of the adapter.
         fill: copies the rows that this rank holds.
         shape_of: the shape of a whole tensor, of which this rank may hold nothing.
 
@@ -117,24 +134,78 @@ def materialise(
         if any(True for _ in module.buffers(recurse=False)):
             # Computed buffers (rotary frequencies, scales of embeddings) are in no file.
             inner._init_weights(module)
-    folder = folder_of(config)
-    stored = None if folder is None else StoredTensors(folder)
-    named = dict(model.named_parameters())
     kept = {name for name, _ in inner.named_buffers()} & set(inner.state_dict())
-    tensors = {**named, **{name: buffer for name, buffer in inner.named_buffers() if name in kept}}
-    own = {name for name in tensors if ".lora_" in name or ".modules_to_save." in name}
-    missing = [name for name in tensors if name not in own and (stored is None or base_name(name) not in stored)]
-    source = dict(load_causal_lm(config, dtype=torch.float32).state_dict()) if missing else {}
+    tensors = {**dict(model.named_parameters()), **{name: one for name, one in inner.named_buffers() if name in kept}}
+    of_adapter = {name for name in tensors if ".lora_" in name or ".trainable_tokens_" in name}
+    source = _Source(config, inner, {base_name(name) for name in tensors if name not in of_adapter})
+    packed = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, QuantisedLinear)}
+    modules = dict(model.named_modules())
+
+    def base(name: str) -> torch.Tensor:
+        weight = source.whole(f"{base_name(name)}.weight")
+        return weight.T if modules[name].fan_in_fan_out else weight
+
+    values = adapters.first_values(model, adapter.method, seed=seed, base=base)
     for name, tensor in tensors.items():
-        if ".lora_" in name:
-            value = adapters.initial(name, shape_of(tensor), seed=seed)
+        if name in packed:
+            content = packed[name].pack(source.whole(base_name(name)).to(device))
+            fill(tensor, lambda start, stop, content=content: content[start:stop])  # type: ignore[misc]
+        elif ".trainable_tokens_" in name:
+            table = source.reader(base_name(name.split(".token_adapter.")[0]) + ".weight")
+            rows = adapters.token_rows(model)
+            fill(tensor, lambda start, stop, read=table, rows=rows: _gathered(read, rows[start:stop]))  # type: ignore[misc]
+        elif ".lora_" not in name:
+            fill(tensor, source.reader(base_name(name)))
+        elif adapter.start_from is None:
+            value = values(name, torch.Size(shape_of(tensor)))
             fill(tensor, lambda start, stop, value=value: value[start:stop])  # type: ignore[misc]
-        elif missing:
-            if base_name(name) not in source:
-                raise ModelError(f"the model has no weight {base_name(name)}", where=f"model.name={config.name}")
-            whole = source[base_name(name)]
-            fill(tensor, lambda start, stop, whole=whole: whole[start:stop] if whole.ndim else whole)  # type: ignore[misc]
-        else:
-            assert stored is not None
-            fill(tensor, stored.reader(base_name(name)))
-    return bool(missing)
+    if adapter.start_from is not None:
+        adapters.load_start(model, Path(adapter.start_from), fill, shape_of)
+    return source.is_whole
+
+
+def _gathered(read: Read, rows: list[int]) -> torch.Tensor:
+    return torch.cat([read(row, row + 1) for row in rows])
+
+
+class _Source:
+    """The base model's weights by name: from its files, or from the whole model where they have other names there.
+
+    Args:
+        config: of the base model.
+        model: it, on any device; tells which tables have rows for words.
+        wanted: names of the weights.
+
+    Raises:
+        ModelError: a weight is nowhere to be found.
+    """
+
+    def __init__(self, config: ModelConfig, model: Any, wanted: set[str]) -> None:
+        folder = folder_of(config)
+        self._stored = None if folder is None else StoredTensors(folder)
+        self.is_whole = self._stored is None or any(name not in self._stored for name in wanted)
+        self._model = dict(load_causal_lm(config, dtype=torch.float32).state_dict()) if self.is_whole else {}
+        self._new = new_tokens(config)
+        self._tables = {base_name(name) for name in vocabulary.table_weights(model)}
+        absent = sorted(wanted - self._model.keys()) if self.is_whole else []
+        if absent:
+            raise ModelError(f"the model has no weight {absent[0]}", where=f"model.name={config.name}")
+
+    def reader(self, name: str) -> Read:
+        """A function that reads rows of a weight."""
+        if self.is_whole:
+            tensor = self._model[name]
+            return lambda start, stop: tensor[start:stop] if tensor.ndim else tensor
+        assert self._stored is not None
+        read = self._stored.reader(name)
+        if self._new is None or name not in self._tables:
+            return read
+        return vocabulary.with_new_rows(read, self._stored.rows(name), self._new)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """All rows of a weight."""
+        if self.is_whole:
+            tensor: torch.Tensor = self._model[name]
+            return tensor
+        assert self._stored is not None
+        return self._stored.reader(name)(0, self._stored.rows(name))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ def quiet() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
+    # PEFT imports bitsandbytes wherever it is installed, and that tells of kernels it could fetch.
+    getLogger("bitsandbytes").setLevel(ERROR)
     # PEFT reads a name that Transformers has renamed.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
 
@@ -99,11 +103,71 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer of a model, with the chat template of the config where one is named.
+    """The tokenizer of a model, with the new tokens and the chat template of the config where there are some.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: it cannot be loaded, or has one of the new tokens.
     """
+    tokenizer = _plain_tokenizer(model)
+    add_tokens(tokenizer, model)
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Words that were added.
+
+    Attributes:
+        ids: of the words, in their order.
+        known: number of the tokens before them.
+    """
+
+    ids: tuple[int, ...]
+    known: int
+
+    @property
+    def rows(self) -> int:
+        """Rows that a table must have."""
+        return max(self.ids) + 1
+
+
+def add_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens | None:
+    """Add ``model.new_tokens`` to a tokenizer; None where there are none.
+
+    Raises:
+        ModelError: one of them is a token already.
+    """
+    if not model.new_tokens:
+        return None
+    known = len(tokenizer)
+    there = [word for word in model.new_tokens if word in tokenizer.get_vocab()]
+    if there:
+        raise ModelError(
+            f"the tokenizer has {', '.join(f'`{word}`' for word in there)} already",
+            where="model.new_tokens",
+            repair="leave out the words that are tokens",
+        )
+    tokenizer.add_tokens(list(model.new_tokens))
+    return NewTokens(tuple(tokenizer.convert_tokens_to_ids(word) for word in model.new_tokens), known)
+
+
+def new_tokens(model: ModelConfig) -> NewTokens | None:
+    """The words that a model section adds; None where there are none.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded, or has one of them.
+    """
+    return add_tokens(_plain_tokenizer(model), model) if model.new_tokens else None
+
+
+def new_ids(model: ModelConfig) -> tuple[int, ...]:
+    """Ids of the words that a model section adds."""
+    added = new_tokens(model)
+    return () if added is None else added.ids
+
+
+def _plain_tokenizer(model: ModelConfig) -> Any:
+    """As :func:`load_tokenizer`, without new tokens."""
     from transformers import AutoTokenizer
 
     quiet()

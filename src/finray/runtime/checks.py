@@ -155,7 +155,7 @@ def check_targets(config: Config, names: list[str]) -> None:
         ModelError: an entry of a list, or the regular expression, matches none.
     """
     targets = config.adapter.target_modules
-    if config.adapter.method != "lora" or targets == "all-linear":
+    if config.adapter.method == "none" or targets == "all-linear":
         return
     endings = sorted({name.rpartition(".")[2] for name in names if "norm" not in name} - {""})
     if isinstance(targets, str):

@@ -11,6 +11,7 @@ from finray.config.schema import Config
 from finray.errors import ConfigError
 from finray.models.blueprint import Blueprint
 from finray.models.loading import cpu_has_bf16
+from finray.models.quantised import resolve_bits
 from finray.models.weights import StoredWeights
 from finray.parallel import deepspeed_config
 from finray.runtime.cluster import worker_environment
@@ -192,7 +193,7 @@ def _precision(config: Config, device: Device, found: Findings) -> str:
 
 
 def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights | None, *, ray: bool) -> Setup:
-    kept = choice.precision if choice.adapter == "lora" else "fp32"
+    kept = choice.precision if choice.adapter != "none" else "fp32"
     return Setup(
         strategy=_strategy(config),
         workers=config.cluster.num_workers,
@@ -201,7 +202,8 @@ def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights
         device=device.kind,
         precision="bf16" if choice.precision == "bf16" else "fp32",
         checkpointing=choice.gradient_checkpointing,
-        dropout=choice.adapter == "lora" and config.adapter.dropout > 0,
+        storage_bits=None if choice.adapter == "none" else _bits(config, device),
+        dropout=choice.adapter != "none" and config.adapter.dropout > 0,
         ray=ray,
         optimizer=config.train.optimizer,
         thread_cache="tcache_count=0" not in worker_environment(config.cluster, threads=1)["GLIBC_TUNABLES"],
@@ -217,6 +219,10 @@ def _strategy(config: Config) -> Strategy:
         return chosen
     stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
     return stages[deepspeed_config.stage(deepspeed_config.load(config), config)]
+
+
+def _bits(config: Config, device: Device) -> int | None:
+    return resolve_bits(config.model.quantization, device=device.kind, workers=config.cluster.num_workers)
 
 
 def _workload(

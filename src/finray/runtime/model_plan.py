@@ -13,7 +13,7 @@ from finray.errors import FinrayError, ModelError
 from finray.models.blueprint import Blueprint, build_meta_model, draw_blueprint
 from finray.models.packing_proof import Packing, try_packing
 from finray.models.shipped import shipped_shape
-from finray.models.tokenizers import load_tokenizer
+from finray.models.tokenizers import load_tokenizer, new_ids
 from finray.models.weights import StoredWeights, stored_weights
 from finray.runtime.checks import check_targets
 from finray.runtime.findings import Findings
@@ -88,7 +88,7 @@ def plan_model(
         check_tokens(tokenizer, rows, _stop_ids(model), found)
     stored = stored_in(config)
     try:
-        blueprint = _drawn(config, model, found)
+        blueprint = _drawn(config, model, () if tokenizer is None else new_ids(config.model), found)
     except FinrayError as error:
         found.problem(error)
         return None
@@ -125,7 +125,7 @@ def _open(
     return build_meta_model(shape), None, try_packing(shape)
 
 
-def _drawn(config: Config, model: Any, found: Findings) -> Blueprint:
+def _drawn(config: Config, model: Any, new_tokens: tuple[int, ...], found: Findings) -> Blueprint:
     """The blueprint; targets that match nothing are a problem, and an error where none is left that matches."""
     names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
     try:
@@ -135,11 +135,11 @@ def _drawn(config: Config, model: Any, found: Findings) -> Blueprint:
             raise
         found.problem(error)
         try:
-            return draw_blueprint(model, config.adapter)
+            return draw_blueprint(model, config.adapter, new_tokens)
         except FinrayError:
             # PEFT says again that nothing matches.
             raise error from None
-    return draw_blueprint(model, config.adapter)
+    return draw_blueprint(model, config.adapter, new_tokens)
 
 
 def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> None:

@@ -116,7 +116,9 @@ def _tokenizer_identity(config: Config, digests: DigestCache) -> str:
     except FileNotFoundError as error:
         raise DataError("the chat template does not exist", where=f"model.chat_template={error.filename}") from None
     libraries = [version("transformers"), version("tokenizers")]
-    return hashlib.sha256(json.dumps([contents, libraries]).encode()).hexdigest()
+    # Only where there are some, so that what is prepared already stays good.
+    added = [config.model.new_tokens] if config.model.new_tokens else []
+    return hashlib.sha256(json.dumps([contents, libraries, *added]).encode()).hexdigest()
 
 
 def check_inputs(config: Config) -> None:

@@ -22,6 +22,7 @@ from finray.models.artifacts import NOTES
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import resolve_precision
 from finray.models.packing_proof import Packing, try_packing
+from finray.models.quantised import resolve_bits
 from finray.models.roles import roles_of
 from finray.models.sharded import blocks_of, materialise
 from finray.models.tokenizers import load_tokenizer
@@ -84,7 +85,7 @@ def assemble(
         notify({"kind": "warning", "step": 0, "message": packing.warning})
     task = together(strategy, lambda: _task(config, precision, strategy, packing))
     strategy.shard(task.module, blocks_of(task.model))
-    if strategy.shards_weights:
+    if task.is_empty:
         together(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
     extra: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
     task.module, optimizer = strategy.optimizer(
@@ -99,7 +100,9 @@ def assemble(
     state = together(strategy, lambda: _restore(config, dataset, source, task, optimizer))
     strategy.align(task.model)
     data = together(strategy, lambda: _data(config, dataset, strategy, packing, position=state.position))
-    extras = together(strategy, lambda: _extras(config, dataset) if first else lambda folder: None)
+    extras = together(
+        strategy, lambda: _extras(config, dataset, _bits(config, strategy)) if first else lambda folder: None
+    )
     loop = Loop(
         config=config,
         task=task,
@@ -214,10 +217,18 @@ def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) 
         device=strategy.device,
         empty=strategy.shards_weights,
         packs=packing.safe,
+        bits=_bits(config, strategy),
     )
     if config.train.gradient_checkpointing:
         task.checkpoint_activations()
     return task
+
+
+def _bits(config: Config, strategy: Strategy) -> int | None:
+    """Bits in which frozen weights are stored, where that is not the arithmetic's dtype."""
+    if config.adapter.method == "none":
+        return None
+    return resolve_bits(config.model.quantization, device=strategy.device.type, workers=strategy.world_size)
 
 
 def _adapter_seed(config: Config) -> int:
@@ -225,9 +236,15 @@ def _adapter_seed(config: Config) -> int:
 
 
 def _fill(config: Config, task: CausalLM, strategy: Strategy, notify: Callable[[dict[str, Any]], None]) -> None:
-    """Give a sharded model its weights."""
+    """Give an empty model its weights."""
     whole = materialise(
-        task.model, config.model, device=strategy.device, seed=_adapter_seed(config), fill=fill, shape_of=shape_of
+        task.model,
+        config.model,
+        config.adapter,
+        device=strategy.device,
+        seed=_adapter_seed(config),
+        fill=fill,
+        shape_of=shape_of,
     )
     if whole:
         notify(
@@ -287,10 +304,16 @@ class _Notifier:
         return
 
 
-def _extras(config: Config, dataset: PreparedDataset) -> Callable[[Path], None]:
+def _extras(config: Config, dataset: PreparedDataset, bits: int | None) -> Callable[[Path], None]:
     tokenizer = load_tokenizer(config.model)
     kind = dataset.kind()
-    notes = {"base_model": config.model.name, "revision": config.model.revision, "rows": kind}
+    notes = {
+        "base_model": config.model.name,
+        "revision": config.model.revision,
+        "rows": kind,
+        "new_tokens": config.model.new_tokens,
+        "quantization": {None: "none", 4: "4bit", 8: "8bit"}[bits],
+    }
 
     def save(folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))

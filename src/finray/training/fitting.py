@@ -30,7 +30,7 @@ class Choice:
         gradient_checkpointing: whether activations are computed again.
         precision: ``fp32`` or ``bf16``, resolved.
         max_length: most tokens in a row.
-        adapter: ``lora`` or ``none``.
+        adapter: ``adapter.method``.
     """
 
     micro_batch_size: int
@@ -67,7 +67,7 @@ def _by_cost(now: Choice, longest: int) -> Iterator[Choice]:
             {now.gradient_checkpointing, True},
             {now.precision, "bf16"},
             _halved(now.max_length, _SHORTEST),
-            {now.adapter, "lora"},
+            {now.adapter, "lora" if now.adapter == "none" else now.adapter},
         )
     ]
     return iter(sorted(choices, key=lambda choice: _cost(now, choice, longest)))

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -38,6 +38,12 @@ class SavedTask(Protocol):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """What is saved of the model."""
+
+    def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What is written of whole tensors of :meth:`weights`."""
+
+    def place_of(self, name: str) -> tuple[str, Callable[[Any], Any] | None]:
+        """Name in the file of a tensor of :meth:`weights`, and which part of what is there, if not all."""
 
     def save_settings(self, folder: Path) -> None:
         """Write what belongs beside the weights."""
@@ -114,7 +120,7 @@ def take(
         full = whole(tensor)
         if owners[name] == rank:
             own[name] = held(name, full)
-    files = {} if rank >= writers else {_weights_file(task.weights_stem, rank, writers): own}
+    files = {} if rank >= writers else {_weights_file(task.weights_stem, rank, writers): task.in_file(own)}
     moments = [replace(piece, tensor=held(piece.name, piece.tensor)) for piece in _pieces(optimizer, strategy)]
     moments_file = file_name(MOMENTS, rank=rank, world_size=world_size)
     if rank:
@@ -176,15 +182,17 @@ def restore(folder: Path, task: SavedTask, optimizer: Updates) -> TrainState:
     state = TrainState.load(folder)
     where = _stored(folder, task.weights_stem)
     tensors = task.weights()
-    if where.keys() != tensors.keys():
+    places = {name: task.place_of(name) for name in tensors}
+    if where.keys() != {place for place, _ in places.values()}:
         raise CheckpointError(
             f"the checkpoint has {len(where)} tensors, the model wants {len(tensors)}",
             where=str(folder),
             repair="adapter.method and adapter.target_modules must be as they were when it was written",
         )
     for name, tensor in tensors.items():
-        with safe_open(where[name], framework="pt") as file:
-            part = file.get_slice(name)
+        place, view = places[name]
+        with safe_open(where[place], framework="pt") as file:
+            part = file.get_slice(place) if view is None else view(file.get_slice(place))
             if tuple(part.get_shape()) != shape_of(tensor):
                 raise CheckpointError(f"{name} has another shape than in the model", where=str(folder))
             fill(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]

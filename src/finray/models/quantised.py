@@ -1,0 +1,168 @@
+"""Linear layers whose frozen weights are stored in 4 or 8 bits; bitsandbytes packs and unpacks them.
+
+The product is computed with unpacked weights, in the arithmetic's dtype, forward and backward alike. LLM.int8()'s own
+product would round the inputs too, by columns of the whole batch: what a row learns would then depend on its
+neighbours in the pack.
+
+Packed bytes are kept in a tensor of the arithmetic's dtype, because FSDP gathers the weights of a block in one dtype.
+Scales belong to the module and are not sharded: they are 0.13 bits a weight (4 bits), or one number a row (8 bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from finray.errors import ModelError
+
+BITS = {"4bit": 4, "8bit": 8}
+
+
+def resolve_bits(quantization: str, *, device: str, workers: int) -> int | None:
+    """Bits of the stored weights; ``auto`` as 8 on one GPU, and as they are on several workers or a CPU."""
+    if quantization == "auto":
+        return 8 if device == "cuda" and workers == 1 else None
+    return BITS.get(quantization)
+
+
+class QuantisedLinear(torch.nn.Linear):
+    """A frozen linear layer with a packed weight.
+
+    Args:
+        layer: the layer that it replaces; its weight's values are not read.
+        bits: 4 or 8.
+        dtype: of the arithmetic, and of the tensor that holds the packed bytes.
+
+    Attributes:
+        scales: what unpacking needs beside the bytes; None until :meth:`pack`.
+    """
+
+    def __init__(self, layer: torch.nn.Linear, bits: int, dtype: torch.dtype) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.bits, self.dtype = bits, dtype
+        # bitsandbytes has packed fours in a column; rows are what is sharded.
+        fill = _per_element(bits, dtype)
+        shape = (
+            (self.in_features * self.out_features // fill, 1)
+            if bits == 4
+            else (self.out_features, self.in_features // fill)
+        )
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        self.weight = torch.nn.Parameter(empty, requires_grad=False)
+        self.bias = layer.bias
+        self.scales: Any = None
+
+    @property
+    def W_q(self) -> torch.Tensor:
+        """PEFT asks a layer that has this for :meth:`dequantize` (DoRA needs the whole weight)."""
+        return self.weight
+
+    def pack(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Keep the scales of a weight, and return its packed bytes."""
+        from bitsandbytes import functional
+
+        weight = weight_OI.to(self.dtype).contiguous()
+        packed: torch.Tensor
+        if self.bits == 4:
+            packed, self.scales = functional.quantize_4bit(
+                weight, blocksize=64, compress_statistics=True, quant_type="nf4", quant_storage=self.dtype
+            )
+            return packed
+        rounded, largest, _ = functional.int8_vectorwise_quant(weight.to(torch.float16))
+        self.scales = largest[:, None] / 127
+        packed = rounded.view(self.dtype)
+        return packed
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """The weight (out, in) of packed bytes."""
+        from bitsandbytes import functional
+
+        packed = packed.detach()
+        if packed.is_meta:
+            return packed.new_empty(self.out_features, self.in_features)
+        if self.bits == 4:
+            weight: torch.Tensor = functional.dequantize_4bit(packed, self.scales)
+            return weight
+        whole: torch.Tensor = (packed.view(torch.int8).float() * self.scales).to(self.dtype)
+        return whole
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight (out, in) in the arithmetic's dtype."""
+        return self.unpack(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x W' + b`` in autocast's dtype, or that of x."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            result: torch.Tensor = _Product.apply(x, self.weight, self.unpack)  # type: ignore[no-untyped-call]
+            return result if self.bias is None else result + self.bias.to(result.dtype)
+
+    def extra_repr(self) -> str:
+        """Shape and bits."""
+        return f"{super().extra_repr()}, bits={self.bits}"
+
+
+class _Product(torch.autograd.Function):
+    """``x W'``; the weight is unpacked again in the backward pass instead of being kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, packed: torch.Tensor, unpack: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.unpack = unpack
+        return x @ unpack(packed).to(x.dtype).T
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (packed,) = ctx.saved_tensors
+        return grad_output @ ctx.unpack(packed).to(grad_output.dtype), None, None
+
+
+def _per_element(bits: int, dtype: torch.dtype) -> int:
+    """Weights in one element of the tensor that holds the packed bytes."""
+    return torch.finfo(dtype).bits // bits
+
+
+def _can_be_packed(layer: torch.nn.Linear, bits: int, dtype: torch.dtype) -> bool:
+    row = layer.in_features if bits == 8 else layer.in_features * layer.out_features
+    return row % _per_element(bits, dtype) == 0
+
+
+def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence[str] = ()) -> int:
+    """Replace the linear layers of a model on the meta device by packed ones; returns how many there were.
+
+    The head stays as it is, and so do what is trained whole (``keep``, endings of names) and layers of odd shapes.
+
+    Raises:
+        ModelError: there is no linear layer.
+    """
+    head = model.get_output_embeddings()
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+        and module is not head
+        and _can_be_packed(module, bits, dtype)
+        and not any(name == one or name.endswith(f".{one}") for one in keep)
+    ]
+    if not found:
+        raise ModelError(
+            "the model has no linear layers that can be quantised",
+            where="model.quantization",
+            repair="set model.quantization to none",
+        )
+    for name, module in found:
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, QuantisedLinear(module, bits, dtype))
+    return len(found)
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether a model has packed layers."""
+    return any(isinstance(module, QuantisedLinear) for module in model.modules())
