@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from finray.config.identity import is_free
-from finray.config.schema import Config, sections
+from finray.config.schema import Config, Section, sections
 
 
 def reference_markdown() -> str:
@@ -70,6 +70,8 @@ def _annotation(kind: Any) -> str:
         return _annotation(typing.get_args(kind)[0])
     if kind is type(None):
         return "null"
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return f"{{{', '.join(kind.model_fields)}}}"
     if origin is not None:
         inner = ", ".join(_annotation(part) for part in typing.get_args(kind))
         return f"{origin.__name__}[{inner}]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from finray.config.redact import is_secret_name
 
@@ -268,6 +268,23 @@ class PrepareConfig(Section):
     )
 
 
+class ProfileConfig(Section):
+    """Steps that are looked at closely."""
+
+    steps: tuple[PositiveInt, PositiveInt] = Field(description="The first step and the last.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ProfileConfig:
+        if self.steps[0] > self.steps[1]:
+            raise ValueError("train.profile: steps are the first and the last, in this order")
+        return self
+
+
+def _checkpointing_by_name(value: Any) -> Any:
+    """Before there were two kinds it was true or false."""
+    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
 class TrainConfig(Section):
     """The optimisation."""
 
@@ -299,11 +316,21 @@ class TrainConfig(Section):
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Clip the global gradient norm to this; null to leave it."
     )
-    precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="Arithmetic of forward and backward. `auto` is bf16 where the hardware has it, else fp32."
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="Arithmetic of forward and backward. `auto` is bf16 where the hardware has it, else fp32. `fp16` "
+        "scales the loss, and leaves out updates whose gradients are too large.",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
+    gradient_checkpointing: Annotated[Literal["none", "selective", "full"], BeforeValidator(_checkpointing_by_name)] = (
+        Field(
+            "none",
+            description="Recompute activations in the backward pass to save memory: `full` all of a layer, `selective` "
+            "all but its matrix products and attention (`true` and `false` are `full` and `none`).",
+        )
+    )
+    profile: ProfileConfig | None = Field(
+        None,
+        description="Write a trace of some steps and a table of their time to `<run>/profile/`: `{steps: [10, 15]}`.",
     )
 
     @model_validator(mode="after")
@@ -438,6 +465,19 @@ class Config(Section):
     )
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where metrics go.")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the run asks of Ray.")
+
+    @model_validator(mode="after")
+    def _strategy_can(self) -> Config:
+        train, strategy = self.train, self.parallel.strategy
+        if strategy not in ("ddp", "fsdp"):
+            if train.precision == "fp16":
+                raise ValueError(f"train.precision: fp16 works with ddp and fsdp; with {strategy} take bf16 or fp32")
+            if train.optimizer in ("adafactor", "muon"):
+                raise ValueError(
+                    f"train.optimizer: {train.optimizer} needs whole matrices, and {strategy} flattens them; take "
+                    "adamw or an 8-bit one, or parallel.strategy fsdp"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_evaluation_set(self) -> Config:

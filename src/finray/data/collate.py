@@ -5,7 +5,7 @@ Attention and positions restart at every row; only positions whose next token is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,14 +41,19 @@ class Batch:
         return int(self.tokens_1T.shape[1])
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device; copies do not wait where the memory is pinned."""
+        """The batch on a device; the copies do not wait for what the device does, as the memory is pinned."""
         if device.type == "cpu":
             return self
-        moved = (
-            tensor.pin_memory().to(device, non_blocking=True)
-            for tensor in (self.tokens_1T, self.positions_1T, self.starts_S1, self.at_K, self.targets_K)
-        )
-        tokens, positions, starts, at, targets = moved
+        held = self if self.tokens_1T.is_pinned() else self.pinned()
+        return held._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        """The batch in memory that a GPU can fetch by itself."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        tensors = (self.tokens_1T, self.positions_1T, self.starts_S1, self.at_K, self.targets_K)
+        tokens, positions, starts, at, targets = map(change, tensors)
         return Batch(tokens, positions, self.lengths, starts, at, targets, self.rows)
 
 

@@ -51,7 +51,7 @@ class CausalLM:
 
     Attributes:
         model: what is wrapped, saved and counted: the PEFT model, or the Transformers model itself.
-        precision: ``fp32`` or ``bf16``.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
 
     Args:
         attention_name: Transformers' name of the attention for packed rows; None for a model that cannot be packed and
@@ -122,7 +122,7 @@ class CausalLM:
         return result
 
     def _loss_sum(self, batch: PackedRows) -> torch.Tensor:
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.precision == "bf16"):
+        with self._arithmetic():
             if not self._head_is_proven:
                 self._prove_head(batch)
             if not self._head_is_ours:
@@ -136,6 +136,11 @@ class CausalLM:
         head = plain_head(self._inner)
         assert head is not None
         return head
+
+    def _arithmetic(self) -> torch.autocast:
+        if self.precision == "fp32":
+            return torch.autocast(self._device.type, enabled=False)
+        return torch.autocast(self._device.type, dtype=DTYPES[self.precision])
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that are trained, by name, in a fixed order."""

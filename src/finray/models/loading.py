@@ -14,7 +14,7 @@ from finray.errors import ModelError
 from finray.models import attention, vocabulary
 from finray.models.tokenizers import check_exists, new_tokens, not_loaded, quiet, source_options
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @lru_cache(maxsize=1)
@@ -113,10 +113,10 @@ def choose_attention(model: ModelConfig, device: torch.device, *, precision: str
     """
     from transformers.utils import is_flash_attn_2_available
 
-    available = device.type == "cuda" and precision == "bf16" and is_flash_attn_2_available()
+    available = device.type == "cuda" and precision != "fp32" and is_flash_attn_2_available()
     if model.attention == "flash_attention_2" and not available:
         raise ModelError(
-            "FlashAttention 2 needs a GPU, bf16 and the package flash-attn",
+            "FlashAttention 2 needs a GPU, bf16 or fp16 and the package flash-attn",
             where="model.attention",
             repair="`pip install flash-attn`, or set model.attention to auto",
         )

@@ -79,6 +79,7 @@ class FullySharded(DataParallel):
         )
 
     def _mixed_precision(self) -> MixedPrecisionPolicy:
-        if self._precision != "bf16":
+        if self._precision == "fp32":
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        dtype = torch.bfloat16 if self._precision == "bf16" else torch.float16
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

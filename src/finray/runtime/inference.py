@@ -240,7 +240,9 @@ def _cut(split: PreparedSplit, count: int) -> _HeldOut:
 def _both(artifact: Artifact, config: Config) -> list[tuple[str, Any, Any]]:
     """Base and tuned model with the context each is used in; an adapter needs only one set of weights."""
     device = _device()
-    dtype = DTYPES[resolve_precision(config.train.precision, device)]
+    precision = resolve_precision(config.train.precision, device)
+    # A CPU works in fp16 so slowly that nobody can want it.
+    dtype = DTYPES["fp32" if precision == "fp16" and device.type == "cpu" else precision]
     tuned = load_artifact(artifact, dtype=dtype).to(device)
     if artifact.is_adapter:
         return [("base", tuned, tuned.disable_adapter()), ("tuned", tuned, nullcontext())]

@@ -189,6 +189,8 @@ def _precision(config: Config, device: Device, found: Findings) -> str:
         precision = "bf16" if device.kind == "cuda" or cpu_has_bf16() else "fp32"
     if precision == "bf16" and not device.bf16:
         found.warn(f"{device.name} has no bf16 arithmetic: it is emulated, slowly", "train.precision")
+    if precision == "fp16" and device.kind == "cpu":
+        found.warn("a CPU works many times slower in fp16 than in bf16 or fp32", "train.precision")
     return precision
 
 
@@ -200,8 +202,8 @@ def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights
         shards=config.parallel.shard_size,
         reshard=config.parallel.reshard_after_forward,
         device=device.kind,
-        precision="bf16" if choice.precision == "bf16" else "fp32",
-        checkpointing=choice.gradient_checkpointing,
+        precision="fp32" if choice.precision == "fp32" else "bf16",
+        checkpointing=choice.gradient_checkpointing != "none",
         storage_bits=None if choice.adapter == "none" else _bits(config, device),
         dropout=choice.adapter != "none" and config.adapter.dropout > 0,
         ray=ray,

@@ -36,6 +36,7 @@ from finray.tracking.jsonl import JsonlTracker
 from finray.training.feed import Feed, evaluation_batches
 from finray.training.loop import Loop, peak_memory
 from finray.training.optimizer import Optimizer, torch_optimizer, warnings_of
+from finray.training.profile import Profiler
 from finray.training.saving import Saver
 from finray.training.snapshot import restore
 from finray.training.state import TrainState
@@ -118,6 +119,7 @@ def assemble(
         save_extras=extras,
         reported=reported,
         clock=clock,
+        profiler=_profiler(config, run_dir, strategy, notify),
     )
     loop.phases["load"] = clock() - started
     header = _header(config, task, data, state, strategy, precision)
@@ -173,6 +175,7 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, packing:
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
         rows_apart=not packing.safe,
+        pin=strategy.device.type == "cuda",
     )
     if dataset.folder.is_remote:
         train.ahead(feed.rows_from(position))
@@ -219,7 +222,7 @@ def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) 
         packs=packing.safe,
         bits=_bits(config, strategy),
     )
-    if config.train.gradient_checkpointing:
+    if config.train.gradient_checkpointing != "none":
         task.checkpoint_activations()
     return task
 
@@ -280,6 +283,17 @@ def _restore(
             repair="put it back to continue the run, or start anew with --fresh",
         )
     return state
+
+
+def _profiler(config: Config, run_dir: Path, strategy: Strategy, notify: Callable[[dict[str, Any]], None]) -> Profiler:
+    wanted = config.train.profile
+    return Profiler(
+        None if wanted is None else wanted.steps,
+        folder=run_dir,
+        rank=strategy.rank,
+        device=strategy.device,
+        tell=lambda text: notify({"kind": "note", "step": 0, "message": text}),
+    )
 
 
 def _trackers(config: Config, run_dir: Path, step: int, notify: Callable[[dict[str, Any]], None]) -> list[Tracker]:

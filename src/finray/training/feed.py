@@ -54,6 +54,7 @@ class Feed:
         lockstep: whether every process must do the same number of forward passes.
         rows_apart: whether each row gets a forward pass of its own (see ``finray.models.packing_proof``). What a step
             consists of does not change.
+        pin: put batches where a GPU can fetch them by itself.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Feed:
         world_size: int,
         lockstep: bool = False,
         rows_apart: bool = False,
+        pin: bool = False,
     ) -> None:
         self._lockstep = lockstep
+        self._pin = pin
         self._rows_apart = rows_apart
         self._split = split
         self._plan = plan
@@ -125,7 +128,8 @@ class Feed:
         return max(passes)
 
     def _batch(self, rows: tuple[int, ...]) -> Batch:
-        return collate([self._split.row(row) for row in rows], rows)
+        batch = collate([self._split.row(row) for row in rows], rows)
+        return batch.pinned() if self._pin else batch
 
 
 def pack_batch(split: PreparedSplit, plan: PackPlan, items: tuple[int, ...]) -> Batch:

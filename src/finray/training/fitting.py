@@ -27,14 +27,14 @@ class Choice:
 
     Attributes:
         micro_batch_size: packs or rows per forward pass.
-        gradient_checkpointing: whether activations are computed again.
+        gradient_checkpointing: ``none``, ``selective`` or ``full``.
         precision: ``fp32`` or ``bf16``, resolved.
         max_length: most tokens in a row.
         adapter: ``adapter.method``.
     """
 
     micro_batch_size: int
-    gradient_checkpointing: bool
+    gradient_checkpointing: str
     precision: str
     max_length: int
     adapter: str
@@ -64,7 +64,7 @@ def _by_cost(now: Choice, longest: int) -> Iterator[Choice]:
         Choice(micro, checkpointing, precision, length, adapter)
         for micro, checkpointing, precision, length, adapter in product(
             _halved(now.micro_batch_size, 1),
-            {now.gradient_checkpointing, True},
+            {now.gradient_checkpointing, "full"},
             {now.precision, "bf16"},
             _halved(now.max_length, _SHORTEST),
             {now.adapter, "lora" if now.adapter == "none" else now.adapter},

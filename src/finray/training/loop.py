@@ -17,11 +17,13 @@ from finray.errors import TrainingError
 from finray.parallel.base import Strategy, Updates
 from finray.tracking.base import Tracker
 from finray.training.feed import Ahead, Feed, StepData
+from finray.training.profile import Profiler
 from finray.training.saving import Saver
 from finray.training.schedule import learning_rate
 from finray.training.snapshot import SavedTask, take
 from finray.training.state import TrainState
 from finray.training.step import StepResult, Task, evaluate, train_step
+from finray.training.watch import Watch
 
 
 class TrainedTask(Task, SavedTask, Protocol):
@@ -49,6 +51,7 @@ class Loop:
         save_extras: writes what else belongs in a checkpoint (tokenizer, template).
         reported: called on every rank after each checkpoint, with its directory and metrics.
         clock: seconds, monotonic.
+        profiler: looks at where the time goes in some steps.
     """
 
     config: Config
@@ -65,6 +68,7 @@ class Loop:
     save_extras: Callable[[Path], None]
     reported: Callable[[Path, dict[str, float]], None]
     clock: Callable[[], float] = time.perf_counter
+    profiler: Profiler = field(default_factory=Profiler)
     phases: dict[str, float] = field(
         default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0}
     )
@@ -74,6 +78,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._window = _Window()
+        self._watch = Watch(self.state, self.strategy.device, scaled=self.config.train.precision == "fp16")
         # Reused by every snapshot: fresh memory costs more than copying.
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -91,7 +96,9 @@ class Loop:
             while self.state.step < self.total_steps:
                 started = self.clock()
                 waited = ahead.waited
-                data = ahead.take(last=self.state.step + 1 == self.total_steps)
+                self.profiler.before(self.state.step + 1)
+                with self.profiler.parts("data wait"):
+                    data = ahead.take(last=self.state.step + 1 == self.total_steps)
                 rate = learning_rate(self.config.train, update=self.state.updates, total=self.total_steps)
                 result = train_step(
                     self.task,
@@ -99,38 +106,65 @@ class Loop:
                     self.optimizer,
                     data,
                     self.state,
+                    self._watch,
                     learning_rate=rate,
                     max_grad_norm=self.config.train.max_grad_norm,
                     done=self.saver.is_done,
+                    parts=self.profiler.parts,
                 )
-                seconds = self.clock() - started
-                self._advance(data, seconds)
-                self.first_loss = result.loss if self.first_loss is None else self.first_loss
-                self.final_loss = result.loss
+                self._advance(data)
                 self.phases["data_wait"] += ahead.waited - waited
-                self._window.add(data, result, seconds, ahead.waited - waited)
-                if result.done == self.strategy.world_size:
-                    self._finish_saving()
-                self._after_step(data, rate)
+                self._window.add(data, result, ahead.waited - waited)
+                numbers = self._read(result) if self._is_read() else None
+                self._spend(self.clock() - started)
+                self.profiler.after(self.state.step)
+                if numbers is not None:
+                    self._after_step(data, rate, numbers)
         finally:
             ahead.close()
+            self.profiler.close()
             self.saver.close()
 
-    def _advance(self, data: StepData, seconds: float) -> None:
+    def _advance(self, data: StepData) -> None:
         state = self.state
         state.step += 1
         state.updates += 1
         state.position += data.items
         state.tokens += data.tokens
         state.supervised += data.supervised
-        state.seconds += seconds
+
+    def _spend(self, seconds: float) -> None:
+        self.state.seconds += seconds
+        self._window.seconds += seconds
         self.phases["train"] += seconds
 
-    def _after_step(self, data: StepData, rate: float) -> None:
+    def _is_read(self) -> bool:
+        """Whether numbers are read from the device after this step; between such steps nothing waits for it."""
+        step, evaluating = self.state.step, self.config.evaluation.every_steps
+        intervals = [self.config.tracking.log_every, self.config.checkpoint.every_steps]
+        if self.evaluation is not None and evaluating is not None:
+            intervals.append(evaluating)
+        return step == self.total_steps or any(step % every == 0 for every in intervals)
+
+    def _read(self, result: StepResult) -> _Numbers:
+        """Wait for the step.
+
+        Raises:
+            TrainingError: since numbers were last read, one was not finite.
+        """
+        numbers = self._window.read(result)
+        self._watch.check(self.state)
+        self.first_loss = numbers.first_loss if self.first_loss is None else self.first_loss
+        self.final_loss = numbers.last_loss
+        return numbers
+
+    def _after_step(self, data: StepData, rate: float, numbers: _Numbers) -> None:
         config, step = self.config, self.state.step
+        if round(numbers.done) == self.strategy.world_size:
+            self._finish_saving()
         last = step == self.total_steps
         if last or step % config.tracking.log_every == 0:
-            self._log({"kind": "train", **self._record(data, rate)})
+            self._log({"kind": "train", **self._record(data, rate, numbers)})
             self._window = _Window()
         every = config.evaluation.every_steps
         saving = last or step % config.checkpoint.every_steps == 0
@@ -140,13 +174,14 @@ class Loop:
         if saving:
             self._save(last=last)
 
-    def _record(self, data: StepData, rate: float) -> dict[str, Any]:
+    def _record(self, data: StepData, rate: float, numbers: _Numbers) -> dict[str, Any]:
         window = self._window
-        record = {
+        record: dict[str, Any] = {
             "step": self.state.step,
             "epoch": round(self.state.position / self.epoch_items, 6),
-            "loss": window.loss,
-            "grad_norm": window.grad_norm,
+            "loss": numbers.loss,
+            # Only fp16 goes on without one, and leaves the update out.
+            "grad_norm": numbers.grad_norm if math.isfinite(numbers.grad_norm) else None,
             "lr": rate,
             "tokens": self.state.tokens,
             "supervised": window.supervised,
@@ -156,6 +191,8 @@ class Loop:
             "peak_memory_bytes": peak_memory(self.strategy.device),
             "seconds": round(self.state.seconds, 6),
         }
+        if self.state.loss_scale is not None:
+            record |= {"loss_scale": self.state.loss_scale, "skipped": self.state.skipped}
         if self.config.tracking.record_samples:
             record["samples"] = list(window.samples)
         return record
@@ -213,27 +250,45 @@ class Loop:
             tracker.log(record)
 
 
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What was read from the device: of the window, and of its first and last step."""
+
+    loss: float
+    first_loss: float
+    last_loss: float
+    grad_norm: float
+    done: float
+
+
 @dataclass
 class _Window:
-    """Means and sums since the last record."""
+    """Means and sums since the last record; the loss stays on the device."""
 
-    loss: float = 0.0
+    loss: torch.Tensor | None = None
+    first_loss: torch.Tensor | None = None
     supervised: int = 0
     tokens: int = 0
     seconds: float = 0.0
     waited: float = 0.0
-    grad_norm: float = 0.0
     samples: list[int] = field(default_factory=list)
 
-    def add(self, data: StepData, result: StepResult, seconds: float, waited: float) -> None:
+    def add(self, data: StepData, result: StepResult, waited: float) -> None:
         self.supervised += data.supervised
-        # A running mean: for a window of one step it is that step's loss to the last bit.
-        self.loss += (result.loss - self.loss) * (data.supervised / self.supervised)
+        if self.loss is None:
+            self.loss = self.first_loss = result.loss
+        else:
+            # A running mean: for a window of one step it is that step's loss to the last bit.
+            self.loss = self.loss + (result.loss - self.loss) * (data.supervised / self.supervised)
         self.tokens += data.tokens
-        self.seconds += seconds
         self.waited += waited
-        self.grad_norm = result.grad_norm
         self.samples.extend(data.samples)
+
+    def read(self, result: StepResult) -> _Numbers:
+        assert self.loss is not None
+        assert self.first_loss is not None
+        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), result.done]
+        return _Numbers(*torch.stack(values).tolist())
 
 
 def peak_memory(device: torch.device) -> int:

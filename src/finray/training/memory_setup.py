@@ -18,7 +18,7 @@ class Setup:
         workers: how many there are.
         shards: workers that share one copy, where FSDP keeps several (hybrid sharding); None for all of them.
         device: ``cpu`` or ``cuda``.
-        precision: of the arithmetic, ``fp32`` or ``bf16``.
+        precision: of the arithmetic, ``fp32`` or ``bf16``, which stands for fp16 too.
         checkpointing: whether activations are computed again in the backward pass.
         dropout: whether the adapter's inputs are dropped at random.
         storage_bits: 4 or 8 where frozen linear layers are quantised, else None.

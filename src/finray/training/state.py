@@ -26,6 +26,10 @@ class TrainState:
         supervised: targets learned from, over all ranks.
         seconds: training time so far, over all attempts.
         best_eval_loss: lowest evaluation loss so far.
+        loss_scale: factor of the loss in fp16; None before, and in other arithmetic.
+        good_steps: steps since the scale was changed.
+        skipped: steps whose update was left out, because gradients were too large for fp16.
+        skipped_in_row: those since the last update.
     """
 
     step: int = 0
@@ -37,6 +41,10 @@ class TrainState:
     supervised: int = 0
     seconds: float = 0.0
     best_eval_loss: float | None = None
+    loss_scale: float | None = None
+    good_steps: int = 0
+    skipped: int = 0
+    skipped_in_row: int = 0
 
     def text(self) -> str:
         """The content of its file in a checkpoint."""

@@ -8,11 +8,12 @@ from typing import Protocol
 import torch
 
 from finray.data.collate import Batch
-from finray.errors import TrainingError
 from finray.parallel.base import Strategy, Updates
 from finray.training.feed import StepData
+from finray.training.profile import Parts, no_parts
 from finray.training.randomness import reseed
 from finray.training.state import TrainState
+from finray.training.watch import Watch
 
 
 class Task(Protocol):
@@ -24,11 +25,17 @@ class Task(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Loss per target and gradient norm (before clipping) of the whole step, and how many ranks said ``done``."""
+    """Numbers of a whole step, on the device: reading one waits for the step.
 
-    loss: float
-    grad_norm: float
-    done: int = 0
+    Attributes:
+        loss: per target (fp64 scalar).
+        grad_norm: before clipping (scalar).
+        done: how many ranks said ``done`` (fp64 scalar).
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor
+    done: torch.Tensor
 
 
 def train_step(
@@ -37,53 +44,43 @@ def train_step(
     optimizer: Updates,
     data: StepData,
     state: TrainState,
+    watch: Watch,
     *,
     learning_rate: float,
     max_grad_norm: float | None,
     done: bool = False,
+    parts: Parts = no_parts,
 ) -> StepResult:
-    """Do one step.
+    """Do one step; nothing here waits for the device.
 
     Each micro-batch's summed loss is divided by the targets of the *whole* step before its backward pass, so the
     gradient that comes out is that of one mean over the global batch, however it was cut up.
-
-    Raises:
-        TrainingError: loss or gradient is not finite; raised on every rank, before any weight is changed.
     """
     total = torch.zeros(2, dtype=torch.float64, device=strategy.device)
     total[1] = float(done)
     left = len(data.shares) + len(data.fillers)
     for index, batch in data.shares:
         reseed(state.random_key, state.step, index)
-        loss = task.loss_sum(batch.to(strategy.device))
+        with parts("forward"):
+            loss = task.loss_sum(batch.to(strategy.device))
         left -= 1
-        strategy.backward(loss / data.supervised, last=not left)
+        with parts("backward"):
+            strategy.backward(watch.scale(loss / data.supervised), last=not left)
         total[0] += loss.detach().double()
     for batch in data.fillers:
         # Here only because the others meet in every forward and backward pass; it adds nothing.
         left -= 1
         strategy.backward(task.loss_sum(batch.to(strategy.device)) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
-    total = strategy.sum_gradients(parameters, total)
-    norm = strategy.clip(parameters, max_grad_norm)
-    (summed, ranks_done), norm_value = total.tolist(), float(norm)
-    loss_value = summed / data.supervised
-    _require_finite(loss_value, norm_value, state.step + 1, data)
-    optimizer.update(learning_rate)
-    return StepResult(loss_value, norm_value, round(ranks_done))
-
-
-def _require_finite(loss: float, norm: float, step: int, data: StepData) -> None:
-    finite = torch.isfinite(torch.tensor([loss, norm], dtype=torch.float64))
-    if bool(finite.all()):
-        return
-    what = f"the gradient norm is {norm}" if bool(finite[0]) else f"the loss is {loss}"
-    rows = ", ".join(map(str, data.samples[:16])) + (", ..." if len(data.samples) > 16 else "")
-    raise TrainingError(
-        f"{what} at step {step}; no weight was changed",
-        where=f"prepared rows {rows}",
-        repair="lower train.learning_rate, lengthen the warm-up, or look at these rows; the last checkpoint is good",
-    )
+    with parts("sum over ranks"):
+        total = strategy.sum_gradients(parameters, total)
+    with parts("clip"):
+        watch.unscale(parameters)
+        norm = strategy.clip(parameters, max_grad_norm)
+    mean = total[0] / data.supervised
+    with parts("optimizer"):
+        optimizer.update(learning_rate, bad=watch.look(state.step + 1, mean, norm, data.samples))
+    return StepResult(mean, norm.detach(), total[1])
 
 
 @torch.no_grad()

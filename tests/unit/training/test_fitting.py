@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from finray.training.fitting import Choice, smallest_change
 
-NOW = Choice(micro_batch_size=8, gradient_checkpointing=False, precision="fp32", max_length=2048, adapter="none")
+NOW = Choice(micro_batch_size=8, gradient_checkpointing="none", precision="fp32", max_length=2048, adapter="none")
 
 
 def size(choice: Choice) -> float:
     """A memory of our own making: what matters is that every change lessens it."""
-    activations = choice.micro_batch_size * choice.max_length * (0.2 if choice.gradient_checkpointing else 1.0)
+    activations = (
+        choice.micro_batch_size * choice.max_length * (0.2 if choice.gradient_checkpointing == "full" else 1.0)
+    )
     return activations * (0.5 if choice.precision == "bf16" else 1.0) + (1000 if choice.adapter == "lora" else 20_000)
 
 
@@ -33,10 +35,10 @@ def test_the_micro_batch_is_the_first_to_shrink_and_no_more_than_needed() -> Non
 
 
 def test_then_time_then_rounding_and_an_adapter_last() -> None:
-    assert change(20_000 + 2000) == ("train.micro_batch_size=4", "train.gradient_checkpointing=true")
+    assert change(20_000 + 2000) == ("train.micro_batch_size=4", "train.gradient_checkpointing=full")
     assert change(20_000 + 300) == (
         "train.micro_batch_size=1",
-        "train.gradient_checkpointing=true",
+        "train.gradient_checkpointing=full",
         "train.precision=bf16",
     )
     assert change(17_385) == ("adapter.method=lora",)

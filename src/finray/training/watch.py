@@ -1,0 +1,128 @@
+"""What becomes of a step whose numbers are not finite, decided on the device, so that no step has to wait for it.
+
+A loss or gradient norm that is not finite turns every update from then on into one that changes nothing. The error is
+raised where the loop reads numbers from the device anyway: at a record, an evaluation, a checkpoint.
+
+With fp16, gradients that are too large for it are no error. The loss is multiplied by a scale; where the gradients
+overflow the update is left out and the scale halved, and it is doubled again after many updates without overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from finray.errors import TrainingError
+from finray.parallel.tensors import local_rows
+from finray.training.state import TrainState
+
+FIRST_SCALE = 2.0**16
+# Updates without overflow after which the scale is doubled.
+GROWTH_STEPS = 2000
+# The scale is 2**-4 then, and it is not the scale that is wrong.
+MOST_SKIPPED = 20
+
+
+class Watch:
+    """Looks at loss and gradient norm after their sums over the ranks, so all ranks decide alike.
+
+    Args:
+        state: where the run stands; its loss scale is taken up.
+        device: of this rank.
+        scaled: whether the loss is scaled (fp16).
+    """
+
+    def __init__(self, state: TrainState, device: torch.device, *, scaled: bool) -> None:
+        self._device = device
+        self._scaled = scaled
+        # The flag; then step, loss and norm of the step that set it.
+        self._bad = torch.zeros((), dtype=torch.float32, device=device)
+        self._seen = torch.zeros(3, dtype=torch.float64, device=device)
+        scale = FIRST_SCALE if state.loss_scale is None else state.loss_scale
+        self._scale = torch.full((), scale, dtype=torch.float32, device=device)
+        counts = (state.good_steps, state.skipped, state.skipped_in_row)
+        self._good, self._skipped, self._in_row = (
+            torch.full((), count, dtype=torch.int64, device=device) for count in counts
+        )
+        self._rows: dict[int, tuple[int, ...]] = {}
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What is to be differentiated."""
+        return loss * self._scale if self._scaled else loss
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Take the scale out of summed gradients."""
+        if self._scaled:
+            gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
+            torch._foreach_mul_(gradients, self._scale.reciprocal())
+
+    @torch.no_grad()
+    def look(self, step: int, loss: torch.Tensor, norm: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
+        """Whether the update is to be left out: an fp32 scalar, one or zero, on the device.
+
+        Args:
+            step: number of the step, from one on.
+            loss: per target, fp64 scalar.
+            norm: of the gradients before clipping.
+            rows: of the whole step, for the message.
+        """
+        self._rows[step] = rows
+        norm = norm.detach().double()
+        overflow = ~torch.isfinite(norm)
+        fatal = ~torch.isfinite(loss)
+        if self._scaled:
+            overflow = overflow & ~fatal
+            self._in_row = torch.where(overflow, self._in_row + 1, torch.zeros_like(self._in_row))
+            fatal = fatal | (self._in_row >= MOST_SKIPPED)
+        else:
+            fatal = fatal | overflow
+        first = fatal & (self._bad == 0)
+        now = torch.stack([torch.full_like(norm, step), loss, norm])
+        self._seen = torch.where(first, now, self._seen)
+        self._bad = torch.maximum(self._bad, fatal.float())
+        if not self._scaled:
+            return self._bad
+        self._skipped = self._skipped + overflow
+        grown = self._good + 1 >= GROWTH_STEPS
+        change = torch.where(overflow, 0.5, torch.where(grown, 2.0, 1.0))
+        self._scale = self._scale * change
+        self._good = torch.where(overflow | grown, torch.zeros_like(self._good), self._good + 1)
+        return torch.maximum(self._bad, overflow.float())
+
+    def check(self, state: TrainState) -> None:
+        """Read what there is to know, and note the loss scale in the state.
+
+        Raises:
+            TrainingError: a step had numbers that are not finite; the same on every rank.
+        """
+        counts = torch.stack([self._good, self._skipped, self._in_row]).double()
+        found = torch.cat([self._bad[None].double(), self._seen, self._scale[None].double(), counts]).tolist()
+        bad, step, loss, norm, scale, *whole = found
+        if bad:
+            raise self._error(int(step), loss, norm)
+        self._rows.clear()
+        if self._scaled:
+            state.loss_scale = scale
+            state.good_steps, state.skipped, state.skipped_in_row = (round(count) for count in whole)
+
+    def _error(self, step: int, loss: float, norm: float) -> TrainingError:
+        rows = self._rows.get(step, ())
+        where = f"prepared rows {', '.join(map(str, rows[:16]))}" + (", ..." if len(rows) > 16 else "")
+        finite = torch.isfinite(torch.tensor(loss, dtype=torch.float64))
+        if self._scaled and finite:
+            return TrainingError(
+                f"the gradients of {MOST_SKIPPED} steps in a row are too large for fp16, the last at step {step}; no "
+                "weight was changed by them",
+                where="train.precision",
+                repair="set train.precision to bf16 or fp32, or look at the data; the last checkpoint is good",
+            )
+        what = f"the gradient norm is {norm}" if finite else f"the loss is {loss}"
+        hint = "set train.precision to bf16 or fp32, " if self._scaled else ""
+        return TrainingError(
+            f"{what} at step {step}; no weight was changed",
+            where=where,
+            repair=f"{hint}lower train.learning_rate, lengthen the warm-up, or look at these rows; the last checkpoint "
+            "is good",
+        )

@@ -1,0 +1,64 @@
+"""A profiled run writes a trace and a table, and is the run that it would have been."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.errors import ConfigError
+from finray.training.profile import PARTS
+from tests.support import runs, tiny
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("data")
+    return runs.settings(tiny_model_dir, tiny.write_chat_rows(folder, 30), folder)
+
+
+def profiled(plain: dict[str, Any], *steps: int) -> dict[str, Any]:
+    return {**plain, "train": {**plain["train"], "profile": {"steps": list(steps)}}}
+
+
+def test_a_profile_is_written_and_changes_nothing(plain: dict[str, Any], tmp_path: Path) -> None:
+    runs.run_alone(plain, tmp_path / "plain")
+    told: list[dict[str, Any]] = []
+    (tmp_path / "looked").mkdir()
+    loop = runs.assemble_alone(profiled(plain, 3, 5), tmp_path / "looked", notify=told.append).loop
+    loop.run()
+    assert runs.trace(tmp_path / "looked") == runs.trace(tmp_path / "plain")
+    folder = tmp_path / "looked" / "profile"
+    with gzip.open(folder / "trace-rank0.json.gz", "rt") as stream:
+        events = [event for event in json.load(stream)["traceEvents"] if event.get("ph") == "X"]
+    for part in PARTS:
+        # Four micro-batches a step have a forward and a backward pass each.
+        count = sum(event["name"] == f"finray: {part}" for event in events)
+        assert count == (12 if part in ("forward", "backward") else 3), part
+    text = (folder / "summary.txt").read_text()
+    assert [record["message"] for record in told if record["kind"] == "note"] == [text]
+    head = re.match(r"profile of 3 steps: ([\d.]+) ms a step", text)
+    assert head is not None
+    rows = dict(re.findall(r"^  (\S[a-z ]*?) +([\d.]+) ms +[\d.]+%$", text, flags=re.MULTILINE))
+    assert list(rows) == [*PARTS, "rest"]
+    assert sum(map(float, rows.values())) == pytest.approx(float(head[1]), abs=0.1)
+    # What the table says of a part is what the trace says of it.
+    forward = sum(event["dur"] for event in events if event["name"] == "finray: forward") / 3000
+    assert float(rows["forward"]) == pytest.approx(forward, rel=0.2)
+    assert "aten::" in text
+
+
+def test_a_run_that_ends_earlier_writes_what_it_saw(plain: dict[str, Any], tmp_path: Path) -> None:
+    runs.run_alone(profiled(plain, 7, 100), tmp_path / "run")
+    assert "profile of 2 steps" in (tmp_path / "run" / "profile" / "summary.txt").read_text()
+    runs.run_alone(profiled(plain, 50, 60), tmp_path / "never")
+    assert not (tmp_path / "never" / "profile").exists()
+
+
+def test_steps_are_in_order(plain: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the first and the last"):
+        runs.config_of(profiled(plain, 5, 3))

@@ -1,0 +1,248 @@
+"""A step does not wait for the device, and one whose numbers are not finite changes nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from finray.checkpoint import manifest
+from finray.errors import TrainingError
+from finray.tracking.jsonl import read_records
+from finray.training import watch
+from finray.training.assemble import Assembled
+from tests.support import runs, tiny
+from tests.support.group import run_group
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("data")
+    rows = tiny.write_chat_rows(folder, 30)
+    return runs.settings(tiny_model_dir, rows, folder)
+
+
+def with_(plain: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
+    return {**plain, **{name: {**plain.get(name, {}), **fields} for name, fields in sections.items()}}
+
+
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+class Readings(TorchDispatchMode):
+    """Counts what would wait for a GPU: a number that is read from a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.count += any(one in name for one in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def readings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Readings]:
+    mode = Readings()
+    with monkeypatch.context() as patch:
+        real = torch.Tensor.tolist
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            mode.count += 1
+            return real(tensor)
+
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        with mode:
+            yield mode
+
+
+def readings_by_step(plain: dict[str, Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    loop = runs.assemble_alone(plain, run_dir).loop
+    counts: list[int] = []
+    with readings(monkeypatch) as mode:
+        loop.profiler.before = lambda step: counts.append(mode.count)
+        loop.run()
+        counts.append(mode.count)
+    return [after - before for before, after in pairwise(counts)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_only_steps_with_a_record_read_from_the_device(
+    plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str
+) -> None:
+    if precision == "fp16" and optimizer != "adamw":
+        pytest.skip("the same path")
+    seldom = with_(
+        plain,
+        train={"optimizer": optimizer, "precision": precision},
+        tracking={"log_every": 4},
+        checkpoint={"every_steps": 100},
+        adapter={"method": "none"} if optimizer != "adamw" else {},
+    )
+    found = readings_by_step(seldom, tmp_path / "seldom", monkeypatch)
+    # The first step compares the head with the model's own.
+    assert [found[step] for step in (1, 2, 4, 5, 6)] == [0] * 5
+    assert found[3] > 0
+    assert found[7] > 0
+
+
+def test_the_count_sees_what_waits(plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    often = readings_by_step(plain, tmp_path / "often", monkeypatch)
+    assert all(count > 0 for count in often)
+    eight = with_(plain, train={"optimizer": "adamw_8bit"}, tracking={"log_every": 8}, checkpoint={"every_steps": 100})
+    assert all(count > 0 for count in readings_by_step(eight, tmp_path / "eight", monkeypatch))
+
+
+def test_records_of_several_steps_are_the_means_of_theirs(plain: dict[str, Any], tmp_path: Path) -> None:
+    runs.run_alone(plain, tmp_path / "each")
+    runs.run_alone(with_(plain, tracking={"log_every": 4}), tmp_path / "four")
+    each = [one for one in read_records(tmp_path / "each" / "metrics.jsonl") if one["kind"] == "train"]
+    four = [one for one in read_records(tmp_path / "four" / "metrics.jsonl") if one["kind"] == "train"]
+    assert [one["step"] for one in four] == [4, 8]
+    for number, record in enumerate(four):
+        part = each[4 * number : 4 * number + 4]
+        weights = sum(one["supervised"] for one in part)
+        mean = sum(one["loss"] * one["supervised"] for one in part) / weights
+        assert record["loss"] == pytest.approx(mean, rel=1e-12)
+        assert record["grad_norm"] == part[-1]["grad_norm"]
+
+
+# --- numbers that are not finite -------------------------------------------------------------------------------------
+
+
+def poisoned(plain: dict[str, Any], run_dir: Path, *, step: int, factor: float) -> Assembled:
+    """A run whose loss is multiplied by something in one step."""
+    assembled = runs.assemble_alone(plain, run_dir)
+    loop = assembled.loop
+    real = loop.task.loss_sum
+    loop.task.loss_sum = lambda batch: real(batch) * (factor if loop.state.step + 1 == step else 1.0)  # type: ignore[method-assign]
+    return assembled
+
+
+def weights_of(assembled: Assembled) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in assembled.loop.task.weights().items()}
+
+
+CONSTANT = {"schedule": "constant", "warmup_steps": 0}
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+@pytest.mark.parametrize("every", [1, 8])
+def test_a_bad_step_stops_the_run_and_changes_no_weight(
+    plain: dict[str, Any], tmp_path: Path, factor: float, every: int
+) -> None:
+    steady = with_(plain, train=CONSTANT, tracking={"log_every": every}, checkpoint={"every_steps": 100})
+    before = runs.run_alone(with_(steady, train={"max_steps": 2}), tmp_path / "two")
+    bad = poisoned(steady, tmp_path / "bad", step=3, factor=factor)
+    with pytest.raises(TrainingError, match="at step 3; no weight was changed") as caught:
+        bad.loop.run()
+    rows = runs.run_alone(steady, tmp_path / "good")
+    samples = runs.values(tmp_path / "good", "samples")[0 if every == 8 else 2]
+    assert str(caught.value.where).startswith("prepared rows ")
+    assert set(str(caught.value.where).removeprefix("prepared rows ").split(", ")) <= {str(row) for row in samples}
+    expected, found = weights_of(before), weights_of(bad)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # Six more good steps do change them, and a bad one would, were it let through.
+    assert not all(torch.equal(one, expected[name]) for name, one in weights_of(rows).items())
+    let_through = poisoned(steady, tmp_path / "through", step=3, factor=factor)
+    optimizer = let_through.loop.optimizer
+    real = optimizer.update
+    optimizer.update = lambda rate, bad=None: real(rate)  # type: ignore[method-assign]
+    with pytest.raises(TrainingError):
+        let_through.loop.run()
+    assert not all(torch.equal(one, expected[name]) for name, one in weights_of(let_through).items())
+
+
+# --- fp16 ------------------------------------------------------------------------------------------------------------
+
+
+def fp16(plain: dict[str, Any], **train: Any) -> dict[str, Any]:
+    return with_(plain, train={"precision": "fp16", **train})
+
+
+def scales(run_dir: Path) -> list[tuple[float, int]]:
+    records = [one for one in read_records(run_dir / "metrics.jsonl") if one["kind"] == "train"]
+    return [(one["loss_scale"], one["skipped"]) for one in records]
+
+
+def test_fp16_follows_fp32(plain: dict[str, Any], tmp_path: Path) -> None:
+    runs.run_alone(plain, tmp_path / "fp32")
+    runs.run_alone(fp16(plain), tmp_path / "fp16")
+    assert scales(tmp_path / "fp16")[-1] == (watch.FIRST_SCALE, 0)
+    assert runs.values(tmp_path / "fp16", "loss") == pytest.approx(runs.values(tmp_path / "fp32", "loss"), rel=5e-3)
+
+
+def test_gradients_too_large_for_fp16_leave_the_update_out(plain: dict[str, Any], tmp_path: Path) -> None:
+    steady = fp16(plain, **CONSTANT)
+    assembled = runs.assemble_alone(steady, tmp_path / "run")
+    assembled.loop._watch._scale.fill_(2.0**23)
+    before = weights_of(assembled)
+    seen: list[bool] = []
+    real = assembled.loop._after_step
+
+    def after(*args: Any) -> None:
+        seen.append(all(torch.equal(one, before[name]) for name, one in weights_of(assembled).items()))
+        real(*args)
+
+    assembled.loop._after_step = after  # type: ignore[method-assign]
+    assembled.loop.run()
+    found = scales(tmp_path / "run")
+    left_out = found[-1][1]
+    assert 2 <= left_out <= 7
+    # The scale is halved in each of these steps; weights are as they were until one update is good.
+    assert found[:left_out] == [(2.0 ** (22 - number), number + 1) for number in range(left_out)]
+    assert found[-1][0] == 2.0 ** (23 - left_out)
+    assert seen == [True] * left_out + [False] * (8 - left_out)
+    norms = runs.values(tmp_path / "run", "grad_norm")
+    assert [norm is None for norm in norms] == [True] * left_out + [False] * (8 - left_out)
+
+
+def test_the_loss_scale_is_resumed(plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "GROWTH_STEPS", 3)
+    runs.run_alone(fp16(plain), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoint-000008")
+    runs.run_alone(fp16(plain), tmp_path / "cut")
+    assert runs.trace(tmp_path / "cut") == runs.trace(tmp_path / "whole")
+    assert scales(tmp_path / "cut") == scales(tmp_path / "whole")
+    assert len(set(scales(tmp_path / "whole"))) >= 3
+    state = json.loads((tmp_path / "whole" / "checkpoint-000004" / "training_state" / "state.json").read_text())
+    assert (state["loss_scale"], state["good_steps"]) == (2 * watch.FIRST_SCALE, 1)
+
+
+def test_gradients_that_stay_too_large_end_the_run(
+    plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "MOST_SKIPPED", 4)
+    loop = runs.assemble_alone(fp16(plain), tmp_path / "run").loop
+    loop._watch._scale.fill_(2.0**100)
+    with pytest.raises(TrainingError, match="4 steps in a row are too large for fp16, the last at step 4") as caught:
+        loop.run()
+    assert "bf16" in str(caught.value.repair)
+
+
+def test_ranks_leave_an_update_out_alike(plain: dict[str, Any], tmp_path: Path) -> None:
+    hot = with_(fp16(plain, max_steps=6, **CONSTANT), checkpoint={"every_steps": 1})
+    runs.run_alone(hot, tmp_path / "one")
+    for step in (2, 3, 4, 5, 6):
+        shutil.rmtree(tmp_path / "one" / f"checkpoint-{step:06d}")
+    checkpoint = tmp_path / "one" / "checkpoint-000001"
+    path = checkpoint / "training_state" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "loss_scale": 2.0**21}))
+    manifest.write(checkpoint, manifest.build(manifest.entries_of(checkpoint), step=1, metrics={}))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    runs.run_alone(hot, tmp_path / "one")
+    run_group(hot, tmp_path / "two", world_size=2)
+    assert scales(tmp_path / "two") == scales(tmp_path / "one")
+    assert 1 <= scales(tmp_path / "two")[-1][1] <= 4
+    assert runs.values(tmp_path / "two", "loss") == pytest.approx(runs.values(tmp_path / "one", "loss"), rel=5e-3)
