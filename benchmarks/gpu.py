@@ -64,6 +64,7 @@ from finray.training.loop import peak_memory
 from finray.training.optimizer import Optimizer
 from finray.training.state import TrainState
 from finray.training.step import train_step
+from finray.training.watch import Watch
 from harness.report import machine
 from harness.rows import make_rows
 
@@ -257,6 +258,7 @@ def stepper(task: CausalLM, device: torch.device) -> Step:
     train = TrainConfig(learning_rate=1e-4)
     optimizer = Optimizer(task.trainable(), train)
     state = TrainState(random_key=1)
+    watch = Watch(state, device, scaled=False)
 
     def step(data: StepData) -> float:
         result = train_step(
@@ -265,11 +267,12 @@ def stepper(task: CausalLM, device: torch.device) -> Step:
             optimizer,
             data,
             state,
+            watch,
             learning_rate=train.learning_rate,
             max_grad_norm=train.max_grad_norm,
         )
         state.step += 1
-        return result.loss
+        return float(result.loss)
 
     return step
 

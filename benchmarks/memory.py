@@ -251,6 +251,7 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
     from finray.training.optimizer import Optimizer
     from finray.training.state import TrainState
     from finray.training.step import train_step
+    from finray.training.watch import Watch
 
     quiet()
     attention.register()
@@ -277,7 +278,9 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
             samples=(),
             items=len(shares),
         )
-        train_step(task, DataParallel(device), optimizer, data, TrainState(), learning_rate=1e-5, max_grad_norm=1.0)
+        state = TrainState()
+        watch = Watch(state, device, scaled=False)
+        train_step(task, DataParallel(device), optimizer, data, state, watch, learning_rate=1e-5, max_grad_norm=1.0)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

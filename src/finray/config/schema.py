@@ -468,15 +468,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _strategy_can(self) -> Config:
-        train, strategy = self.train, self.parallel.strategy
-        if strategy not in ("ddp", "fsdp"):
-            if train.precision == "fp16":
-                raise ValueError(f"train.precision: fp16 works with ddp and fsdp; with {strategy} take bf16 or fp32")
-            if train.optimizer in ("adafactor", "muon"):
-                raise ValueError(
-                    f"train.optimizer: {train.optimizer} needs whole matrices, and {strategy} flattens them; take "
-                    "adamw or an 8-bit one, or parallel.strategy fsdp"
-                )
+        if self.parallel.strategy == "deepspeed" and self.train.optimizer in ("adafactor", "muon"):
+            raise ValueError(
+                f"train.optimizer: {self.train.optimizer} needs whole matrices, DeepSpeed flattens them; take adamw "
+                "or an 8-bit one, or set parallel.strategy to fsdp"
+            )
         return self
 
     @model_validator(mode="after")

@@ -177,7 +177,7 @@ def worst_peak(
     """
     choice = _choice(config, device, Findings())
     if checkpointing:
-        choice = replace(choice, gradient_checkpointing=True)
+        choice = replace(choice, gradient_checkpointing="full")
     work = _workload(config, blueprint, Rows(), choice.micro_batch_size, choice.max_length, packs=packs)
     return estimate(blueprint, _setup(config, choice, device, stored, ray=True), work).total
 

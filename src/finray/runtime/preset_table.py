@@ -55,7 +55,7 @@ def preset_flops(config: Config) -> Flops:
         build_blueprint(shape, config.adapter),
         row=min(ROW, config.data.max_length),
         learned=LEARNED,
-        checkpointing=bool(config.train.gradient_checkpointing),
+        checkpointing=config.train.gradient_checkpointing == "full",
     )
 
 

@@ -88,10 +88,8 @@ class ConsoleTracker:
 
 def describe(record: dict[str, Any]) -> str:
     """The numbers of a training record in one line."""
-    return (
-        f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  grad norm {record['grad_norm']:.3f}  "
-        f"{record['tokens_per_s']:,.0f} tokens/s"
-    )
+    norm = "too large for fp16" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
+    return f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  grad norm {norm}  {record['tokens_per_s']:,.0f} tokens/s"
 
 
 def duration(seconds: float) -> str:

@@ -138,3 +138,16 @@ def test_errors_survive_a_trip_through_json(kind: type[FinrayError]) -> None:
 
 def test_the_schema_has_no_two_fields_that_a_suggestion_would_confuse() -> None:
     assert Config.model_fields.keys() == sections().keys()
+
+
+def test_checkpointing_of_older_files_is_understood() -> None:
+    def value(given: Any) -> str:
+        return build_config(
+            {**SMALL, "train": {"gradient_checkpointing": given}}, source="t"
+        ).train.gradient_checkpointing
+
+    assert [value(True), value(False), value("selective")] == ["full", "none", "selective"]
+    with pytest.raises(
+        ConfigError, match=r"train\.gradient_checkpointing: input should be 'none', 'selective' or 'full'"
+    ):
+        value("some")

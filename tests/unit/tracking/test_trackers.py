@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finray.tracking.console import ConsoleTracker, duration
+from finray.tracking.console import ConsoleTracker, describe, duration
 from finray.tracking.jsonl import JsonlTracker, read_records
 from finray.tracking.tensorboard import TensorBoardTracker
 
@@ -100,3 +100,7 @@ def test_a_terminal_gets_a_bar() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(3.4, "3s"), (65, "1m05s"), (3720, "1h02m")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_step_without_a_norm_says_why() -> None:
+    assert "grad norm too large for fp16" in describe(record(1, grad_norm=None))

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
-from finray.errors import CheckpointError
+from finray.config.load import build_config
+from finray.errors import CheckpointError, ConfigError
 from finray.models.roles import roles_of
 from finray.training.eight_bit import pack, unpack
 from finray.training.optimizer import Optimizer, torch_optimizer, warnings_of
@@ -224,3 +225,18 @@ def test_embeddings_heads_and_norms_are_known() -> None:
     for group in groups:
         for one in group["params"]:
             assert (group["weight_decay"] == 0.0) == (one.ndim < 2)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+def test_what_flattens_matrices_is_refused(kind: str) -> None:
+    def fields(strategy: str) -> dict[str, Any]:
+        return {
+            "model": {"name": "m"},
+            "data": {"source": "rows.jsonl"},
+            "train": {"optimizer": kind},
+            "parallel": {"strategy": strategy},
+        }
+
+    with pytest.raises(ConfigError, match=f"{kind} needs whole matrices"):
+        build_config(fields("deepspeed"), source="test")
+    build_config(fields("fsdp"), source="test")
