@@ -85,8 +85,10 @@ def assemble(
     if first and not packing.safe:
         notify({"kind": "warning", "step": 0, "message": packing.warning})
     task = together(strategy, lambda: _task(config, precision, strategy, packing))
+    # ZeRO gives empty tensors some memory when it shards them, and no values.
+    empty = task.is_empty
     strategy.shard(task.module, blocks_of(task.model))
-    if task.is_empty:
+    if empty:
         together(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
     extra: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
     task.module, optimizer = strategy.optimizer(
