@@ -120,11 +120,18 @@ def export(
         raise ConfigError(f"`{dtype}` is no storage dtype", where="--dtype", repair="use fp32 or bf16")
     exported = export_model(run, output, merge=merge, dtype=dtype, base=base)
     what = f"model in {exported.dtype}" if exported.merged else "adapter"
-    show.console().print(
-        f"wrote the {what} to {exported.folder}\nread back: logits differ by {exported.difference:.1e} of their spread",
-        highlight=False,
-        soft_wrap=True,
-    )
+    lines = [
+        f"wrote the {what} to {exported.folder}",
+        f"read back: logits differ by {exported.difference:.1e} of their spread",
+    ]
+    if exported.onto is not None:
+        lines.append(f"merged onto {exported.onto} in full precision")
+    if exported.trained_on is not None:
+        measured = "is not measured without bitsandbytes"
+        if exported.rounding is not None:
+            measured = f"differ by {exported.rounding:.1e} of their spread"
+        lines.append(f"trained on the base in {exported.trained_on}: logits there {measured}")
+    show.console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 @app.command("import-gguf")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finray.config.schema import ModelConfig
+from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models.adapters import SETTINGS, load_adapter
+from finray.models.causal_lm import CausalLM
 from finray.models.loading import load_causal_lm
+from finray.models.sharded import materialise
 
 NOTES = "finray.json"
 
@@ -51,11 +54,11 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     notes: dict[str, Any] = json.loads(notes_file.read_text(encoding="utf-8")) if notes_file.is_file() else {}
     if (folder / SETTINGS).is_file():
         named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        words = list(notes.get("new_tokens") or [])
         if base is not None:
-            return Artifact(folder, ModelConfig(name=base), notes)
-        return Artifact(
-            folder, ModelConfig(name=notes.get("base_model") or named, revision=notes.get("revision")), notes
-        )
+            return Artifact(folder, ModelConfig(name=base, new_tokens=words), notes)
+        name, revision = notes.get("base_model") or named, notes.get("revision")
+        return Artifact(folder, ModelConfig(name=name, revision=revision, new_tokens=words), notes)
     if (folder / "config.json").is_file():
         return Artifact(folder, None, notes)
     raise ModelError(
@@ -71,3 +74,18 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
         return load_causal_lm(ModelConfig(name=str(artifact.folder)), dtype=dtype).eval()
     model = load_causal_lm(artifact.base, dtype=dtype)
     return load_adapter(model, artifact.folder)
+
+
+def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
+    """An adapter on a base model in as few bits as it was trained on (fp32 arithmetic), for comparison."""
+    assert artifact.base is not None
+    settings = json.loads((artifact.folder / SETTINGS).read_text(encoding="utf-8"))
+    adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=settings.get("modules_to_save") or [])
+    device = torch.device("cpu")
+    task = CausalLM.build(artifact.base, adapter, precision="fp32", seed=0, device=device, packs=False, bits=bits)
+
+    def fill(tensor: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
+        tensor.copy_(read(0, len(tensor)) if tensor.ndim else read(0, 1))
+
+    materialise(task.model, artifact.base, adapter, device=device, seed=0, fill=fill, shape_of=lambda one: one.shape)
+    return task.model.eval()

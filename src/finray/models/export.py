@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.models.adapters import SETTINGS, WEIGHTS, load_adapter
-from finray.models.artifacts import NOTES, Artifact, load_artifact
+from finray.models.artifacts import NOTES, Artifact, load_artifact, load_as_trained
 from finray.models.loading import DTYPES, load_causal_lm
+from finray.models.quantised import BITS
 from finray.models.tokenizers import load_tokenizer
 
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
@@ -25,12 +27,26 @@ _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written, and how far its logits lie from those of base + adapter (relative to their spread)."""
+    """What was written.
+
+    Attributes:
+        folder: where.
+        merged: whether it is a whole model.
+        dtype: of its weights.
+        difference: how far its logits lie from those of base + adapter, relative to their spread.
+        onto: the base model that an adapter was merged onto.
+        trained_on: how that was stored in training, where not in full: ``4bit`` or ``8bit``.
+        rounding: how far its logits lie from those of the base as it was in training + adapter, which learned to
+            correct that base's rounding too; None where it was not stored in fewer bits, or bitsandbytes is missing.
+    """
 
     folder: Path
     merged: bool
     dtype: str
     difference: float
+    onto: str | None = None
+    trained_on: str | None = None
+    rounding: float | None = None
 
 
 def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Exported:
@@ -86,7 +102,18 @@ def _export(artifact: Artifact, scratch: Path, output: Path, *, merge: bool, dty
             where=str(output),
             repair="nothing was kept; try --dtype fp32, or report this with the model's name",
         )
-    return Exported(output, merge or not artifact.is_adapter, used, difference)
+    if not merge or artifact.base is None:
+        return Exported(output, not artifact.is_adapter, used, difference)
+    stored = artifact.notes.get("quantization")
+    trained_on = stored if stored in BITS else None
+    rounding = None
+    if trained_on is not None and find_spec("bitsandbytes") is not None:
+        del trained
+        rounding = _difference(_logits(load_as_trained(artifact, bits=BITS[trained_on]), probe), _logits(again, probe))
+    said = {"rows": artifact.notes.get("rows"), "merged_onto": artifact.base.name, "revision": artifact.base.revision}
+    said |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
+    (scratch / NOTES).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    return Exported(output, True, used, difference, artifact.base.name, trained_on, rounding)
 
 
 def _copy_with(source: Path, target: Path, **fields: str) -> None:

@@ -11,6 +11,7 @@ Scales belong to the module and are not sharded: they are 0.13 bits a weight (4 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -140,8 +141,14 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
     The head stays as it is, and so do what is trained whole (``keep``, endings of names) and layers of odd shapes.
 
     Raises:
-        ModelError: there is no linear layer.
+        ModelError: there is no linear layer, or bitsandbytes is not installed.
     """
+    if find_spec("bitsandbytes") is None:
+        raise ModelError(
+            "a package for quantization is not installed",
+            where="model.quantization",
+            repair="pip install 'finray[quantization]'",
+        )
     head = model.get_output_embeddings()
     found = [
         (name, module)

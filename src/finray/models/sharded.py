@@ -129,7 +129,7 @@ def materialise(
         ModelError: a weight is nowhere to be found.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    model.to_empty(device=device)
+    _give_memory(model, device)
     for module in inner.modules():
         if any(True for _ in module.buffers(recurse=False)):
             # Computed buffers (rotary frequencies, scales of embeddings) are in no file.
@@ -162,6 +162,19 @@ def materialise(
     if adapter.start_from is not None:
         adapters.load_start(model, Path(adapter.start_from), fill, shape_of)
     return source.is_whole
+
+
+def _give_memory(model: Any, device: torch.device) -> None:
+    """Memory for tensors on the meta device; those that are tied stay tied, which torch does not see to."""
+    places: dict[int, list[tuple[Any, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (first, own), *others in places.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[own]
 
 
 def _gathered(read: Read, rows: list[int]) -> torch.Tensor:

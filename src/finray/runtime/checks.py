@@ -49,7 +49,14 @@ def require_startable(config: Config) -> None:
 def quick_problems(config: Config) -> list[FinrayError]:
     """Everything that the quick checks find; paths of the config must be absolute."""
     problems: list[FinrayError] = []
-    for check in (check_inputs, check_extras, check_output, check_stored_model, deepspeed_config.check):
+    for check in (
+        check_inputs,
+        check_extras,
+        check_output,
+        check_stored_model,
+        deepspeed_config.check,
+        check_quantization,
+    ):
         with collected(problems):
             check(config)
     return problems
@@ -79,6 +86,8 @@ def check_extras(
         wanted["quantization"] = ("bitsandbytes", "train.optimizer")
     if config.parallel.strategy == "deepspeed":
         wanted["deepspeed"] = ("deepspeed", "parallel.strategy")
+    if config.model.quantization in ("4bit", "8bit"):
+        wanted.setdefault("quantization", ("bitsandbytes", "model.quantization"))
     data = config.data
     urls = [("data.source", data.source), ("data.eval_source", data.eval_source), ("prepare.dir", config.prepare.dir)]
     urls += [(f"data.mix.{index}.source", one.source) for index, one in enumerate(data.mix)]
@@ -93,6 +102,29 @@ def check_extras(
             f"{'are' if len(missing) > 1 else 'is'} not installed",
             where=", ".join(sorted(set(missing.values()))),
             repair=f"pip install 'finray[{','.join(sorted(missing))}]'",
+        )
+
+
+def check_quantization(config: Config) -> None:
+    """See that the base model can be stored in fewer bits.
+
+    Raises:
+        ConfigError: its file, or DeepSpeed's stage, does not allow that.
+    """
+    if config.model.quantization == "none" or config.adapter.method == "none":
+        return
+    where = f"model.quantization={config.model.quantization}"
+    if Path(config.model.name).suffix == ".gguf":
+        raise ConfigError(
+            "a GGUF file is unpacked as it is read, and is not packed again",
+            where=where,
+            repair="`finray import-gguf` makes a model directory of it, which can be",
+        )
+    if config.parallel.strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3:
+        raise ConfigError(
+            "ZeRO-3 shares weights out by itself, and knows nothing of packed ones and their scales",
+            where=f"{where}, parallel.strategy=deepspeed",
+            repair="parallel.strategy=fsdp, or parallel.zero_stage=2, or model.quantization=none",
         )
 
 

@@ -8,10 +8,16 @@ from typing import TypeVar
 from finray.config.schema import Config, Section
 from finray.data.storage import is_url
 from finray.runtime.rundir import RunDir
+from finray.runtime.starting import with_start
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """The config with every local path made absolute; what is not there keeps its name (it may be on the Hub)."""
+    """The config with every local path made absolute; what is not there keeps its name (it may be on the Hub).
+
+    Raises:
+        ConfigError: ``adapter.start_from`` cannot be continued with this config (:func:`with_start`).
+    """
+    config = with_start(config)
     data = _absolute(config.data, "source", "eval_source")
     data = data.model_copy(update={"mix": [_absolute(one, "source") for one in data.mix]})
     prepare = config.prepare.model_copy(

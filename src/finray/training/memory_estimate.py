@@ -45,8 +45,9 @@ HEAP_HOLES = 0.6
 HEAP_HOLES_WITHOUT_CACHE = 0.28
 # torch's CUDA allocator rounds blocks up and splits them; with expandable segments little is lost.
 CUDA_HOLES = 0.03
-# Quantised storage: a scale per 64 weights for 4 bits (NF4, fp32), a scale per row for 8.
-BITS_OVERHEAD = {4: 0.5, 8: 0.05}
+# Scales of quantised storage, in bits a weight: for 4 bits (NF4, double quantisation) a byte per 64 weights and four
+# per 64 * 256, for 8 bits an fp32 number per row, of some hundred to some thousand weights.
+BITS_OVERHEAD = {4: 8 / 64 + 32 / (64 * 256), 8: 0.03}
 # DeepSpeed's default size of its buckets and of what ZeRO-3 fetches ahead, in elements.
 ZERO_BUCKET = 500_000_000
 ZERO_PREFETCH = 50_000_000
@@ -161,9 +162,11 @@ def weight_bytes(blueprint: Blueprint, setup: Setup) -> float:
         each = setup.element if setup.strategy.startswith("zero") else FP32
         whole = float(each * blueprint.base)
     elif setup.storage_bits:
-        bits = setup.storage_bits + BITS_OVERHEAD[setup.storage_bits]
         rest = blueprint.base - blueprint.linear_weights
-        whole = blueprint.linear_weights * bits / 8 + rest * setup.element
+        scales = blueprint.linear_weights * BITS_OVERHEAD[setup.storage_bits] / 8
+        packed = blueprint.linear_weights * setup.storage_bits / 8 + rest * setup.element
+        # Every worker has all scales.
+        return scales + packed / (setup.sharers if setup.strategy == "fsdp" else 1)
     else:
         whole = float(setup.element * blueprint.base)
     return whole / (setup.sharers if setup.strategy in ("fsdp", "zero3") else 1)
@@ -205,6 +208,7 @@ def _forward(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, fl
         "weights cast": cast_bytes(blueprint, setup),
         "logits": logit_bytes(blueprint, setup, work),
         "gathered weights": gathered_bytes(blueprint, setup),
+        "unpacked weight": unpacked_bytes(blueprint, setup),
     }
 
 
@@ -218,6 +222,7 @@ def _backward(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, f
         "gradients": gradient_bytes(blueprint, setup) + table,
         "activations": last_layer + widest_bytes(blueprint, setup, work),
         "gathered weights": gathered_bytes(blueprint, setup),
+        "unpacked weight": unpacked_bytes(blueprint, setup),
     }
 
 
@@ -233,6 +238,7 @@ def _recompute(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, 
         + widest_bytes(blueprint, setup, work),
         "weights cast": cast_bytes(blueprint, setup) / layers,
         "gathered weights": gathered_bytes(blueprint, setup),
+        "unpacked weight": unpacked_bytes(blueprint, setup),
     }
 
 
@@ -260,6 +266,16 @@ def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
     if setup.strategy == "fsdp":
         return FP32 * _trained_per_layer(blueprint)
     return setup.element * min(blueprint.trainable, ZERO_BUCKET)
+
+
+def unpacked_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """The largest packed weight, unpacked for its product (from 8 bits by way of fp32)."""
+    if setup.storage_bits is None or blueprint.adapter == 0:
+        return 0
+    layers = [linear for block in blueprint.blocks for linear in block.linears]
+    layers += [linear for linear, _ in blueprint.other_linears]
+    largest = max((linear.weights for linear in layers), default=0)
+    return largest * (setup.element + (FP32 if setup.storage_bits == 8 else 0))
 
 
 def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:

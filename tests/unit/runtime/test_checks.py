@@ -12,7 +12,14 @@ import pytest
 
 from finray.config.schema import Config
 from finray.errors import ConfigError, ModelError
-from finray.runtime.checks import check_extras, check_output, check_stored_model, quick_problems, require_startable
+from finray.runtime.checks import (
+    check_extras,
+    check_output,
+    check_quantization,
+    check_stored_model,
+    quick_problems,
+    require_startable,
+)
 from tests.support import runs, tiny
 
 
@@ -95,3 +102,25 @@ def test_transformers_is_not_imported(plain: dict[str, Any], tmp_path: Path) -> 
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_packed_bases_that_cannot_be(plain: dict[str, Any]) -> None:
+    four = {"model": {"quantization": "4bit"}}
+    zero = {"strategy": "deepspeed", "zero_stage": 3}
+    with pytest.raises(ConfigError, match="ZeRO-3") as caught:
+        check_quantization(with_fields(plain, **four, parallel=zero))
+    assert "parallel.strategy=fsdp" in str(caught.value.repair)
+    with pytest.raises(ConfigError, match="GGUF"):
+        check_quantization(with_fields(plain, model={**four["model"], "name": "a.gguf"}))
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        with_fields(plain, **four, adapter={"method": "none"})
+    for parallel in ({**zero, "zero_stage": 2}, {"strategy": "fsdp"}):
+        check_quantization(with_fields(plain, **four, parallel=parallel))
+    check_quantization(with_fields(plain, parallel=zero))
+
+
+def test_bitsandbytes_is_asked_for(plain: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_extras(with_fields(plain, model={"quantization": "8bit"}), installed=lambda package: False)
+    assert caught.value.repair == "pip install 'finray[quantization]'"
+    assert caught.value.where == "model.quantization"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finray.models.artifacts import read_artifact
+from finray.models.export import export
+from finray.runtime.starting import with_start
 from tests.support import runs, tiny
+from tests.support.group import run_all
 
 WORDS = ["<begin>", "<end>"]
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -27,6 +32,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "4bit dora": {"model": {"quantization": "4bit"}, "adapter": {"method": "dora"}},
     "4bit new tokens": {"model": {"quantization": "4bit", "new_tokens": WORDS}},
 }
+LAST = "checkpoint-000008"
 TOKENS = torch.arange(3, 40)[None]
 
 
@@ -55,26 +61,96 @@ def plain_peft(base: str, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, Any]) -> dict[str, tuple[Path, torch.Tensor]]:
+    """Every case trained by one process: run directory, and the logits of the model at the end."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = {}
+    for case, sections in CASES.items():
+        task = runs.run_alone(with_(plain, sections), folder / case).loop.task
+        found[case] = (folder / case, logits(task.model))
+    return found
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_run(case: str, plain: dict[str, Any], tmp_path: Path) -> None:
-    settings = with_(plain, CASES[case])
-    task = runs.run_alone(settings, tmp_path / "whole").loop.task
-    losses = runs.values(tmp_path / "whole", "loss")
+def test_it_learns_and_resumes_to_the_bit(
+    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = done[case][0]
+    losses = runs.values(whole, "loss")
     assert sum(losses[-3:]) < sum(losses[:3])
-    # Resumed.
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-000008")
-    runs.run_alone(settings, tmp_path / "cut")
-    assert runs.trace(tmp_path / "cut") == runs.trace(tmp_path / "whole")
-    name = "checkpoint-000008/adapter_model.safetensors"
-    assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    # In plain PEFT.
-    folder = (tmp_path / "whole" / name).parent
-    for tensor_name, tensor in runs.adapter_weights(folder).items():
-        assert tensor.abs().sum() > 0, tensor_name
-    loaded = plain_peft(plain["model"]["name"], folder)
-    if "quantization" not in settings["model"]:
-        torch.testing.assert_close(logits(loaded), logits(task.model), rtol=1e-4, atol=1e-4)
+    shutil.copytree(whole, tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / LAST)
+    runs.run_alone(with_(plain, CASES[case]), tmp_path / "cut")
+    assert runs.trace(tmp_path / "cut") == runs.trace(whole)
+    name = f"{LAST}/adapter_model.safetensors"
+    assert (tmp_path / "cut" / name).read_bytes() == (whole / name).read_bytes()
+
+
+def is_packed(case: str) -> bool:
+    return "quantization" in CASES[case].get("model", {})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_loads_in_plain_peft_and_merges(
+    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = done[case][0] / LAST
+    for name, tensor in runs.adapter_weights(folder).items():
+        assert tensor.abs().sum() > 0, name
+    loaded = logits(plain_peft(plain["model"]["name"], folder))
+    if not is_packed(case):
+        torch.testing.assert_close(loaded, done[case][1], rtol=1e-4, atol=1e-4)
+    exported = export(read_artifact(folder), tmp_path / "merged", merge=True, dtype="fp32")
+    merged = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"), dtype=torch.float32)
+    torch.testing.assert_close(logits(merged), loaded, rtol=1e-4, atol=1e-4)
+    assert exported.onto == plain["model"]["name"]
+    notes = json.loads((tmp_path / "merged" / "finray.json").read_text())
+    assert notes["merged_onto"] == exported.onto
+    if is_packed(case):
+        # What was trained is what is compared with: the difference is that of the packed base.
+        spread = float(done[case][1].std())
+        expected = float((done[case][1] - loaded).abs().max()) / spread
+        assert exported.trained_on == CASES[case]["model"]["quantization"]
+        assert exported.rounding is not None
+        assert 0.1 * expected < exported.rounding < 10 * expected
+        assert notes["difference_from_training"] == exported.rounding
+    else:
+        assert exported.trained_on is exported.rounding is None
+
+
+def test_two_ranks_of_fsdp_give_the_same_curves_and_files(
+    done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    cases = ("dora", "8bit pissa", "4bit new tokens")
+    jobs = [({**with_(plain, CASES[case]), "parallel": {"strategy": "fsdp"}}, tmp_path / case) for case in cases]
+    run_all(jobs, world_size=2)
+    for case in cases:
+        whole = done[case][0]
+        assert runs.values(tmp_path / case, "loss") == pytest.approx(runs.values(whole, "loss"), rel=1e-4), case
+        shapes = [
+            {name: tuple(tensor.shape) for name, tensor in runs.adapter_weights(run / LAST).items()}
+            for run in (whole, tmp_path / case)
+        ]
+        assert shapes[0] == shapes[1]
+        for name, tensor in runs.adapter_weights(tmp_path / case / LAST).items():
+            assert tensor.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("case", ["dora", "pissa", "new tokens", "4bit"])
+def test_another_run_goes_on_from_an_adapter(
+    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = done[case][0] / LAST
+    sections = {"model": {"quantization": "4bit"}} if is_packed(case) else {}
+    settings = with_(plain, sections)
+    settings["adapter"] = {"start_from": str(folder)}
+    config = with_start(runs.config_of(settings)).plain()
+    assembled = runs.assemble_alone(config, tmp_path)
+    torch.testing.assert_close(logits(assembled.loop.task.model), done[case][1], rtol=1e-4, atol=1e-4)
+    assembled.loop.task.model.get_base_model().set_attn_implementation("finray_packed")
+    assembled.loop.run()
+    assert runs.values(tmp_path, "loss")[0] < runs.values(done[case][0], "loss")[0]
 
 
 def test_pissa_begins_at_the_base_model_with_its_principal_parts(plain: dict[str, Any], tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Packed weights: as small as they should be, unpacked as bitsandbytes does, and no part of what a row learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.errors import ModelError
+from finray.models import adapters
+from finray.models.artifacts import Artifact, load_as_trained
+from finray.models.blueprint import build_blueprint
+from finray.models.loading import load_causal_lm
+from finray.models.quantised import QuantisedLinear, quantise_layers, resolve_bits
+from finray.training.memory_estimate import adapter_bytes, weight_bytes
+from finray.training.memory_setup import Setup
+from tests.support import tiny
+
+
+def packed(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> QuantisedLinear:
+    plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer = QuantisedLinear(plain, bits, dtype)
+    content = layer.pack(weight)
+    assert content.shape == layer.weight.shape
+    assert content.dtype == dtype
+    layer.weight = torch.nn.Parameter(content, requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "error"), [(4, 0.2), (8, 0.02)])
+def test_product_and_gradient_are_those_of_the_unpacked_weight(bits: int, error: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(48, 64).to(dtype)
+    layer = packed(weight, bits, dtype)
+    assert float((layer.dequantize() - weight).abs().mean()) < error * float(weight.abs().mean())
+    x = torch.randn(2, 5, 64).to(dtype).requires_grad_()
+    output = layer(x)
+    (grad,) = torch.autograd.grad(output.float().square().sum(), x)
+    other = x.detach().clone().requires_grad_()
+    expected = other @ layer.dequantize().T
+    (expected_grad,) = torch.autograd.grad(expected.float().square().sum(), other)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(grad, expected_grad)
+
+
+def test_four_bits_are_nf4_with_double_quantisation() -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    torch.manual_seed(0)
+    weight = torch.randn(64, 128)
+    layer = packed(weight, 4, torch.float32)
+    assert layer.scales.quant_type == "nf4"
+    assert layer.scales.nested
+    content, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    assert torch.equal(layer.dequantize(), dequantize_4bit(content, state))
+
+
+def storages(model: Any) -> int:
+    """Bytes of everything that a model keeps: weights, buffers, and the scales beside packed weights."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear) and module.bits == 8:
+            tensors.append(module.scales)
+        elif isinstance(module, QuantisedLinear):
+            inner = module.scales.state2
+            tensors += [module.scales.absmax, module.scales.code, inner.absmax, inner.code, module.scales.offset]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+def test_memory_of_a_real_model_is_what_the_estimate_says(smollm2_dir: Path, tmp_path: Path) -> None:
+    base = ModelConfig(name=str(smollm2_dir))
+    adapter = AdapterConfig(rank=2, target_modules=["q_proj"])
+    blueprint = build_blueprint(base, adapter)
+    whole = adapters.add_lora(load_causal_lm(base, dtype=torch.float32), adapter, seed=1)
+    save_file(adapters.adapter_tensors(whole), tmp_path / adapters.WEIGHTS)
+    whole.peft_config[adapters.NAME].save_pretrained(str(tmp_path))
+    model = load_as_trained(Artifact(tmp_path, base, {}), bits=4)
+    setup = Setup(storage_bits=4)
+    expected = weight_bytes(blueprint, setup) + adapter_bytes(blueprint, setup)
+    assert storages(model) == pytest.approx(expected, rel=0.02)
+    assert storages(whole) > 1.8 * storages(model)
+
+
+def test_auto() -> None:
+    assert resolve_bits("auto", device="cuda", workers=1) == 8
+    assert resolve_bits("auto", device="cuda", workers=2) is None
+    assert resolve_bits("auto", device="cpu", workers=1) is None
+    assert resolve_bits("4bit", device="cpu", workers=2) == 4
+
+
+def test_the_head_and_what_is_trained_whole_stay_as_they_are() -> None:
+    with torch.device("meta"):
+        model = tiny.build_model("llama")
+    assert quantise_layers(model, 4, dtype=torch.bfloat16, keep=["o_proj"]) == 12
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    assert kinds["lm_head"] is kinds["model.layers.0.self_attn.o_proj"] is torch.nn.Linear
+    assert kinds["model.layers.1.mlp.up_proj"] is QuantisedLinear
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    with torch.device("meta"):
+        model = tiny.build_model("gpt2")
+    with pytest.raises(ModelError, match="no linear layers"):
+        quantise_layers(model, 4, dtype=torch.bfloat16)

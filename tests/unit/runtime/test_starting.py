@@ -1,0 +1,107 @@
+"""Going on from an adapter: what it says of itself is taken over, and contradictions name both places."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.config.load import build_config
+from finray.config.schema import Config
+from finray.errors import ConfigError
+from finray.runtime.starting import with_start
+
+SETTINGS: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": 8,
+    "lora_alpha": 24,
+    "use_rslora": True,
+    "target_modules": ["v_proj", "q_proj"],
+    "modules_to_save": None,
+    "bias": "none",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS), encoding="utf-8")
+    (tmp_path / "finray.json").write_text(json.dumps({"new_tokens": ["<x>"]}), encoding="utf-8")
+    return tmp_path
+
+
+def config(folder: Path, model: dict[str, Any] | None = None, **adapter: Any) -> Config:
+    plain = {
+        "model": {"name": "m", **(model or {})},
+        "data": {"source": "rows.jsonl"},
+        "adapter": {"start_from": str(folder), **adapter},
+    }
+    return build_config(plain, source="test")
+
+
+def test_what_is_left_open_is_taken_over(folder: Path) -> None:
+    found = with_start(config(folder, dropout=0.1))
+    assert found.adapter.model_dump() == {
+        **found.adapter.model_dump(),
+        "method": "rslora",
+        "rank": 8,
+        "alpha": 24.0,
+        "dropout": 0.1,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    assert found.model.new_tokens == ["<x>"]
+    # Once more, of a config in which everything is said.
+    assert with_start(build_config(found.plain(), source="saved")) == found
+
+
+def test_a_finished_run_stands_for_its_adapter(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "final").symlink_to(folder)
+    assert with_start(config(run)).adapter.start_from == str(run / "final")
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"rank": 16}, "adapter.rank"),
+        ({"method": "dora"}, "adapter.method"),
+        ({"target_modules": ["q_proj"]}, "adapter.target_modules"),
+        ({"model": {"new_tokens": ["<y>"]}}, "model.new_tokens"),
+    ],
+)
+def test_contradictions_name_both_places(folder: Path, fields: dict[str, Any], place: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_start(config(folder, **fields))
+    assert place in str(caught.value.where)
+    assert str(folder) in str(caught.value.where)
+
+
+def test_the_same_said_twice_is_no_contradiction(folder: Path) -> None:
+    with_start(config(folder, rank=8, target_modules=["q_proj", "v_proj"], method="rslora"))
+    with_start(config(folder, target_modules="all-linear"))
+
+
+def test_all_contradictions_at_once(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="2 fields contradict"):
+        with_start(config(folder, rank=16, alpha=1.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "IA3"}, "kind IA3"),
+        ({"init_lora_weights": "pissa_niter_16"}, "changed"),
+        ({"bias": "all"}, "biases"),
+    ],
+)
+def test_adapters_that_cannot_be_continued(folder: Path, change: dict[str, Any], message: str) -> None:
+    (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, **change}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        with_start(config(folder))
+
+
+def test_no_adapter(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no adapter"):
+        with_start(config(tmp_path / "nowhere"))
