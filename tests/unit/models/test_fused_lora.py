@@ -107,3 +107,25 @@ def test_explicit_attention_is_attention(heads: int, shared: int, length: int) -
         results.append([output, *torch.autograd.grad(output.sin().sum(), (query, key, value))])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_pissa_and_its_start_are_one_product() -> None:
+    theirs = adapters.add_lora(tiny.build_model("llama"), AdapterConfig(rank=4, method="pissa"), seed=1).train()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad and "lora_B" in name:
+                parameter.add_(torch.full_like(parameter, 0.01))
+    ours = copy.deepcopy(theirs)
+    assert fused_lora.fuse(ours) == 14
+    expected, expected_grads = gradients(theirs, 0)
+    actual, actual_grads = gradients(ours, 0)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert len(expected_grads) == 28
+    for name, grad in expected_grads.items():
+        torch.testing.assert_close(actual_grads[name], grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_methods_that_are_left_to_peft() -> None:
+    for fields in ({"method": "dora"}, {"method": "pissa", "dropout": 0.1}):
+        model = adapters.add_lora(tiny.build_model("llama"), AdapterConfig(rank=4, **fields), seed=1)
+        assert fused_lora.fuse(model) == 0
