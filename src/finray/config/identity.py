@@ -20,6 +20,7 @@ FREE = (
     "run.output_dir",
     "train.micro_batch_size",
     "train.gradient_checkpointing",
+    "train.activation_offload",
     "train.profile",
     "evaluation",
     "prepare.num_workers",

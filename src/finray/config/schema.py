@@ -328,6 +328,17 @@ class TrainConfig(Section):
             "all but its matrix products and attention (`true` and `false` are `full` and `none`).",
         )
     )
+    activation_offload: bool = Field(
+        False, description="Keep what the backward pass needs in the memory of the CPU meanwhile; for GPUs."
+    )
+    compile: bool = Field(
+        False, description="Compile each layer with `torch.compile`; the first steps take much longer, and others less."
+    )
+    liger: Literal["auto"] | bool = Field(
+        "auto",
+        description="Liger's kernels for norms, rotary embeddings and gated layers: `auto` on a GPU where they are "
+        "installed. The loss stays finray's.",
+    )
     profile: ProfileConfig | None = Field(
         None,
         description="Write a trace of some steps and a table of their time to `<run>/profile/`: `{steps: [10, 15]}`.",

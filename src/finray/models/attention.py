@@ -20,14 +20,14 @@ NAME = "finray_packed"
 EXPLICIT_UP_TO = 512
 
 
-def register() -> None:
-    """Make ``attn_implementation="finray_packed"`` known to Transformers.
+def register(function: Callable[..., Any] | None = None) -> None:
+    """Make ``attn_implementation="finray_packed"`` known to Transformers, as :func:`packed_attention` or another.
 
     It is not registered as a mask: without an entry there, Transformers builds none, and this function needs none.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(NAME, function or packed_attention)
 
 
 def packed_attention(

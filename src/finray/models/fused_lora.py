@@ -1,8 +1,8 @@
 """LoRA's linear layer as one autograd node: the same arithmetic as PEFT's, with fewer passes over memory.
 
 PEFT computes ``base(x) + B(A(x)) * s`` as separate operations: the input is cast for the adapter and kept a second
-time for the backward pass, and the sum and the scaling are passes of their own over the output. Here the adapter's
-product is accumulated into the base's output by the matrix multiplication itself, and the input is kept once.
+time for the backward pass, and the sum and the scaling are passes of their own over the output. Here the base's
+product is accumulated into the adapter's by the matrix multiplication itself, and the input is kept once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from finray.models.first_values import START
 from finray.models.quantised import QuantisedLinear
 
 ADAPTER = "default"
+# Marks layers whose output must not be written twice.
+_APART = "_finray_apart"
 
 
 def fuse(model: Any) -> int:
@@ -34,6 +36,13 @@ def fuse(model: Any) -> int:
             module.forward = types.MethodType(_forward, module)
             count += 1
     return count
+
+
+def keep_apart(module: torch.nn.Module) -> None:
+    """Let the layers of a module write no tensor twice: selective checkpointing cannot keep one that changed."""
+    for part in module.modules():
+        if hasattr(part, "lora_A"):
+            setattr(part, _APART, True)
 
 
 def _is_plain(module: Any) -> bool:
@@ -74,6 +83,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             up,
             self.scaling[ADAPTER],
             base.unpack if isinstance(base, QuantisedLinear) else None,
+            getattr(self, _APART, False),
         )
     return result
 
@@ -92,6 +102,7 @@ class _LoraLinear(torch.autograd.Function):
         lora_b: torch.Tensor,
         scaling: float,
         unpack: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        apart: bool = False,
     ) -> torch.Tensor:
         packed = weight
         if unpack is not None:
@@ -100,8 +111,12 @@ class _LoraLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         inner = flat if dropped is None else dropped.reshape(flat.shape)
         low = inner @ down.T
-        output = flat @ weight.T if bias is None else torch.addmm(bias.to(x.dtype), flat, weight.T)
-        output.addmm_(low, up.T, alpha=scaling)
+        # The small product first: what selective checkpointing keeps is then the sum, and not the base's part of it.
+        output = flat.new_empty(flat.shape[0], weight.shape[0])
+        torch.mm(low * scaling, up.T, out=output)
+        if bias is not None:
+            output += bias.to(x.dtype)
+        output = torch.addmm(output, flat, weight.T) if apart else output.addmm_(flat, weight.T)
         # A packed weight is unpacked again in the backward pass.
         ctx.save_for_backward(inner, low, weight if unpack is None else packed, down, up)
         ctx.scaling, ctx.unpack = scaling, unpack
@@ -126,4 +141,4 @@ class _LoraLinear(torch.autograd.Function):
             grad_x = grad_x.view(shape)
         if ctx.has_dropout and ctx.needs_input_grad[1]:
             grad_dropped = (grad_low @ down).view(shape)
-        return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None
+        return grad_x, grad_dropped, None, None, grad_a, grad_b, None, None, None

@@ -26,19 +26,6 @@ from finray.models.tokenizers import new_tokens
 Read = Callable[[int, int], torch.Tensor]
 
 
-def blocks_of(model: Any) -> list[torch.nn.Module]:
-    """The repeated blocks of a model: the members of lists of modules of one kind, the outermost ones."""
-    found: list[torch.nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and id(module) not in inside and len(module):
-            kinds = {type(member) for member in module}
-            if len(kinds) == 1 and any(True for member in module for _ in member.parameters()):
-                found += list(module)
-                inside |= {id(part) for part in module.modules()}
-    return found
-
-
 def base_name(name: str) -> str:
     """The name of a weight in the base model, without what an adapter puts around it."""
     name = name.removeprefix("base_model.model.")

@@ -88,6 +88,8 @@ def check_extras(
         wanted["deepspeed"] = ("deepspeed", "parallel.strategy")
     if config.model.quantization in ("4bit", "8bit"):
         wanted.setdefault("quantization", ("bitsandbytes", "model.quantization"))
+    if config.train.liger is True:
+        wanted["liger"] = ("liger_kernel", "train.liger")
     data = config.data
     urls = [("data.source", data.source), ("data.eval_source", data.eval_source), ("prepare.dir", config.prepare.dir)]
     urls += [(f"data.mix.{index}.source", one.source) for index, one in enumerate(data.mix)]

@@ -17,7 +17,7 @@ from finray.parallel import deepspeed_config
 from finray.runtime.cluster import worker_environment
 from finray.runtime.devices import GPUS
 from finray.runtime.findings import Findings
-from finray.training.activations import kept_bytes
+from finray.training.activations import kept_bytes, not_on_cpu
 from finray.training.fitting import Choice, smallest_change
 from finray.training.memory_estimate import Estimate, estimate
 from finray.training.memory_setup import Setup, Strategy, Workload
@@ -114,6 +114,8 @@ def plan_memory(
         packs: whether the model's rows may be packed; else each has a forward pass of its own.
     """
     now = _choice(config, device, found)
+    if config.train.activation_offload and device.kind == "cpu":
+        found.problem(not_on_cpu())
 
     @cache
     def workload(micro_batch_size: int, max_length: int) -> Workload:
@@ -204,6 +206,7 @@ def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights
         device=device.kind,
         precision="fp32" if choice.precision == "fp32" else "bf16",
         checkpointing=choice.gradient_checkpointing != "none",
+        selective=choice.gradient_checkpointing == "selective",
         storage_bits=None if choice.adapter == "none" else _bits(config, device),
         dropout=choice.adapter != "none" and config.adapter.dropout > 0,
         ray=ray,

@@ -8,6 +8,7 @@ with what autograd really keeps, for several families of models.
 
 from __future__ import annotations
 
+from finray.errors import ConfigError
 from finray.models.attention import EXPLICIT_UP_TO
 from finray.models.blueprint import Block, Blueprint
 from finray.training.memory_setup import FP32, Setup, Workload
@@ -16,13 +17,33 @@ from finray.training.memory_setup import FP32, Setup, Workload
 _ACTIVATIONS = {"gelu_new": 4, "gelu_fast": 4, "quick_gelu": 3, "relu2": 2}
 
 
+def not_on_cpu() -> ConfigError:
+    """The refusal of ``train.activation_offload`` where there is no GPU."""
+    return ConfigError(
+        "activations are in the memory of the CPU already",
+        where="train.activation_offload",
+        repair="leave it out, or set train.gradient_checkpointing to full",
+    )
+
+
 def kept_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
     """Everything that is kept for the backward pass, after the forward pass."""
     outside = _final_bytes(blueprint, setup, work)
     if setup.checkpointing:
         # Each layer's input, in the dtype of the residual stream.
-        return blueprint.layers * blueprint.hidden * _stream(blueprint, setup) * work.tokens + outside
+        inputs = blueprint.layers * blueprint.hidden * _stream(blueprint, setup) * work.tokens
+        return inputs + outside + (product_bytes(blueprint, setup, work) if setup.selective else 0)
     return layer_bytes(blueprint, setup, work) + outside
+
+
+def product_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
+    """What selective checkpointing keeps beside that: outputs of linear layers (and LoRA's narrow ones), attention."""
+    total = 0.0
+    for block in blueprint.blocks:
+        widths = sum(linear.outputs + (blueprint.rank if linear.adapted else 0) for linear in block.linears)
+        widths += block.query if block.kind == "attention" else 0
+        total += block.count * setup.element * widths * work.tokens
+    return total
 
 
 def layer_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:

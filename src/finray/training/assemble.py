@@ -18,13 +18,15 @@ from finray.data.order import Order, derive_key, total_steps
 from finray.data.packing import PackPlan, one_row_each, plan_packs
 from finray.data.prepared import PreparedDataset
 from finray.errors import DataError
+from finray.models import liger
 from finray.models.artifacts import NOTES
+from finray.models.blocks import blocks_of, change_blocks, compile_blocks
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import resolve_precision
 from finray.models.packing_proof import Packing, try_packing
 from finray.models.quantised import resolve_bits
 from finray.models.roles import roles_of
-from finray.models.sharded import blocks_of, materialise
+from finray.models.sharded import materialise
 from finray.models.tokenizers import load_tokenizer
 from finray.parallel.base import Strategy, Updates, together
 from finray.parallel.ddp import DataParallel
@@ -33,6 +35,7 @@ from finray.parallel.tensors import fill, shape_of
 from finray.tracking.base import Tracker
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import JsonlTracker
+from finray.training.activations import not_on_cpu
 from finray.training.feed import Feed, evaluation_batches
 from finray.training.loop import Loop, peak_memory
 from finray.training.optimizer import Optimizer, torch_optimizer, warnings_of
@@ -224,8 +227,14 @@ def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) 
         packs=packing.safe,
         bits=_bits(config, strategy),
     )
-    if config.train.gradient_checkpointing != "none":
-        task.checkpoint_activations()
+    train = config.train
+    if train.activation_offload and strategy.device.type == "cpu":
+        raise not_on_cpu()
+    if liger.is_wanted(train.liger, strategy.device):
+        liger.apply(task.model)
+    change_blocks(task.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
+    if train.compile:
+        compile_blocks(task.model)
     return task
 
 

@@ -20,6 +20,7 @@ class Setup:
         device: ``cpu`` or ``cuda``.
         precision: of the arithmetic, ``fp32`` or ``bf16``, which stands for fp16 too.
         checkpointing: whether activations are computed again in the backward pass.
+        selective: with checkpointing, whether outputs of matrix products and attention are kept nevertheless.
         dropout: whether the adapter's inputs are dropped at random.
         storage_bits: 4 or 8 where frozen linear layers are quantised, else None.
         reshard: whether FSDP gives gathered weights back after the forward pass.
@@ -37,6 +38,7 @@ class Setup:
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "bf16"] = "fp32"
     checkpointing: bool = False
+    selective: bool = False
     dropout: bool = False
     storage_bits: int | None = None
     reshard: bool = True

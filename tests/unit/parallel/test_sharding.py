@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from finray.models import sharded
-from finray.models.sharded import blocks_of
+from finray.models.blocks import blocks_of
 from finray.parallel.fsdp import FullySharded
 from finray.runtime.prepare import prepare_here
 from finray.training.assemble import Assembled, assemble

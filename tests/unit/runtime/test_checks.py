@@ -41,6 +41,8 @@ def test_extras_are_named_in_one_line(plain: dict[str, Any]) -> None:
     eight = with_fields(plain, train={"optimizer": "paged_adamw_8bit"})
     with pytest.raises(ConfigError, match=r"quantization(.|\n)*pip install 'finray\[quantization\]'"):
         check_extras(eight, installed=lambda package: False)
+    with pytest.raises(ConfigError, match=r"train\.liger(.|\n)*pip install 'finray\[liger\]'"):
+        check_extras(with_fields(plain, train={"liger": True}), installed=lambda package: False)
     check_extras(config, installed=lambda package: True)
     check_extras(with_fields(plain), installed=lambda package: False)
 

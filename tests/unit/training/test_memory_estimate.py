@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from finray.models.blueprint import Block, Blueprint, LinearShape, Norms
+from finray.training.activations import product_bytes
 from finray.training.memory_estimate import (
     bucket_bytes,
     estimate,
@@ -141,6 +142,16 @@ def test_checkpointing_keeps_a_tensor_per_layer() -> None:
     kept = part(LORA, checkpointing, "activations")
     assert kept < part(LORA, plain, "activations") / 4
     assert kept > LAYERS * H * 2 * 1024
+
+
+def test_selective_checkpointing_lies_between_the_others() -> None:
+    def kept(**fields: bool) -> int:
+        return estimate(LORA, replace(Setup(precision="bf16"), **fields), WORK).parts["activations"]
+
+    full, selective, plain = kept(checkpointing=True), kept(checkpointing=True, selective=True), kept()
+    assert full < selective < plain
+    # Seven products and attention, and LoRA's seven narrow ones, of each layer.
+    assert product_bytes(LORA, Setup(precision="bf16"), WORK) == 2 * 1024 * LAYERS * (6 * H + 2 * WIDE + 7 * 16)
 
 
 def test_logits_are_made_in_chunks_whatever_the_number_of_targets() -> None:

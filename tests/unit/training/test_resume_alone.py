@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from finray.checkpoint import manifest
-from finray.errors import DataError
+from finray.errors import ConfigError, DataError
 from tests.support import runs, tiny
 
 
@@ -211,3 +211,14 @@ def test_other_data_under_the_same_configuration_is_refused(
     other = tiny.write_chat_rows(tmp_path, 30, start=1)
     with pytest.raises(DataError, match="has changed since the run began"):
         runs.assemble_alone({**plain, "data": {**plain["data"], "source": str(other)}}, run_dir)
+
+
+def test_checkpointing_is_the_same_run_and_offload_needs_a_gpu(
+    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    """The run goes on with it, dropout included: it may be switched on where memory is short."""
+    run_dir = interrupted(undisturbed, tmp_path / "run")
+    runs.run_alone({**plain, "train": {**plain["train"], "gradient_checkpointing": "selective"}}, run_dir)
+    assert runs.values(run_dir, "loss") == pytest.approx(runs.values(undisturbed, "loss"), rel=1e-6)
+    with pytest.raises(ConfigError, match="in the memory of the CPU already"):
+        runs.assemble_alone({**plain, "train": {**plain["train"], "activation_offload": True}}, tmp_path / "offload")

@@ -1,0 +1,124 @@
+"""The repeated blocks of a model: computed again in the backward pass, kept on the CPU, compiled."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from finray.models import attention, fused_lora
+
+# Smaller tensors stay where they are: copies of them would cost more than they free.
+SMALLEST_OFFLOAD = 2**20
+# What selective checkpointing keeps: the outputs of matrix products and of attention. Everything else (norms, rotary
+# embeddings, activations) is computed again, which reads memory and multiplies little.
+_KEPT = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default")
+
+
+def blocks_of(model: Any) -> list[torch.nn.Module]:
+    """The repeated blocks of a model: the members of lists of modules of one kind, the outermost ones."""
+    found: list[torch.nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and id(module) not in inside and len(module):
+            kinds = {type(member) for member in module}
+            if len(kinds) == 1 and any(True for member in module for _ in member.parameters()):
+                found += list(module)
+                inside |= {id(part) for part in module.modules()}
+    return found
+
+
+def change_blocks(
+    model: Any, *, checkpointing: str = "none", offload: bool = False, smallest: int | None = None
+) -> None:
+    """Give every block a forward pass that keeps less on the device; numbers stay the same.
+
+    Args:
+        model: whose blocks.
+        checkpointing: ``none``, ``selective`` or ``full``.
+        offload: whether what is kept is moved to the memory of the CPU until the backward pass.
+        smallest: bytes of the smallest tensor that is moved.
+    """
+    for block in blocks_of(model):
+        forward = block.forward
+        if checkpointing != "none":
+            if checkpointing == "selective":
+                fused_lora.keep_apart(block)
+            forward = _checkpointed(block, forward, selective=checkpointing == "selective")
+        if offload:
+            forward = _offloaded(block, forward, SMALLEST_OFFLOAD if smallest is None else smallest)
+        block.forward = forward
+
+
+def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
+    """Compile every block, for any number of tokens; blocks of one kind share what is compiled.
+
+    Attention over packed rows is left out: it would be compiled anew for each way to cut tokens into rows.
+    """
+    attention.register(torch.compiler.disable(attention.packed_attention))  # type: ignore[no-untyped-call]
+    for block in blocks_of(model):
+        block.compile(dynamic=True, backend=backend)
+
+
+def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy) if selective else None
+    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
+    return CheckpointPolicy.MUST_SAVE if is_kept(str(operation)) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_kept(operation: str) -> bool:
+    """Whether selective checkpointing keeps the output of an operation, named as torch prints it."""
+    name = operation.partition(".")[2] or operation
+    is_attention = ("attention" in name or "attn" in name) and "backward" not in name
+    return operation in _KEPT or is_attention
+
+
+def _offloaded(block: torch.nn.Module, forward: Callable[..., Any], smallest: int) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        weights = list(block.parameters())
+        storages = {one.untyped_storage().data_ptr() for one in weights}
+        shapes = {shape for one in weights for shape in (tuple(one.shape), tuple(one.shape)[::-1])}
+
+        def moves(tensor: torch.Tensor) -> bool:
+            # Weights stay: they are there anyway. Copies of them in another dtype belong to autocast, which keeps them.
+            is_weight = tensor.untyped_storage().data_ptr() in storages or tuple(tensor.shape) in shapes
+            return tensor.nbytes >= smallest and not is_weight
+
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(_pack, moves), _unpack):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _pack(moves: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> Any:
+    if not moves(tensor):
+        return tensor
+    # In the stream of the computation: the copy is neither too early nor too late, and pinned memory does not wait.
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    held.copy_(tensor, non_blocking=True)
+    return tensor.device, held
+
+
+def _unpack(kept: Any) -> torch.Tensor:
+    if isinstance(kept, torch.Tensor):
+        return kept
+    device, held = kept
+    back: torch.Tensor = held.to(device, non_blocking=True)
+    return back

@@ -1,0 +1,39 @@
+"""Liger's kernels for what finray has none of its own for: norms, rotary embeddings, gated feed-forward layers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from finray.errors import ModelError
+
+PACKAGE = "liger_kernel"
+# finray's loss makes logits only where there is a label, which Liger's does not.
+_NOT_ITS_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+
+
+def is_wanted(setting: bool | str, device: torch.device) -> bool:
+    """Whether to use them: ``auto`` on a GPU where they are installed."""
+    if setting == "auto":
+        return device.type == "cuda" and find_spec(PACKAGE) is not None
+    return bool(setting)
+
+
+def apply(model: Any) -> None:
+    """Give a model Liger's layers; a family that Liger does not know keeps its own.
+
+    Raises:
+        ModelError: Liger is not installed.
+    """
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    except ImportError:
+        raise ModelError(
+            "Liger is not installed", where="train.liger", repair="pip install 'finray[liger]', or set it to auto"
+        ) from None
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if inner.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        _apply_liger_kernel_to_instance(inner, **_NOT_ITS_LOSS)

@@ -1,0 +1,184 @@
+"""Blocks that keep less for the backward pass give the same gradients, and do keep less."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from finray.config.schema import AdapterConfig
+from finray.errors import ModelError
+from finray.models import adapters, attention, blocks, fused_lora, liger
+from finray.models.blocks import change_blocks, is_kept
+from finray.models.causal_lm import CausalLM
+from tests.unit.models.test_packing_families import batch_of, gradients, packed_model, rows
+
+CPU = torch.device("cpu")
+
+
+def task_of(family: str, *, lora: bool) -> CausalLM:
+    model = packed_model(family)
+    if lora:
+        model.requires_grad_(False)
+        model = adapters.add_lora(model, AdapterConfig(rank=4, dropout=0.2), seed=3)
+        fused_lora.fuse(model)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    task = CausalLM(model, precision="fp32", attention_name=attention.NAME, device=CPU)
+    task.model.train()
+    # The comparison of the heads, once and for all.
+    with torch.no_grad():
+        task.loss_sum(batch_of(rows()))
+    return task
+
+
+def kept_bytes(task: CausalLM) -> tuple[int, dict[str, torch.Tensor]]:
+    """What a forward pass keeps beside weights, and the gradients after it."""
+    weights = {one.untyped_storage().data_ptr() for one in task.model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    torch.manual_seed(5)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = task.loss_sum(batch_of(rows()))
+    loss.backward()
+    return sum(seen.values()), gradients(task.model)
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("llama", {"checkpointing": "full"}),
+        ("llama", {"checkpointing": "selective"}),
+        ("llama", {"offload": True}),
+        ("llama", {"checkpointing": "full", "offload": True}),
+        ("gemma2", {"checkpointing": "selective"}),
+        ("gpt2", {"checkpointing": "selective"}),
+    ],
+)
+def test_gradients_are_the_same_to_the_bit(family: str, lora: bool, how: dict[str, Any]) -> None:
+    _, expected = kept_bytes(task_of(family, lora=lora))
+    task = task_of(family, lora=lora)
+    change_blocks(task.model, **how, **({"smallest": 1} if "offload" in how else {}))
+    _, found = kept_bytes(task)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # Another mask of the dropout would be seen.
+    if lora:
+        torch.manual_seed(6)
+        task.model.zero_grad()
+        task.loss_sum(batch_of(rows())).backward()
+        assert not all(torch.equal(one, expected[name]) for name, one in gradients(task.model).items())
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts matrix products and what is worked out beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.others = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_kept(str(func)):
+            self.products += 1
+        elif str(func) in ("aten.silu.default", "aten.rsqrt.default"):
+            self.others += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counts(task: CausalLM) -> tuple[int, int]:
+    with Products() as mode:
+        task.loss_sum(batch_of(rows())).backward()
+    return mode.products, mode.others
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_selective_repeats_no_matrix_product(lora: bool) -> None:
+    task = task_of("llama", lora=lora)
+    plain = counts(task)
+    change_blocks(task.model, checkpointing="selective")
+    selective = counts(task)
+    # What is added to the adapter's product is a product either way.
+    assert selective[0] == plain[0] + (14 if lora else 0)
+    assert selective[1] > plain[1]
+    again = task_of("llama", lora=lora)
+    change_blocks(again.model, checkpointing="full")
+    # Full checkpointing repeats those of the forward pass.
+    assert counts(again)[0] > plain[0]
+
+
+def moved_bytes(task: CausalLM, monkeypatch: pytest.MonkeyPatch) -> tuple[int, set[int]]:
+    found: list[torch.Tensor] = []
+    real = blocks._pack
+
+    def pack(moves: Any, tensor: torch.Tensor) -> Any:
+        kept = real(moves, tensor)
+        if not isinstance(kept, torch.Tensor):
+            found.append(tensor)
+        return kept
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks, "_pack", pack)
+        task.loss_sum(batch_of(rows())).backward()
+    return sum(one.nbytes for one in found), {one.untyped_storage().data_ptr() for one in found}
+
+
+def test_activations_are_moved_and_weights_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = task_of("llama", lora=True)
+    weights = {one.untyped_storage().data_ptr() for one in task.model.parameters()}
+    change_blocks(task.model, offload=True, smallest=1)
+    size, moved = moved_bytes(task, monkeypatch)
+    assert size > 0
+    assert not moved & weights
+    # With checkpointing it is the inputs of the two blocks, once each.
+    both = task_of("llama", lora=True)
+    change_blocks(both.model, checkpointing="full", offload=True, smallest=1)
+    tokens = batch_of(rows()).tokens
+    less, _ = moved_bytes(both, monkeypatch)
+    assert 2 * tokens * 64 * 4 <= less < size / 3
+    large = task_of("llama", lora=True)
+    change_blocks(large.model, offload=True)
+    assert moved_bytes(large, monkeypatch) == (0, set())
+
+
+def test_what_is_kept() -> None:
+    kept = ["aten.mm.default", "aten.addmm.default", "aten._scaled_dot_product_flash_attention.default"]
+    assert all(
+        map(is_kept, [*kept, "torch_attn._varlen_attn.default", "flash_attn._flash_attn_varlen_forward.default"])
+    )
+    again = [
+        "aten.mm.out",
+        "aten.mul.Tensor",
+        "aten._scaled_dot_product_flash_attention_backward.default",
+        "aten.silu.default",
+    ]
+    assert not any(map(is_kept, again))
+
+
+def test_liger_is_used_for_layers_and_not_for_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, dict[str, Any]]] = []
+    package = ModuleType("liger_kernel.transformers")
+    package._apply_liger_kernel_to_instance = lambda model, **options: calls.append((model, options))  # type: ignore[attr-defined]
+    patches = ModuleType("liger_kernel.transformers.monkey_patch")
+    patches.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}  # type: ignore[attr-defined]
+    with pytest.raises(ModelError, match="not installed"):
+        liger.apply(packed_model("llama"))
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, patches.__name__, patches)
+    model = packed_model("llama")
+    liger.apply(model)
+    liger.apply(packed_model("gpt2"))
+    assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
+    assert not liger.is_wanted("auto", CPU)
+    assert liger.is_wanted(True, CPU)
