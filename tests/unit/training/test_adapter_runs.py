@@ -119,21 +119,21 @@ def test_it_loads_in_plain_peft_and_merges(
         assert exported.trained_on is exported.rounding is None
 
 
-def test_two_ranks_of_fsdp_give_the_same_curves_and_files(
+def test_two_ranks_give_the_same_curves_and_files(
     done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
 ) -> None:
-    cases = ("dora", "8bit pissa", "4bit new tokens")
-    jobs = [({**with_(plain, CASES[case]), "parallel": {"strategy": "fsdp"}}, tmp_path / case) for case in cases]
+    wanted = [("fsdp", "dora"), ("fsdp", "8bit pissa"), ("fsdp", "4bit new tokens"), ("ddp", "8bit pissa")]
+    jobs = [
+        ({**with_(plain, CASES[case]), "parallel": {"strategy": strategy}}, tmp_path / strategy / case)
+        for strategy, case in wanted
+    ]
     run_all(jobs, world_size=2)
-    for case in cases:
-        whole = done[case][0]
-        assert runs.values(tmp_path / case, "loss") == pytest.approx(runs.values(whole, "loss"), rel=1e-4), case
-        shapes = [
-            {name: tuple(tensor.shape) for name, tensor in runs.adapter_weights(run / LAST).items()}
-            for run in (whole, tmp_path / case)
-        ]
-        assert shapes[0] == shapes[1]
-        for name, tensor in runs.adapter_weights(tmp_path / case / LAST).items():
+    for _, run in jobs:
+        whole = done[run.name][0]
+        assert runs.values(run, "loss") == pytest.approx(runs.values(whole, "loss"), rel=1e-4), run
+        expected, found = (runs.adapter_weights(one / LAST) for one in (whole, run))
+        assert {name: one.shape for name, one in found.items()} == {name: one.shape for name, one in expected.items()}
+        for name, tensor in found.items():
             assert tensor.abs().sum() > 0, name
 
 
