@@ -25,7 +25,7 @@ class Plan:
 
     Attributes:
         model: directory of the model.
-        peer_python: interpreter that has TRL.
+        peer_python: interpreter that has TRL and Accelerate.
         threads: of every run.
         pairs: times each system is run.
         warmup: first steps of a run, not timed.
@@ -34,6 +34,8 @@ class Plan:
         seed: of rows, samples, shuffles and runs.
         batches: the sample, in batches of rows of one length.
         folder: for files that are not kept.
+        batch_size: rows of a batch.
+        quick: whether the numbers mean nothing.
     """
 
     model: Path
@@ -46,6 +48,8 @@ class Plan:
     seed: int
     batches: list[list[Row]]
     folder: Path
+    batch_size: int = BATCH
+    quick: bool = False
 
     @property
     def rows(self) -> list[Row]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -53,6 +54,38 @@ def run_script(python: str, script: Path, options: Sequence[str], *, env: Mappin
     output = run_command([python, str(script), *options], env=env)
     result: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return result
+
+
+def run_group(
+    python: str, script: Path, options: Sequence[str], *, env: Mapping[str, str], processes: int
+) -> list[dict[str, Any]]:
+    """Run a script in processes that find each other through torch's variables; the results, in order of rank.
+
+    Raises:
+        BenchmarkError: one failed, or they took too long; the others are ended.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {**env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    common |= {"LOCAL_WORLD_SIZE": str(processes)}
+    command = [python, str(script), *options]
+    deadline = time.monotonic() + TIMEOUT_S
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(_started(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+            for rank in range(processes)
+        ]
+        while any(process.poll() is None for process, *_ in started):
+            for process, _, output, errors in started:
+                if process.poll():
+                    raise _failed(command, f"ended with {process.returncode}", _text(errors) or _text(output))
+            if time.monotonic() > deadline:
+                raise _failed(command, f"was not done after {TIMEOUT_S:.0f} s", _text(started[0][3]))
+            time.sleep(0.1)
+        for process, _, output, errors in started:
+            if process.returncode:
+                raise _failed(command, f"ended with {process.returncode}", _text(errors) or _text(output))
+        return [json.loads(_text(output).strip().splitlines()[-1]) for _, _, output, _ in started]
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,30 @@ def make_rows(count: int, *, seed: int) -> list[Row]:
     ]
 
 
+def uniform_rows(model: Path, *, count: int, tokens: int, seed: int) -> list[Row]:
+    """Rows to be classified: a text and an answer of a word, all of exactly so many tokens in the model's template.
+
+    Raises:
+        ValueError: the template alone is longer.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    random_source = random.Random(seed)
+    rows: list[Row] = []
+    prompt = tokens // 2
+    while len(rows) < count:
+        row = _chat(_text(random_source, prompt), random_source.choice(("good", "bad")))
+        length = len(tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True)["input_ids"])
+        if length == tokens:
+            rows.append(row)
+            continue
+        prompt += tokens - length
+        if prompt < 1:
+            raise ValueError(f"rows of {tokens} tokens are too short for the template of {model.name}")
+    return rows
+
+
 def _chat(prompt: str, answer: str) -> Row:
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 

@@ -6,16 +6,20 @@ and the seconds from its start to the end of its first optimizer step (imports, 
 step's seconds run from its record to the next one's, so they hold everything the loop does: waiting for data,
 forward, backward, clipping, AdamW, and its three trackers (metrics.jsonl, TensorBoard, notification) at every step.
 
-What it does not measure: the checkpoint at the end, evaluation, generation, accelerators, several processes, or how
-well the trained model answers. It sets no thread counts and no allocator settings: those belong to the caller.
+With `--limit` the model's matrix products are timed afterwards, and what a token costs is counted (`harness/flops.py`).
+With `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` in the environment this is one of several processes that
+share the steps over gloo; tokens and seconds are then those of all together, CPU seconds and memory this one's.
+
+What it does not measure: the checkpoint at the end, evaluation, generation, accelerators, or how well the trained
+model answers. It sets no thread counts and no allocator settings: those belong to the caller.
 
 Without `--through-ray` there is no Ray: the loop is put together by `finray.training.assemble` in this process. With
 it, `finray.runtime.driver.train` runs the same config in one Ray Train worker, whose environment is finray's own and
 whose threads are `OMP_NUM_THREADS`; the CPU seconds of that other process are not read and come out as null.
 
-A step without `--packing` is `--batch-size` rows, as in TRL; with it, one pack of up to `--max-length` tokens. Where
-`--steps` is left out, there are as many after the warm-up as one epoch has. finray has no order but its own seeded
-one; `--sequential` therefore hands it the rows so rearranged that this order brings back the file's, and proves
+A step without `--packing` is `--batch-size` rows, as in TRL; with it, `--packs` packs of up to `--max-length` tokens.
+Where `--steps` is left out, there are as many after the warm-up as one epoch has. finray has no order but its own
+seeded one; `--sequential` therefore hands it the rows so rearranged that this order brings back the file's, and proves
 afterwards that every step saw the rows it should have.
 
 Needs finray. Example:
@@ -28,10 +32,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -39,55 +41,51 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+# For `harness`.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+import torch.distributed as dist
+from measuring import cpu_seconds, peak_rss_bytes, seconds_since_process_start
 
 from finray.config.load import build_config
 from finray.config.schema import Config
 from finray.data.order import permutation
 from finray.data.packing import one_row_each, plan_packs
 from finray.data.prepared import PreparedDataset
-from finray.parallel.ddp import DataParallel
 from finray.runtime.prepare import prepare_here
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import read_records
-from finray.training.assemble import Assembled, assemble
+from finray.training.assemble import Assembled, assemble, strategy_of
+from harness.flops import count_work, gemm_rate
 
 Record = dict[str, Any]
 RUN_NAME = "benchmark"
 
 
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _seconds_since_process_start() -> float:
-    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
 @dataclass
 class StepWatch:
-    """Reads this process's CPU clock and peak memory at every record of the loop; before any checkpoint is written."""
+    """Reads this process's CPU clock and peak memory at every record of the loop; before any checkpoint is written.
+
+    It is one of the loop's trackers, on every rank, and in a run through Ray what is shown the records.
+    """
 
     startup_seconds: float = 0.0
     peak_rss_bytes: int = 0
     cpu_marks: list[float] = field(default_factory=list)
 
-    def __call__(self, record: Record) -> None:
+    def log(self, record: Record) -> None:
         if record["kind"] != "train":
             return
         if not self.cpu_marks:
-            self.startup_seconds = _seconds_since_process_start()
-        self.cpu_marks.append(_cpu_seconds())
-        self.peak_rss_bytes = _peak_rss_bytes()
+            self.startup_seconds = seconds_since_process_start()
+        self.cpu_marks.append(cpu_seconds())
+        self.peak_rss_bytes = peak_rss_bytes()
+
+    def close(self) -> None:
+        return
 
 
 @dataclass(frozen=True)
@@ -101,6 +99,7 @@ class Outcome:
         peak_rss_bytes: of the process that trained.
         settings: what the run was made with.
         phases: seconds by phase, where finray's driver measured them.
+        limit: what a token costs and what the machine can do, where that was measured.
     """
 
     run_dir: Path
@@ -109,6 +108,7 @@ class Outcome:
     peak_rss_bytes: int
     settings: dict[str, Any]
     phases: dict[str, float]
+    limit: dict[str, Any] = field(default_factory=dict)
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -136,6 +136,7 @@ def _rows_file(options: argparse.Namespace, folder: Path) -> Path:
 def make_config(options: argparse.Namespace, rows: Path, folder: Path, *, steps: int) -> Config:
     """The same work as `trl_sft.py`: its optimizer, schedule, clipping, adapter and masking."""
     batch = 1 if options.packing else options.batch_size
+    workers = ranks()
     plain: dict[str, Any] = {
         "run": {"name": RUN_NAME, "output_dir": str(folder / "runs"), "seed": options.seed},
         "model": {"name": str(options.model.absolute())},
@@ -148,7 +149,7 @@ def make_config(options: argparse.Namespace, rows: Path, folder: Path, *, steps:
         },
         "train": {
             "max_steps": steps,
-            "global_batch_size": batch,
+            "global_batch_size": batch * options.packs,
             "micro_batch_size": batch,
             "learning_rate": options.lr,
             "schedule": options.schedule,
@@ -157,8 +158,14 @@ def make_config(options: argparse.Namespace, rows: Path, folder: Path, *, steps:
             "precision": options.precision,
         },
         "checkpoint": {"every_steps": steps + 1},
-        "tracking": {"record_samples": options.sequential},
-        "cluster": {"cpus_per_worker": torch.get_num_threads(), "use_gpu": False, "max_failures": 0},
+        "parallel": {"strategy": options.strategy},
+        "tracking": {"record_samples": True},
+        "cluster": {
+            "num_workers": workers,
+            "cpus_per_worker": torch.get_num_threads(),
+            "use_gpu": False,
+            "max_failures": 0,
+        },
     }
     return build_config(plain, source="benchmark")
 
@@ -193,12 +200,13 @@ def _settings_used(assembled: Assembled) -> dict[str, Any]:
 
 
 def run_here(config: Config, prepared: str, options: argparse.Namespace) -> Outcome:
-    """Train in this process, without Ray."""
+    """Train in this process, without Ray; in as many as there are ranks."""
     run_dir = Path(config.run.output_dir) / config.run.name
     run_dir.mkdir(parents=True, exist_ok=True)
     watch = StepWatch()
-    strategy = DataParallel(torch.device("cpu"))
-    assembled = assemble(config, prepared=prepared, run_dir=run_dir, strategy=strategy, notify=watch)
+    strategy = strategy_of(config, torch.device("cpu"))
+    assembled = assemble(config, prepared=prepared, run_dir=run_dir, strategy=strategy)
+    assembled.loop.trackers.append(watch)
     if options.start is not None:
         task: Any = assembled.loop.task
         task.restore(options.start)
@@ -211,7 +219,31 @@ def run_here(config: Config, prepared: str, options: argparse.Namespace) -> Outc
         raise RuntimeError("Ray was imported in a run that is to be without it")
     cpu_seconds = watch.cpu_marks[-1] - watch.cpu_marks[options.warmup_steps - 1]
     settings = _settings_used(assembled)
-    return Outcome(run_dir, watch.startup_seconds, cpu_seconds, watch.peak_rss_bytes, settings, {})
+    strategy.share(None)  # Nobody reads the records, or times anything, before everybody is done.
+    limit = _limit(config, prepared, assembled, run_dir, options) if options.limit else {}
+    return Outcome(run_dir, watch.startup_seconds, cpu_seconds, watch.peak_rss_bytes, settings, {}, limit)
+
+
+def _limit(
+    config: Config, prepared: str, assembled: Assembled, run_dir: Path, options: argparse.Namespace
+) -> dict[str, Any]:
+    """What a token of the timed steps costs, and the rate of this process's matrix products with all ranks at it."""
+    records = [record for record in read_records(run_dir / METRICS_FILE) if record["kind"] == "train"]
+    timed = records[options.warmup_steps :]
+    tokens = records[-1]["tokens"] - records[options.warmup_steps - 1]["tokens"]
+    supervised = sum(record["supervised"] for record in timed)
+    lengths = PreparedDataset(prepared).splits(config.data, seed=config.run.seed).train.lengths
+    rows = [int(lengths[row]) for record in timed for row in record["samples"]]
+    if sum(rows) != tokens:
+        raise RuntimeError(f"the rows of the timed steps have {sum(rows)} tokens, the records say {tokens}")
+    model: Any = assembled.loop.task.model
+    work = count_work(model, rows, share_with_logits=supervised / tokens)
+    micro = len(timed) * (config.train.global_batch_size // config.train.micro_batch_size)
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    rate = gemm_rate(
+        model, tokens=tokens // micro, targets=supervised // micro, dtype=dtype, device=torch.device("cpu")
+    )
+    return {**work.plain(), "gemm_flops_per_s": rate}
 
 
 def run_through_ray(config: Config) -> Outcome:
@@ -219,7 +251,7 @@ def run_through_ray(config: Config) -> Outcome:
     from finray.runtime.driver import train
 
     watch = StepWatch()
-    result = train(config, handle=watch)
+    result = train(config, handle=watch.log)
     settings = {"threads": config.cluster.cpus_per_worker, "through_ray": True, "ray": version("ray")}
     peak = int(result.summary["peak_memory_bytes"][0])
     return Outcome(result.run_dir, watch.startup_seconds, None, peak, settings, result.summary["phases"])
@@ -276,6 +308,7 @@ def summarize(options: argparse.Namespace, config: Config, outcome: Outcome) -> 
         "step_seconds": timed,
         "seconds_inside_steps": records[-1]["seconds"] - records[warm - 1]["seconds"],
         "phases": outcome.phases,
+        "limit": outcome.limit,
     }
 
 
@@ -296,6 +329,9 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequential", action="store_true", help="keep the file's row order; needs --no-packing")
     parser.add_argument("--start", type=Path, help="adapter to start from, as `trl_sft.py --save-start` writes it")
     parser.add_argument("--through-ray", action="store_true", help="in a Ray Train worker instead of this process")
+    parser.add_argument("--strategy", choices=("ddp", "fsdp"), default="ddp", help="with several ranks")
+    parser.add_argument("--packs", type=int, default=1, help="packs (or batches of rows) in a step, over all ranks")
+    parser.add_argument("--limit", action="store_true", help="afterwards, also time the model's matrix products")
     parser.add_argument("--out", type=Path, help="also write the result to this file")
     options = parser.parse_args(argv)
     _check(parser, options)
@@ -313,21 +349,49 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--sequential goes through the file once: it has too few rows for --steps")
     if options.start is not None and options.through_ray:
         parser.error("--start is for the run without Ray")
+    if options.through_ray and (options.limit or ranks() > 1):
+        parser.error("--limit and several ranks are for the run without Ray")
+
+
+def ranks() -> int:
+    """How many processes this one is one of."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="finray_sft_") as name:
-        folder = Path(name)
-        config = make_config(options, _rows_file(options, folder), folder, steps=options.steps or 1)
-        prepared: str | None = None
-        if options.steps is None or not options.through_ray:
-            prepared = prepare_here(config)
-            config = with_steps(config, options.steps or options.warmup_steps + steps_of_an_epoch(config, prepared))
-        if options.through_ray or prepared is None:
-            outcome = run_through_ray(config)
-        else:
-            outcome = run_here(config, prepared, options)
-        return summarize(options, config, outcome)
+        if ranks() == 1:
+            return run_in(options, Path(name))
+        dist.init_process_group("gloo")
+        folder = [name]
+        dist.broadcast_object_list(folder, src=0)
+        result = run_in(options, Path(folder[0]))
+        # The first rank's folder holds everybody's files.
+        dist.barrier()
+        dist.destroy_process_group()
+        return result
+
+
+def run_in(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    config = make_config(options, _rows_file(options, folder), folder, steps=options.steps or 1)
+    prepared: str | None = None
+    if options.steps is None or not options.through_ray:
+        prepared = prepare_once(config)
+        config = with_steps(config, options.steps or options.warmup_steps + steps_of_an_epoch(config, prepared))
+    if options.through_ray or prepared is None:
+        outcome = run_through_ray(config)
+    else:
+        outcome = run_here(config, prepared, options)
+    return summarize(options, config, outcome)
+
+
+def prepare_once(config: Config) -> str:
+    """The prepared data, made by the first rank."""
+    if ranks() == 1:
+        return str(prepare_here(config))
+    box = [str(prepare_here(config)) if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,12 +29,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,78 +40,30 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from datasets import Dataset
+from measuring import Clock, CountingCollator, figures
 from peft import LoraConfig
 from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-Batch = dict[str, Any]
 Row = dict[str, Any]
 Settings = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class BatchSize:
-    """What one batch holds: its real tokens, its area with padding, and the tokens that bear loss."""
+class StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers may come without types
+    """Tells a clock of the steps."""
 
-    tokens: int
-    area: int
-    supervised: int
-
-
-@dataclass
-class CountingCollator:
-    """TRL's collator, with a record of what it made: one entry a batch, in the order in which they are trained on.
-
-    The data loader fetches one batch ahead of the step, so only the order tells which step a batch belongs to.
-    """
-
-    inner: Callable[[list[Row]], Batch]
-    sizes: list[BatchSize] = field(default_factory=list)
-
-    def __call__(self, examples: list[Row]) -> Batch:
-        batch = self.inner(examples)
-        area = int(batch["input_ids"].numel())
-        tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else area
-        supervised = int((batch["labels"][:, 1:] != -100).sum())  # labels are shifted by one: the first never counts
-        self.sizes.append(BatchSize(tokens, area, supervised))
-        return batch
-
-
-def _cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _seconds_since_process_start() -> float:
-    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass
-class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers may come without types
-    """Wall and CPU seconds of the steps after the first `warmup_steps`, and the loss of every step."""
-
-    warmup_steps: int
-    startup_seconds: float = 0.0
-    started: tuple[float, float] = (0.0, 0.0)
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.started = (time.perf_counter(), _cpu_seconds())
+        self._clock.begin()
 
     def on_step_end(self, _args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        wall, cpu = time.perf_counter(), _cpu_seconds()
-        if state.global_step == 1:
-            self.startup_seconds = _seconds_since_process_start()
-        if state.global_step <= self.warmup_steps:
-            self.started = (wall, cpu)
-        self.seconds, self.cpu_seconds = wall - self.started[0], cpu - self.started[1]
+        self._clock.step_done(state.global_step)
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         if logs and "loss" in logs:
-            self.losses.append(logs["loss"])
+            self._clock.losses.append(logs["loss"])
 
 
 def _as_prompt_completion(row: Row) -> Row:
@@ -190,7 +138,7 @@ def build_config(options: argparse.Namespace, output_dir: str) -> SFTConfig:
     return SFTConfig(**(common | settings))
 
 
-def build_trainer(options: argparse.Namespace, output_dir: str, clock: StepClock) -> SFTTrainer:
+def build_trainer(options: argparse.Namespace, output_dir: str, clock: Clock) -> SFTTrainer:
     lora = LoraConfig(
         r=options.rank,
         lora_alpha=2 * options.rank,
@@ -203,7 +151,7 @@ def build_trainer(options: argparse.Namespace, output_dir: str, clock: StepClock
         args=build_config(options, output_dir),
         train_dataset=read_rows(options.rows),
         peft_config=lora,
-        callbacks=[clock],
+        callbacks=[StepWatch(clock)],
     )
     trainer.remove_callback(PrinterCallback)
     # What `padding_free=True` comes to; as an argument TRL takes it only together with `max_length=None`, untruncated.
@@ -230,28 +178,13 @@ def _settings_used(trainer: SFTTrainer) -> Settings:
     }
 
 
-def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def summarize(options: argparse.Namespace, trainer: SFTTrainer, clock: StepClock) -> dict[str, Any]:
-    timed = trainer.data_collator.sizes[options.warmup_steps : options.steps]
-    tokens = sum(size.tokens for size in timed)
+def summarize(options: argparse.Namespace, trainer: SFTTrainer, clock: Clock) -> dict[str, Any]:
     return {
         "peer": "trl",
         "mode": options.mode,
         "precision": options.precision,
-        "tokens": tokens,
-        "seconds": clock.seconds,
-        "tokens_per_s": tokens / clock.seconds,
-        "cpu_seconds": clock.cpu_seconds,
-        "cpu_seconds_per_token": clock.cpu_seconds / tokens,
-        "peak_rss_bytes": _peak_rss_bytes(),
-        "losses": clock.losses,
-        "supervised_tokens": sum(size.supervised for size in timed),
-        "startup_seconds": clock.startup_seconds,
+        **figures(clock, trainer.data_collator.sizes[options.warmup_steps : options.steps]),
         "versions": {name: version(name) for name in ("torch", "transformers", "peft", "trl")},
-        "padded_tokens": sum(size.area for size in timed),
         "steps": options.steps,
         "warmup_steps": options.warmup_steps,
         "settings": _settings_used(trainer),
@@ -283,7 +216,7 @@ def parse_options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    clock = StepClock(options.warmup_steps)
+    clock = Clock(options.warmup_steps)
     with tempfile.TemporaryDirectory(prefix="trl_sft_") as output_dir:
         trainer = build_trainer(options, output_dir, clock)
         if options.save_start is not None:
