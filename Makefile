@@ -15,7 +15,7 @@ help:
 	@echo "make test         run the tests"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
-	@echo "make bench        benchmarks side by side with TRL (benchmarks/RESULTS.md)"
+	@echo "make bench        benchmarks side by side with peers, some 70 minutes (benchmarks/RESULTS.md)"
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finray needs Python 3.11 or newer; set PYTHON=python3.11")'

@@ -41,13 +41,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-# For `harness`.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import torch.distributed as dist
+from limit import limit_of
 from measuring import cpu_seconds, peak_rss_bytes, seconds_since_process_start
 
 from finray.config.load import build_config
@@ -59,7 +58,6 @@ from finray.runtime.prepare import prepare_here
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble, strategy_of
-from harness.flops import count_work, gemm_rate
 
 Record = dict[str, Any]
 RUN_NAME = "benchmark"
@@ -220,30 +218,8 @@ def run_here(config: Config, prepared: str, options: argparse.Namespace) -> Outc
     cpu_seconds = watch.cpu_marks[-1] - watch.cpu_marks[options.warmup_steps - 1]
     settings = _settings_used(assembled)
     strategy.share(None)  # Nobody reads the records, or times anything, before everybody is done.
-    limit = _limit(config, prepared, assembled, run_dir, options) if options.limit else {}
+    limit = limit_of(config, prepared, assembled, run_dir, warmup=options.warmup_steps) if options.limit else {}
     return Outcome(run_dir, watch.startup_seconds, cpu_seconds, watch.peak_rss_bytes, settings, {}, limit)
-
-
-def _limit(
-    config: Config, prepared: str, assembled: Assembled, run_dir: Path, options: argparse.Namespace
-) -> dict[str, Any]:
-    """What a token of the timed steps costs, and the rate of this process's matrix products with all ranks at it."""
-    records = [record for record in read_records(run_dir / METRICS_FILE) if record["kind"] == "train"]
-    timed = records[options.warmup_steps :]
-    tokens = records[-1]["tokens"] - records[options.warmup_steps - 1]["tokens"]
-    supervised = sum(record["supervised"] for record in timed)
-    lengths = PreparedDataset(prepared).splits(config.data, seed=config.run.seed).train.lengths
-    rows = [int(lengths[row]) for record in timed for row in record["samples"]]
-    if sum(rows) != tokens:
-        raise RuntimeError(f"the rows of the timed steps have {sum(rows)} tokens, the records say {tokens}")
-    model: Any = assembled.loop.task.model
-    work = count_work(model, rows, share_with_logits=supervised / tokens)
-    micro = len(timed) * (config.train.global_batch_size // config.train.micro_batch_size)
-    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    rate = gemm_rate(
-        model, tokens=tokens // micro, targets=supervised // micro, dtype=dtype, device=torch.device("cpu")
-    )
-    return {**work.plain(), "gemm_flops_per_s": rate}
 
 
 def run_through_ray(config: Config) -> Outcome:

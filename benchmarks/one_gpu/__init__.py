@@ -1,0 +1,1 @@
+"""The measurements of gpu.py, one to a module."""
