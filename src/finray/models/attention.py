@@ -20,6 +20,13 @@ NAME = "finray_packed"
 EXPLICIT_UP_TO = 512
 
 
+class RowLengths:
+    """Tokens per row, in an object that a compiler hands on without looking into it: it would compile anew for each."""
+
+    def __init__(self, lengths: tuple[int, ...]) -> None:
+        self.lengths = lengths
+
+
 def register(function: Callable[..., Any] | None = None) -> None:
     """Make ``attn_implementation="finray_packed"`` known to Transformers, as :func:`packed_attention` or another.
 
@@ -41,7 +48,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    segment_lengths: tuple[int, ...] | None = None,
+    segment_lengths: tuple[int, ...] | RowLengths | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     **_: Any,
@@ -80,8 +87,9 @@ def packed_attention(
     fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None and query.shape[-1] <= 256
     if kernel is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
         return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    lengths = segment_lengths.lengths if isinstance(segment_lengths, RowLengths) else segment_lengths
     # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
-    rows = zip(*(torch.split(tensor, list(segment_lengths), dim=2) for tensor in (query, key, value)), strict=True)
+    rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [
         _attend(*row, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap).transpose(1, 2)
         for row in rows

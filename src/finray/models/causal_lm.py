@@ -189,7 +189,7 @@ class CausalLM:
             return module(input_ids=batch.tokens_1T, use_cache=False, **options)
         longest = max(batch.lengths)
         if self._attention == attention.NAME:
-            options["segment_lengths"] = batch.lengths
+            options["segment_lengths"] = attention.RowLengths(batch.lengths)
         return module(
             input_ids=batch.tokens_1T,
             position_ids=batch.positions_1T,

@@ -182,3 +182,23 @@ def test_liger_is_used_for_layers_and_not_for_the_loss(monkeypatch: pytest.Monke
     assert calls == [(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
     assert not liger.is_wanted("auto", CPU)
     assert liger.is_wanted(True, CPU)
+
+
+def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows() -> None:
+    """Traced, and run as traced: what a compiler would be given once. Other lengths must not trace anew."""
+    plain, compiled = task_of("llama", lora=True), task_of("llama", lora=True)
+    blocks.compile_blocks(compiled.model, backend="eager")
+    graphs = []
+    try:
+        for items in (rows(), rows()[:2], rows()[1:]):
+            torch.manual_seed(5)
+            expected = plain.loss_sum(batch_of(items))
+            torch.manual_seed(5)
+            found = compiled.loss_sum(batch_of(items))
+            assert float(found) == pytest.approx(float(expected), rel=1e-6)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    finally:
+        attention.register()
+        torch._dynamo.reset()
+    assert graphs[0] > 0
+    assert graphs == [graphs[0]] * 3
