@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +37,12 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return "bf16" if cpu_has_bf16() else "fp32"
 
 
+def _tell_deepspeed() -> None:
+    """PEFT imports DeepSpeed wherever it is installed, and that prints a line unless it is told of no GPU."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: str | None = None) -> Any:
     """A causal language model on the CPU, in evaluation mode.
 
@@ -51,6 +58,7 @@ def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
 
     check_exists(model.name)
     quiet()
+    _tell_deepspeed()
     attention.register()
     options = {} if attention_name is None else {"attn_implementation": attention_name}
     try:
@@ -77,6 +85,7 @@ def meta_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
 
     check_exists(model.name)
     quiet()
+    _tell_deepspeed()
     attention.register()
     options = {} if attention_name is None else {"attn_implementation": attention_name}
     try:

@@ -123,12 +123,19 @@ class ZeroOptimizer:
     def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
         """Clip, update, and give the new weights to all ranks; gradients are freed.
 
-        Where the norm is not finite DeepSpeed leaves the update out, and so do finray's optimizers where ``bad`` is.
+        DeepSpeed waits for the device in every step, so looking at ``bad`` costs nothing.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("factor", 1.0)
-        self._inner.found_inf = bad
-        self._engine.step()
+        if bad is None or not bool(bad):
+            self._engine.step()
+            return
+        # DeepSpeed does what else belongs to a step: it forgets the gradients.
+        self._inner.step = lambda closure=None: None
+        try:
+            self._engine.step()
+        finally:
+            del self._inner.step
 
     def state(self) -> dict[str, torch.Tensor | Elements]:
         """This rank's elements of the moments, and the update counts, as ``<parameter>/<kind>``."""

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from finray.config.load import build_config
-from finray.errors import ConfigError
+from finray.errors import ConfigError, TrainingError
 from finray.parallel import deepspeed_config
+from finray.parallel.tensors import whole
 from tests.support import runs, tiny
 from tests.support.group import run_all
 
@@ -62,6 +63,30 @@ def look(assembled: Any, run_dir: Path) -> None:
         held[name] = (whole, parameter.numel(), 0 if share is None else share.numel())
     rank = assembled.loop.strategy.rank
     (run_dir / f"held-{rank}.json").write_text(json.dumps(held))
+    if run_dir.name.startswith("poisoned"):
+        poison(assembled.loop, run_dir)
+
+
+def poison(loop: Any, run_dir: Path) -> None:
+    """Make one rank's first loss not finite, and write down what becomes of the run."""
+    real_run, real_loss, seen = loop.run, loop.task.loss_sum, []
+
+    def loss_sum(batch: Any) -> torch.Tensor:
+        seen.append(batch)
+        loss: torch.Tensor = real_loss(batch)
+        return loss * torch.nan if len(seen) == 1 and loop.strategy.rank == 1 else loss
+
+    def run() -> None:
+        before = {name: whole(tensor).clone() for name, tensor in loop.task.weights().items()}
+        said = "nothing"
+        try:
+            real_run()
+        except TrainingError as error:
+            said = str(error)
+        same = all(torch.equal(whole(tensor), before[name]) for name, tensor in loop.task.weights().items())
+        (run_dir / f"end-{loop.strategy.rank}.json").write_text(json.dumps([said, same, len(seen)]))
+
+    loop.run, loop.task.loss_sum = run, loss_sum
 
 
 @dataclass
@@ -94,6 +119,9 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Done
     jobs += [(zero(full, 2, cpu_offload=True), folder / "full-offloaded")]
     theirs = with_(full, parallel={"strategy": "deepspeed", "deepspeed_config": str(own)})
     jobs += [(with_(theirs, train={"gradient_checkpointing": True}), folder / "full-json")]
+    rare = {"tracking": {"log_every": 4}}
+    jobs += [(zero(with_(full, **rare), stage), folder / f"poisoned-{stage}") for stage in STAGES]
+    jobs += [(with_(theirs, **rare), folder / "poisoned-json")]
     run_all(jobs, world_size=2, look=look)
     return Done(folder, plain)
 
@@ -125,6 +153,16 @@ def test_stage_3_never_holds_the_whole_model(done: Done) -> None:
         # Otherwise the test would say the same of a model that is not shared.
         held = json.loads((done["full-2"] / f"held-{rank}.json").read_text())
         assert all(here == whole and not share for whole, here, share in held.values())
+
+
+@pytest.mark.parametrize("name", [*(f"poisoned-{stage}" for stage in STAGES), "poisoned-json"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_any_weight_changes(done: Done, name: str) -> None:
+    for rank in (0, 1):
+        said, same, micro_batches = json.loads((done[name] / f"end-{rank}.json").read_text())
+        assert "the loss is nan at step 1; no weight was changed" in said
+        assert same
+        # There were steps after it, with gradients that are finite.
+        assert micro_batches == 4
 
 
 def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp_path: Path) -> None:
