@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,11 @@ def _library(device: torch.device) -> Any:
     # Its logger is made when it is imported.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed
-    from deepspeed.comm import torch as backend
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # On a CPU it would compile an operation of its own first, for minutes, and only where there is a compiler.
+    # On a CPU it would compile an operation of its own first: for minutes, only where there is a compiler, and waiting
+    # for ever where a process that compiled it was killed. (As an attribute, `deepspeed.comm.torch` is torch itself.)
+    backend: Any = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
     deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=False, verbose=False)
     return deepspeed

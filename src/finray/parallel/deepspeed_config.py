@@ -130,8 +130,6 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
         yield f"{place('gradient_allreduce_op')} must stay the mean: finray sums gradients over `cluster.num_workers`"
     if isinstance(given.get("optimizer"), dict) and (kind := config.train.optimizer) != "adamw":
         yield f"{place('optimizer')} and `train.optimizer: {kind}` each choose the optimizer; keep one"
-    if (kind := config.train.optimizer) in ("adafactor", "muon"):
-        yield f"`train.optimizer: {kind}` works on matrices, and `parallel.strategy: deepspeed` flattens them; use fsdp"
     yield from _offload_conflicts(given, config, place)
     if stage(given, config) == 1 and precision == "bf16" and _at(given, "data_types.grad_accum_dtype") == "fp32":
         yield f"{place('data_types.grad_accum_dtype')} is fp32: in bf16 that needs {place(f'{_ZERO}.stage')} 2 or 3"

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from finray.errors import CheckpointError
 from finray.parallel.base import StateReader
 from finray.parallel.tensors import Elements, Read, keep, read_elements
+
+# Before the names of state that belongs to no parameter alone.
+SHARED = "shared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +124,7 @@ class ZeroOptimizer:
         self._places = _places(engine)
         # What DeepSpeed wraps: over vectors instead of parameters.
         self._inner = engine.optimizer.optimizer
+        self._layout = engine.zero_optimization_stage(), dist.get_world_size()
 
     def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
         """Clip, update, and give the new weights to all ranks; gradients are freed.
@@ -140,10 +146,19 @@ class ZeroOptimizer:
     def state(self) -> dict[str, torch.Tensor | Elements]:
         """This rank's elements of the moments, and the update counts, as ``<parameter>/<kind>``."""
         found: dict[str, torch.Tensor | Elements] = {}
+        held: dict[torch.Tensor, Mapping[str, Any]] = {}
+        for number, flat in enumerate(_flats(self._engine)):
+            held[flat] = self._inner.state.get(flat, {})
+            if hasattr(self._inner, "unpacked"):
+                held[flat], scales = self._inner.unpacked(flat)
+                for kind, own in scales.items():
+                    ranks = self._layout[1]
+                    key = f"{SHARED}/{kind}.{self._label(number)}"
+                    found[key] = Elements(own, dist.get_rank() * len(own), (ranks * len(own),))
         for name, parameter in self.parameters.items():
             place = self._places[parameter]
             shape = _shape(parameter)
-            for kind, value in self._inner.state.get(place.flat, {}).items():
+            for kind, value in held[place.flat].items():
                 if torch.is_tensor(value) and value.shape == place.flat.shape:
                     found[f"{name}/{kind}"] = Elements(place.of(value), place.start, shape)
                 else:
@@ -161,13 +176,45 @@ class ZeroOptimizer:
         for key in reader.shapes:
             name, kind = key.rsplit("/", 1)
             kinds.setdefault(name, []).append(kind)
+        kinds.pop(SHARED, None)
         if kinds and kinds.keys() != self.parameters.keys():
             raise CheckpointError("the optimizer state belongs to other parameters")
+        if kinds and hasattr(self._inner, "pack_again"):
+            self._restore_packed(reader)
+            return
         for name, own in kinds.items():
             place = self._places[self.parameters[name]]
             state = self._inner.state[place.flat]
             for kind in sorted(own):
                 self._read(reader, f"{name}/{kind}", kind, place, state)
+
+    def _restore_packed(self, reader: StateReader) -> None:
+        """Restore an optimizer that packs its state in blocks of a vector, and so can only do so once it is whole."""
+        for number, flat in enumerate(_flats(self._engine)):
+            values = {kind: torch.zeros_like(flat, dtype=torch.float32) for kind in ("state1", "state2")}
+            for name, parameter in self.parameters.items():
+                place = self._places[parameter]
+                if place.flat is not flat:
+                    continue
+                if f"{name}/state1" not in reader.shapes:
+                    raise CheckpointError(f"the state of {name} is that of another optimizer")
+                values["step"] = reader.read(f"{name}/step")
+                for kind in ("state1", "state2"):
+                    rows = partial(self._inner.rows, reader, name, kind)
+                    own = read_elements(rows, reader.shapes[f"{name}/{kind}"], place.start, place.start + place.count)
+                    place.of(values[kind]).copy_(own)
+            scales = {}
+            for kind in ("absmax1", "absmax2"):
+                key = f"{SHARED}/{kind}.{self._label(number)}"
+                if key in reader.shapes:
+                    each, rank = reader.shapes[key][0] // self._layout[1], dist.get_rank()
+                    scales[kind] = reader.read(key, rank * each, (rank + 1) * each)
+            self._inner.pack_again(flat, _group_of(self._engine, number), values, scales)
+
+    def _label(self, number: int) -> str:
+        """Names a vector, and how it was cut: only then do the scales of its blocks mean the same."""
+        stage, ranks = self._layout
+        return f"zero{stage}-{ranks}-{number}"
 
     def _read(self, reader: StateReader, key: str, kind: str, place: Place, state: dict[str, Any]) -> None:
         shape = reader.shapes[key]
@@ -185,19 +232,32 @@ class ZeroOptimizer:
         place.of(state[kind]).copy_(values)
 
 
+def _flats(engine: Any) -> list[torch.nn.Parameter]:
+    """The vectors that this rank's optimizer is over."""
+    zero = engine.optimizer
+    stage_3 = engine.zero_optimization_stage() == 3
+    return list(zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups)
+
+
+def _group_of(engine: Any, number: int) -> dict[str, Any]:
+    """The settings of a vector; under stage 3 a group of parameters may be several vectors."""
+    zero = engine.optimizer
+    index = zero.sub_group_to_group_id[number] if engine.zero_optimization_stage() == 3 else number
+    group: dict[str, Any] = zero.optimizer.param_groups[index]
+    return group
+
+
 def _places(engine: Any) -> dict[torch.nn.Parameter, Place]:
     """Where this rank keeps its elements of every trained parameter."""
     zero = engine.optimizer
     found: dict[torch.nn.Parameter, Place] = {}
     if engine.zero_optimization_stage() == 3:
-        for number, group in enumerate(zero.fp16_groups):
-            flat = zero.fp32_partitioned_groups_flat[number]
+        for flat, group in zip(_flats(engine), zero.fp16_groups, strict=True):
             for parameter in group:
                 _, at, _ = zero.grad_position[zero.get_param_id(parameter)]
                 found[parameter] = Place(flat, at, *_share(parameter))
         return found
-    for number, group in enumerate(zero.bit16_groups):
-        flat = zero.single_partition_of_fp32_groups[number]
+    for flat, group in zip(_flats(engine), zero.bit16_groups, strict=True):
         for parameter in group:
             own = parameter._hp_mapping
             if own is None:

@@ -138,8 +138,13 @@ class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc]
         for number in ("1", "2"):
             key, kept = f"{name}/state{number}", state[f"state{number}"]
             scales = f"{name}/absmax{number}"
-            if scales not in reader.shapes:
+            if kept.dtype != torch.uint8:
                 kept.copy_(reader.read(key, start, start + len(local)))
+            elif scales not in reader.shapes:
+                # Written where blocks have nothing to do with rows, so in fp32.
+                packed, absmax = pack(reader.read(key, start, start + len(local)), state[f"qmap{number}"].cpu())
+                kept.copy_(packed)
+                state[f"absmax{number}"].copy_(absmax)
             elif reader.shapes[scales][0] == parts:
                 kept.copy_(reader.read(key, start, start + len(local)))
                 own = state[f"absmax{number}"]
@@ -149,6 +154,51 @@ class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc]
                 packed, absmax = pack(values, state[f"qmap{number}"].cpu())
                 kept.copy_(packed)
                 state[f"absmax{number}"].copy_(absmax)
+
+    def unpacked(self, vector: torch.nn.Parameter) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The state of a vector that a library joined from parameters, in fp32, and the scales of its blocks."""
+        state = self.state.get(vector, {})
+        values: dict[str, torch.Tensor] = {}
+        scales: dict[str, torch.Tensor] = {}
+        if not state:
+            return values, scales
+        for number in ("1", "2"):
+            kept = state[f"state{number}"]
+            if kept.dtype == torch.uint8:
+                scales[f"absmax{number}"] = state[f"absmax{number}"]
+                kept = unpack(kept, state[f"absmax{number}"], state[f"qmap{number}"])
+            values[f"state{number}"] = kept
+        return {**values, "step": torch.tensor(float(state["step"]))}, scales
+
+    def pack_again(
+        self,
+        vector: torch.nn.Parameter,
+        group: dict[str, Any],
+        values: dict[str, torch.Tensor],
+        scales: dict[str, torch.Tensor],
+    ) -> None:
+        """Put back what :meth:`unpacked` gave; without scales, those of the blocks as they are now."""
+        # bitsandbytes looks its settings up by place, and DeepSpeed takes the vectors out of their groups.
+        groups: list[dict[str, Any]] = getattr(self, "param_groups")  # noqa: B009
+        self.param_groups = [{**group, "params": [vector]}]
+        self.init_state(self.param_groups[0], vector, 0, 0)
+        self.param_groups = groups
+        state = self.state[vector]
+        state["step"] = self._updates = int(values["step"])
+        for number in ("1", "2"):
+            kept, value = state[f"state{number}"], values[f"state{number}"]
+            if kept.dtype != torch.uint8:
+                kept.copy_(value)
+                continue
+            packed, absmax = pack(value.cpu(), state[f"qmap{number}"].cpu(), scales.get(f"absmax{number}"))
+            kept.copy_(packed)
+            state[f"absmax{number}"].copy_(absmax)
+
+    def rows(self, reader: StateReader, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a moment in fp32, however it was written."""
+        if f"{name}/absmax{kind[-1]}" in reader.shapes:
+            return _unpacked(reader, name, kind[-1], start, stop)
+        return reader.read(f"{name}/{kind}", start, stop)
 
 
 def _is_eight(parameter: torch.Tensor) -> bool:
@@ -183,11 +233,16 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, quantisation: torch.Tenso
     return (flat * scales.repeat_interleave(BLOCK)[: flat.numel()]).view(packed.shape)
 
 
-def pack(values: torch.Tensor, quantisation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes that index the nearest entries of an ascending map, and the largest absolute value of each block."""
+def pack(
+    values: torch.Tensor, quantisation: torch.Tensor, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes that index the nearest entries of an ascending map, and the scale of each block.
+
+    Where no scales are given, they are the largest absolute values.
+    """
     flat = values.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scales = padded.abs().amax(dim=1)
+    scales = padded.abs().amax(dim=1) if scales is None else scales
     scaled = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).reshape(-1)[: len(flat)]
     between = (quantisation[1:] + quantisation[:-1]) / 2
     return torch.bucketize(scaled, between).to(torch.uint8).view(values.shape), scales

@@ -108,15 +108,17 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Done
     plain = runs.settings(tiny_model_dir, rows, folder, train={"global_batch_size": 3}, data={"eval_ratio": 0.1})
     adapted, full = with_(plain, **ADAPTED), with_(plain, **FULL)
     half = with_(full, train={"precision": "bf16", "gradient_checkpointing": True})
+    small = with_(full, train={"optimizer": "paged_adamw_8bit"})
     own = folder / "ds.json"
     own.write_text(json.dumps(JSON_ADAM))
-    for name, one in (("adapted", adapted), ("full", full), ("half", half)):
+    for name, one in (("adapted", adapted), ("full", full), ("half", half), ("small", small)):
         runs.run_alone(one, folder / name)
     jobs = [(with_(adapted, parallel={"strategy": "ddp"}), folder / "adapted-ddp")]
     jobs += [(zero(adapted, stage), folder / f"adapted-{stage}") for stage in STAGES]
     jobs += [(zero(full, stage), folder / f"full-{stage}") for stage in STAGES]
     jobs += [(zero(half, stage), folder / f"half-{stage}") for stage in (2, 3)]
     jobs += [(zero(full, 2, cpu_offload=True), folder / "full-offloaded")]
+    jobs += [(zero(small, stage), folder / f"small-{stage}") for stage in (2, 3)]
     theirs = with_(full, parallel={"strategy": "deepspeed", "deepspeed_config": str(own)})
     jobs += [(with_(theirs, train={"gradient_checkpointing": True}), folder / "full-json")]
     rare = {"tracking": {"log_every": 4}}
@@ -143,16 +145,23 @@ def test_bf16_is_close(done: Done, stage: int) -> None:
     assert runs.values(done[f"half-{stage}"], "loss") != runs.values(done["full"], "loss")
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_8_bit_optimizer_is_really_used(done: Done, stage: int) -> None:
+    # Blocks are cut elsewhere, so moments are rounded elsewhere.
+    same_curve(done[f"small-{stage}"], done["small"], rel=0.01)
+    assert runs.values(done[f"small-{stage}"], "loss") != runs.values(done[f"full-{stage}"], "loss")
+
+
 def test_stage_3_never_holds_the_whole_model(done: Done) -> None:
     for rank in (0, 1):
         held = json.loads((done["full-3"] / f"held-{rank}.json").read_text())
-        for name, (whole, here, share) in held.items():
+        for name, (size, here, share) in held.items():
             # Vectors may stay on every rank; matrices may not.
-            assert share == -(-whole // 2), name
-            assert here == 0 or whole <= 10 * 64, name
+            assert share == -(-size // 2), name
+            assert here == 0 or size <= 10 * 64, name
         # Otherwise the test would say the same of a model that is not shared.
         held = json.loads((done["full-2"] / f"held-{rank}.json").read_text())
-        assert all(here == whole and not share for whole, here, share in held.values())
+        assert all(here == size and not share for size, here, share in held.values())
 
 
 @pytest.mark.parametrize("name", [*(f"poisoned-{stage}" for stage in STAGES), "poisoned-json"])
@@ -172,6 +181,16 @@ def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp
         shutil.copytree(done[f"full-{stage}"], tmp_path / f"full-{stage}")
         keep_until(tmp_path / f"full-{stage}", 4)
         jobs.append((zero(full, stage), tmp_path / f"full-{stage}"))
+    small = with_(full, train={"optimizer": "paged_adamw_8bit"})
+    for stage in (2, 3):
+        shutil.copytree(done[f"small-{stage}"], tmp_path / f"small-{stage}")
+        keep_until(tmp_path / f"small-{stage}", 4)
+        jobs.append((zero(small, stage), tmp_path / f"small-{stage}"))
+    # 8-bit state that ZeRO-3 wrote, in one process.
+    shutil.copytree(done["small-3"], tmp_path / "small")
+    keep_until(tmp_path / "small", 4)
+    runs.run_alone(small, tmp_path / "small")
+    same_curve(tmp_path / "small", done["small"], rel=0.01)
     # ZeRO-3 on 2, then one process, then FSDP on 2, then ZeRO-2 on 3.
     moved = tmp_path / "moved"
     shutil.copytree(done["full-3"], moved)
@@ -182,6 +201,8 @@ def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp
     run_all(jobs, world_size=2)
     for stage in STAGES:
         assert runs.trace(tmp_path / f"full-{stage}") == runs.trace(done[f"full-{stage}"])
+    for stage in (2, 3):
+        assert runs.trace(tmp_path / f"small-{stage}") == runs.trace(done[f"small-{stage}"])
     keep_until(moved, 6)
     run_all([(zero(full, 2, keep_deepspeed_shards=False), moved)], world_size=3)
     same_curve(moved, done["full"])
@@ -266,6 +287,23 @@ def test_a_contradiction_names_both_places(tmp_path: Path, given: Any, places: t
     for place in places:
         assert place in problem
     assert "ds.json" in str(caught.value.where)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit"])
+def test_an_optimizer_of_ones_own_is_for_a_json_without_one(tmp_path: Path, optimizer: str) -> None:
+    deepspeed_config.check(config_with({}, tmp_path, train={"optimizer": optimizer}))
+    given = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    with pytest.raises(ConfigError) as caught:
+        deepspeed_config.check(config_with(given, tmp_path, train={"optimizer": optimizer}))
+    (problem,) = caught.value.problems
+    assert "`ds.json: optimizer`" in problem
+    assert f"`train.optimizer: {optimizer}`" in problem
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_an_optimizer_of_whole_matrices_is_refused(tmp_path: Path, optimizer: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.optimizer: {optimizer} needs whole matrices"):
+        config_with({}, tmp_path, train={"optimizer": optimizer})
 
 
 def test_all_contradictions_are_found_at_once(tmp_path: Path) -> None:
