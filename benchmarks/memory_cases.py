@@ -14,7 +14,7 @@ class Case:
 
     Attributes:
         name: of the case.
-        model: `two-layers`, `two-wide-layers` or `smollm2`; on a GPU a key of `SHAPES`.
+        model: `smollm2` or a key of `SHAPES`.
         adapter: `lora` or `none`.
         precision: `fp32` or `bf16`.
         packing: whether rows share packs.
@@ -24,6 +24,7 @@ class Case:
         micro_batch_size: packs (or rows) at a time.
         rows: how many rows there are.
         thread_cache: whether the C library's allocator has its per-thread cache.
+        strategy: `parallel.strategy`.
     """
 
     name: str
@@ -37,6 +38,13 @@ class Case:
     micro_batch_size: int = 1
     rows: int = 16
     thread_cache: bool = True
+    strategy: str = "ddp"
+
+
+def sharded(strategy: str, workers: int) -> Case:
+    """Full fine-tuning of a model whose state is most of what a worker needs."""
+    name = f"{strategy}-full-{workers}-worker{'s' if workers > 1 else ''}"
+    return Case(name, "twelve-layers", "none", "fp32", workers=workers, max_length=64, strategy=strategy)
 
 
 CPU_CASES = (
@@ -53,6 +61,7 @@ CPU_CASES = (
     Case("smollm2-lora-2-workers", "smollm2", "lora", "bf16", workers=2),
     Case("smollm2-full", "smollm2", "none", "bf16", rows=8),
     Case("smollm2-full-unpacked-checkpointing", "smollm2", "none", "fp32", packing=False, checkpointing=True, rows=6),
+    *(sharded("fsdp", workers) for workers in (1, 2, 4)),
 )
 GPU_CASES = (
     Case("gpu-135m-lora", "135m", "lora", "bf16", max_length=4096, rows=200),
@@ -64,6 +73,7 @@ GPU_CASES = (
 SHAPES: dict[str, tuple[int, int, int, int, int, int]] = {
     "two-layers": (256, 768, 2, 4, 2, 49152),
     "two-wide-layers": (1024, 2048, 2, 8, 4, 49152),
+    "twelve-layers": (1024, 2048, 12, 8, 4, 49152),
     "135m": (576, 1536, 30, 9, 3, 49152),
     "1b": (2048, 8192, 16, 32, 8, 128256),
 }
