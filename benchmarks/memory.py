@@ -1,16 +1,15 @@
 """The estimate of `finray plan` for a worker's peak memory, beside what is measured.
 
-On a CPU each case is a fine-tuning of a few steps in fresh processes: one, or two that sum their gradients over gloo,
+On a CPU each case is a fine-tuning of a few steps in fresh processes: one, or several that work together over gloo,
 put together by `training.assemble` as in a run, with the allocator settings of finray's workers, without Ray. Measured
-is the peak of the process's resident memory (`ru_maxrss`), of the larger process where there are two; the estimate is
-for a worker that is not Ray's. The models are a random one of two layers and SmolLM2-135M; the rows have Alpaca's
+is the peak of the process's resident memory (`VmHWM`), of the largest process where there are several; the estimate is
+for a worker that is not Ray's. The models are random ones of a few layers and SmolLM2-135M; the rows have Alpaca's
 lengths and are seen once.
 
 On a GPU (where torch finds one) four more cases train random models of the shapes of SmolLM2-135M and of a 1B Llama on
 rows of random tokens, and what is measured is the peak of torch's allocator; the CUDA context is outside of both.
 
-Not measured: FSDP, ZeRO and quantised weights, which finray cannot train with yet, saving and evaluation (they come
-after the peak), and what Ray itself takes.
+Not measured: quantised weights, saving and evaluation, and what Ray itself takes.
 
 The table is printed and replaces its section in RESULTS.md; with `--only` it is printed only, with `--json` as JSON.
 
@@ -132,6 +131,7 @@ def measure_on_cpu(case: Case, bench: Bench) -> Result:
     for process, (_, error) in zip(processes, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"{case.name} failed:\n{error[-2000:]}")
+    print([out.strip().splitlines()[-1] for out, _ in outputs], file=sys.stderr)
     measured = max(json.loads(out.strip().splitlines()[-1])["peak"] for out, _ in outputs)
     return result_of(case, estimated.total, measured, estimated.parts)
 
@@ -174,12 +174,13 @@ def work(job: dict[str, Any]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu")
     assembled = assemble(config, prepared=job["prepared"], run_dir=run_dir, strategy=strategy_of(config, device))
+    loaded = peak_memory(device)
     # What is measured is training; a last checkpoint of all state would take longer than the rest.
-    assembled.loop._save = lambda *, last: None  # type: ignore[method-assign]  # noqa: ARG005
+    assembled.loop._save = lambda *, last: None  # type: ignore[method-assign]
     assembled.loop.run()
     for tracker in assembled.loop.trackers:
         tracker.close()
-    print(json.dumps({"peak": peak_memory(device)}))
+    print(json.dumps({"peak": peak_memory(device), "loaded": loaded}))
 
 
 # --- on a GPU -------------------------------------------------------------------------------------------------------
@@ -322,7 +323,18 @@ def show_results(results: Sequence[Result]) -> str:
         ]
         for result in results
     ]
-    head = ["", "trained", "precision", "packed", "checkpointing", "strategy", "workers", "estimate, MiB", "measured, MiB", "ratio"]
+    head = [
+        "",
+        "trained",
+        "precision",
+        "packed",
+        "checkpointing",
+        "strategy",
+        "workers",
+        "estimate, MiB",
+        "measured, MiB",
+        "ratio",
+    ]
     off = sorted(results, key=lambda result: -abs(result["ratio"] - 1))
     good = sum(abs(result["ratio"] - 1) <= ALLOWED for result in results)
     return (

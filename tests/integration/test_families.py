@@ -19,7 +19,7 @@ FAMILIES = [
     *("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "phi3", "gpt2", "bloom", "opt"),
     "gpt_neox",
 ]
-STRATEGIES = ["ddp", "fsdp"]
+STRATEGIES = {"ddp": {}, "fsdp": {}, "deepspeed": {"zero_stage": 3}}
 RATE = 0.005
 
 
@@ -32,7 +32,7 @@ def plain_of(family: str, strategy: str, folder: Path) -> dict[str, Any]:
         adapter={"method": "none"},
         train={"max_steps": 5, "global_batch_size": 3, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0}
         | {"max_grad_norm": None},
-        parallel={"strategy": strategy},
+        parallel={"strategy": strategy, **STRATEGIES[strategy]},
         checkpoint={"every_steps": 100},
     )
 

@@ -35,7 +35,7 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name: str) -> No
 
 
 def test_every_model_of_a_preset_is_shipped() -> None:
-    assert {read_preset(name)["model"]["name"] for name in preset_names()} <= set(shipped_names())
+    assert {read_preset(name)["model"]["name"] for name in preset_names()} == set(shipped_names())
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,171 @@
+"""What the formulas of communication and memory say for 8, 64 and 1024 GPUs: the tables of `docs/guide/scaling.md`.
+
+Nothing is measured here; `tests/integration/test_volumes.py` compares the formulas of communication with bytes counted
+on gloo, and `benchmarks/memory.py` those of memory with measured peaks.
+
+    python benchmarks/scaling.py            prints the tables
+    python benchmarks/scaling.py --write    puts them into the page
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.models.blueprint import Blueprint, build_blueprint
+from finray.models.shipped import shipped_shape
+from finray.runtime.devices import GPUS
+from finray.training.flops import flops_per_token
+from finray.training.memory_estimate import estimate
+from finray.training.memory_setup import Setup, Workload
+from finray.training.volumes import Machines, across_seconds, exchanges, seconds
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "scaling.md"
+MARKS = ("<!-- tables: python benchmarks/scaling.py --write -->", "<!-- end of tables -->")
+MODELS = {"8B": "meta-llama/Llama-3.1-8B-Instruct", "70B": "meta-llama/Llama-3.1-70B-Instruct"}
+GPU = GPUS["h100-80gb"]
+# The assumptions, all of them.
+UTILISATION = 0.4
+PRICE = 2.5
+TOKENS = 4096
+MICRO_BATCHES = 4
+ROW = 2048
+INSIDE = 450e9
+PER_MACHINE = 8
+MARGIN = 0.05
+RATES = (10, 400)
+SIZES = (8, 64, 1024)
+# From the simplest on: an earlier one is taken if it is nearly as fast.
+STRATEGIES = {
+    "ddp": Setup(strategy="ddp"),
+    "fsdp": Setup(strategy="fsdp"),
+    "hybrid": Setup(strategy="fsdp", shards=PER_MACHINE),
+    "fsdp, kept": Setup(strategy="fsdp", reshard=False),
+    "zero1": Setup(strategy="zero1"),
+    "zero2": Setup(strategy="zero2"),
+    "zero3": Setup(strategy="zero3"),
+}
+NEARLY = 0.97
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A strategy on a number of GPUs.
+
+    Attributes:
+        strategy: its name.
+        memory: bytes a GPU needs.
+        compute: seconds of arithmetic in a step.
+        shown: seconds of communication that arithmetic does not hide.
+        rate: tokens/s of all GPUs.
+    """
+
+    strategy: str
+    memory: int
+    compute: float
+    shown: float
+    rate: float
+
+    @property
+    def cost(self) -> float:
+        """Dollars per billion tokens, for each GPU of the price."""
+        return 1e9 / self.rate / 3600
+
+
+@cache
+def blueprint(model: str, method: str) -> Blueprint:
+    shape = shipped_shape(ModelConfig(name=MODELS[model]))
+    assert shape is not None
+    return build_blueprint(shape, AdapterConfig(method="lora" if method == "LoRA" else "none", rank=16))
+
+
+def outcome(model: str, method: str, strategy: str, gpus: int, rate: float) -> Outcome | None:
+    """What a strategy comes to; None where it does not fit into a GPU's memory."""
+    shape = blueprint(model, method)
+    setup = replace(STRATEGIES[strategy], workers=gpus, device="cuda", precision="bf16", checkpointing=True, ray=False)
+    memory = estimate(shape, setup, Workload((ROW,) * (TOKENS // ROW), TOKENS)).total
+    if memory > (1 - MARGIN) * GPU.memory:
+        return None
+    per_machine = 1 if gpus <= PER_MACHINE else PER_MACHINE
+    if setup.shards is not None and (gpus <= setup.shards or per_machine == 1):
+        return None
+    machines = Machines(per_machine, rate * 1e9 / 8, INSIDE)
+    flops = flops_per_token(shape, row=ROW, learned=1.0, checkpointing=True).total
+    assert GPU.tflops is not None
+    compute = TOKENS * MICRO_BATCHES * flops / (UTILISATION * GPU.tflops * 1e12)
+    hidden = shown = 0.0
+    for one in exchanges(shape, setup, micro_batches=MICRO_BATCHES):
+        crosses = setup.shards is not None and one.kind == "all_reduce"
+        took = across_seconds(one, machines) if crosses else seconds(one, machines)
+        hidden, shown = (hidden + took, shown) if one.hidden else (hidden, shown + took)
+    shown += max(0.0, hidden - compute)
+    return Outcome(strategy, memory, compute, shown, gpus * TOKENS * MICRO_BATCHES / (compute + shown))
+
+
+def volume_table() -> list[str]:
+    """GB that each GPU sends in a step of one micro-batch, with so many GPUs that (w - 1) / w is one."""
+    heads = [f"{model}, {how}" for model in MODELS for how in ("all weights", "LoRA")]
+    lines = [f"| sent per GPU and step, GB | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
+    for strategy, base in STRATEGIES.items():
+        cells = []
+        for model in MODELS:
+            for method in ("full", "LoRA"):
+                setup = replace(base, workers=1024, device="cuda", precision="bf16")
+                found = exchanges(blueprint(model, method), setup, micro_batches=1)
+                cells.append(f"{sum(one.sent for one in found) / 1e9:,.2f}")
+        lines.append(f"| {strategy} | {' | '.join(cells)} |")
+    return lines
+
+
+def choice_table(model: str, method: str) -> list[str]:
+    """The strategy for each number of GPUs and network: the simplest that is nearly as fast as the fastest."""
+    lines = [
+        f"**{model}, {'LoRA' if method == 'LoRA' else 'all weights'}**",
+        "",
+        "| GPUs | network, Gb/s | strategy | memory, GiB | tokens/s | waiting for the network | $ per 10^9 tokens |",
+        "| ---: | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for gpus in SIZES:
+        for rate in RATES:
+            found = [outcome(model, method, strategy, gpus, rate) for strategy in STRATEGIES]
+            fitting = [one for one in found if one is not None]
+            if not fitting:
+                lines.append(f"| {gpus} | {rate} | none fits | | | | |")
+                continue
+            fastest = max(one.rate for one in fitting)
+            best = next(one for one in fitting if one.rate >= NEARLY * fastest)
+            waits = best.shown / (best.compute + best.shown)
+            dollars = gpus * PRICE * best.cost
+            lines.append(
+                f"| {gpus} | {rate} | {best.strategy} | {best.memory / 2**30:.0f} | {best.rate:,.0f} | {waits:.0%} "
+                f"| {dollars:,.0f} |"
+            )
+    return [*lines, ""]
+
+
+def tables() -> str:
+    """All tables, as Markdown."""
+    lines = [*volume_table(), ""]
+    for model in MODELS:
+        for method in ("full", "LoRA"):
+            lines += choice_table(model, method)
+    return "\n".join(lines).rstrip()
+
+
+def main() -> int:
+    found = tables()
+    print(found)
+    if "--write" in sys.argv:
+        text = PAGE.read_text(encoding="utf-8")
+        begin, end = map(re.escape, MARKS)
+        text = re.sub(f"{begin}.*{end}", lambda _: f"{MARKS[0]}\n\n{found}\n\n{MARKS[1]}", text, flags=re.DOTALL)
+        PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The formulas of what workers exchange, against bytes counted while two of them train over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from finray.config.schema import AdapterConfig
+from finray.models.blueprint import draw_blueprint
+from finray.runtime.prepare import prepare_here
+from finray.training.memory_setup import Setup
+from finray.training.volumes import exchanges
+from tests.support import runs, tiny
+
+# A wide head beside two layers would hide what layers do.
+SHAPE = {"num_hidden_layers": 4}
+MICRO_BATCHES = 2
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ddp": ({"strategy": "ddp"}, {"strategy": "ddp"}),
+    "fsdp": ({"strategy": "fsdp"}, {"strategy": "fsdp"}),
+    "fsdp-kept": ({"strategy": "fsdp", "reshard_after_forward": False}, {"strategy": "fsdp", "reshard": False}),
+    "hybrid": ({"strategy": "fsdp", "shard_size": 1}, {"strategy": "fsdp", "shards": 1}),
+    **{
+        f"zero{stage}": ({"strategy": "deepspeed", "zero_stage": stage}, {"strategy": f"zero{stage}"})
+        for stage in (1, 2, 3)
+    },
+}
+
+
+ZERO3 = {
+    "stage": 3,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
+
+def plain_of(model: Path, folder: Path, case: str, method: str) -> dict[str, Any]:
+    parallel = dict(CASES[case][0])
+    if case == "zero3":
+        parallel |= {"deepspeed_config": str(folder / "zero3.json")}
+    return runs.settings(
+        model,
+        folder / "rows.jsonl",
+        folder / f"{case}-{method}",
+        adapter={"method": method, "rank": 4},
+        train={"max_steps": 2, "global_batch_size": 2 * MICRO_BATCHES},
+        parallel=parallel,
+    )
+
+
+def _member(rank: int, port: int, jobs: list[tuple[str, dict[str, Any], str]], out: str) -> None:
+    from finray.training.assemble import assemble, strategy_of
+    from tests.support.traffic import Traffic
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    found = {}
+    for name, plain, prepared in jobs:
+        config = runs.config_of(plain)
+        run_dir = Path(config.run.output_dir) / "run"
+        run_dir.mkdir(parents=True, exist_ok=True)
+        strategy = strategy_of(config, torch.device("cpu"))
+        loop = assemble(config, prepared=prepared, run_dir=run_dir, strategy=strategy).loop
+        # The first step proves the head and fills buffers; the second is like all that come.
+        steps: list[dict[str, int]] = []
+        with Traffic() as traffic:
+
+            def after(*_: Any, traffic: Traffic = traffic, steps: list[dict[str, int]] = steps) -> None:
+                steps.append(dict(traffic.bytes))
+                traffic.bytes.clear()
+
+            loop._after_step = after  # type: ignore[method-assign]
+            loop.run()
+        found[name] = steps[-1]
+    if rank == 0:
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, dict[str, int]]:
+    """Bytes by kind in the second step of each case."""
+    folder = tmp_path_factory.mktemp("volumes")
+    tiny.write_chat_rows(folder, 24)
+    tiny.save_model("llama", folder / "model", tokenizer, **SHAPE)
+    jobs = []
+    for case in CASES:
+        for method in ("lora", "none"):
+            plain = plain_of(folder / "model", folder, case, method)
+            jobs.append((f"{case}-{method}", plain, prepare_here(runs.config_of(plain))))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # A model this small would be gathered once and kept.
+    (folder / "zero3.json").write_text(json.dumps({"zero_optimization": ZERO3}), encoding="utf-8")
+    mp.spawn(_member, (port, jobs, str(folder / "out.json")), nprocs=2)
+    found: dict[str, dict[str, int]] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("method", ["lora", "none"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_workers_exchange_what_the_formulas_say(counted: dict[str, dict[str, int]], case: str, method: str) -> None:
+    blueprint = draw_blueprint(tiny.build_model("llama", **SHAPE), AdapterConfig(method=method, rank=4))
+    expected = exchanges(blueprint, Setup(workers=2, **CASES[case][1]), micro_batches=MICRO_BATCHES)
+    assert expected
+    found = {kind: size for kind, size in counted[f"{case}-{method}"].items() if size}
+    assert found == pytest.approx({one.kind: one.size for one in expected}, rel=0.02)
