@@ -90,6 +90,19 @@ def folder_of(model: ModelConfig) -> Path | None:
         return None
 
 
+def _compute_buffers(model: Any, module: torch.nn.Module) -> None:
+    """Fill the buffers of a module. Its weights stay out of it: of a share, what initialises them finds no rows."""
+    weights = dict(module._parameters)
+    try:
+        for name, weight in weights.items():
+            if weight is not None:
+                shape = getattr(weight, "ds_shape", weight.shape)
+                module._parameters[name] = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        model._init_weights(module)
+    finally:
+        module._parameters.update(weights)
+
+
 @torch.no_grad()
 def materialise(
     model: Any,
@@ -120,7 +133,7 @@ def materialise(
     for module in inner.modules():
         if any(True for _ in module.buffers(recurse=False)):
             # Computed buffers (rotary frequencies, scales of embeddings) are in no file.
-            inner._init_weights(module)
+            _compute_buffers(inner, module)
     kept = {name for name, _ in inner.named_buffers()} & set(inner.state_dict())
     tensors = {**dict(model.named_parameters()), **{name: one for name, one in inner.named_buffers() if name in kept}}
     of_adapter = {name for name in tensors if ".lora_" in name or ".trainable_tokens_" in name}

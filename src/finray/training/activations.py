@@ -63,7 +63,7 @@ def layer_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
 
 def _stream(blueprint: Blueprint, setup: Setup) -> int:
     """Bytes of an element of the residual stream: fp32 where embeddings are trained, else as stored."""
-    return FP32 if blueprint.adapter == 0 and not setup.strategy.startswith("zero") else setup.element
+    return FP32 if blueprint.adapter == 0 and not setup.computes_with_copies else setup.element
 
 
 def _norm_element(blueprint: Blueprint, setup: Setup, *, composed: bool) -> int:

@@ -294,7 +294,7 @@ def _trained_per_layer(blueprint: Blueprint) -> float:
 
 def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """bf16 copies of fp32 weights that autocast makes, and autograd keeps; adapters are cast as well."""
-    if setup.precision != "bf16" or setup.strategy.startswith("zero"):
+    if setup.precision != "bf16" or setup.computes_with_copies:
         return 0
     return 2 * (blueprint.linear_weights if blueprint.adapter == 0 else blueprint.adapter)
 

@@ -54,6 +54,11 @@ class Setup:
         return self.shards or self.workers
 
     @property
+    def computes_with_copies(self) -> bool:
+        """Whether trained weights are there in the arithmetic's dtype while they are used, not cast by autocast."""
+        return self.strategy == "fsdp" or self.strategy.startswith("zero")
+
+    @property
     def element(self) -> int:
         """Bytes of an element in the arithmetic."""
         return 2 if self.precision == "bf16" else FP32
