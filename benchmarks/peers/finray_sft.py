@@ -57,7 +57,8 @@ from finray.data.prepared import PreparedDataset
 from finray.runtime.prepare import prepare_here
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import read_records
-from finray.training.assemble import Assembled, assemble, strategy_of
+from finray.training.assemble import Assembled, assemble
+from finray.training.strategies import strategy_of
 
 Record = dict[str, Any]
 RUN_NAME = "benchmark"

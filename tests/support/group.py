@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,9 @@ def run_all(
     for plain, run_dir in runs:
         run_dir.mkdir(parents=True, exist_ok=True)
         jobs.append((plain, prepare_here(config_of(plain)), str(run_dir)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_member, (world_size, port, jobs, stop_after, look), nprocs=world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        # A file to meet at: a port that is free now may be taken a moment later.
+        mp.spawn(_member, (world_size, f"{folder}/group", jobs, stop_after, look), nprocs=world_size)
 
 
 class Killed(Exception):
@@ -49,17 +48,18 @@ class Killed(Exception):
 def _member(
     rank: int,
     world_size: int,
-    port: int,
+    meeting: str,
     jobs: list[tuple[Any, str, str]],
     stop_after: int | None,
     look: Callable[[Any, Path], None] | None,
 ) -> None:
-    from finray.training.assemble import assemble, strategy_of
+    from finray.training.assemble import assemble
+    from finray.training.strategies import strategy_of
     from tests.support.runs import config_of
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, world_size), rank=rank, world_size=world_size)
     device = torch.device("cpu")
 
     def notify(record: dict[str, Any]) -> None:

@@ -17,10 +17,11 @@ from finray.parallel import deepspeed_config
 from finray.runtime.cluster import worker_environment
 from finray.runtime.devices import GPUS
 from finray.runtime.findings import Findings
-from finray.training.activations import kept_bytes, not_on_cpu
+from finray.training.activations import kept_bytes
 from finray.training.fitting import Choice, smallest_change
 from finray.training.memory_estimate import Estimate, estimate
 from finray.training.memory_setup import Setup, Strategy, Workload
+from finray.training.on_cpu import refusals_on_cpu
 from finray.training.workload import largest_workload
 
 GIB = 2**30
@@ -114,8 +115,9 @@ def plan_memory(
         packs: whether the model's rows may be packed; else each has a forward pass of its own.
     """
     now = _choice(config, device, found)
-    if config.train.activation_offload and device.kind == "cpu":
-        found.problem(not_on_cpu())
+    if device.kind == "cpu":
+        for refusal in refusals_on_cpu(config):
+            found.problem(refusal)
 
     @cache
     def workload(micro_batch_size: int, max_length: int) -> Workload:

@@ -26,8 +26,9 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from finray.parallel.base import together
-    from finray.training.assemble import assemble, strategy_of, summary
+    from finray.training.assemble import assemble, summary
     from finray.training.memory import keep_freed_memory
+    from finray.training.strategies import strategy_of
 
     keep_freed_memory()
     torch.set_num_threads(int(payload["threads"]))

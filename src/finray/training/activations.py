@@ -8,22 +8,12 @@ with what autograd really keeps, for several families of models.
 
 from __future__ import annotations
 
-from finray.errors import ConfigError
 from finray.models.attention import EXPLICIT_UP_TO
 from finray.models.blueprint import Block, Blueprint
 from finray.training.memory_setup import FP32, Setup, Workload
 
 # Elements kept per element that an activation reads; more where Python operations make it up.
 _ACTIVATIONS = {"gelu_new": 4, "gelu_fast": 4, "quick_gelu": 3, "relu2": 2}
-
-
-def not_on_cpu() -> ConfigError:
-    """The refusal of ``train.activation_offload`` where there is no GPU."""
-    return ConfigError(
-        "activations are in the memory of the CPU already",
-        where="train.activation_offload",
-        repair="leave it out, or set train.gradient_checkpointing to full",
-    )
 
 
 def kept_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:

@@ -29,15 +29,13 @@ from finray.models.roles import roles_of
 from finray.models.sharded import materialise
 from finray.models.tokenizers import load_tokenizer
 from finray.parallel.base import Strategy, Updates, together
-from finray.parallel.ddp import DataParallel
-from finray.parallel.fsdp import FullySharded
 from finray.parallel.tensors import fill, shape_of
 from finray.tracking.base import Tracker
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import JsonlTracker
-from finray.training.activations import not_on_cpu
 from finray.training.feed import Feed, evaluation_batches
 from finray.training.loop import Loop, peak_memory
+from finray.training.on_cpu import refusals_on_cpu
 from finray.training.optimizer import Optimizer, torch_optimizer, warnings_of
 from finray.training.profile import Profiler
 from finray.training.saving import Saver
@@ -205,17 +203,6 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, packing:
     )
 
 
-def strategy_of(config: Config, device: torch.device) -> Strategy:
-    """The strategy that a config names, for this process of a group."""
-    if config.parallel.strategy == "deepspeed":
-        from finray.parallel.deepspeed import ZeroRedundancy
-
-        return ZeroRedundancy(device, config, precision=resolve_precision(config.train.precision, device))
-    if config.parallel.strategy == "fsdp":
-        return FullySharded(device, config.parallel, precision=resolve_precision(config.train.precision, device))
-    return DataParallel(device)
-
-
 def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) -> CausalLM:
     task = CausalLM.build(
         config.model,
@@ -228,8 +215,9 @@ def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) 
         bits=_bits(config, strategy),
     )
     train = config.train
-    if train.activation_offload and strategy.device.type == "cpu":
-        raise not_on_cpu()
+    if strategy.device.type == "cpu":
+        for refusal in refusals_on_cpu(config):
+            raise refusal
     if liger.is_wanted(train.liger, strategy.device):
         liger.apply(task.model)
     change_blocks(task.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)

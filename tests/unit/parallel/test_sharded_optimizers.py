@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -57,10 +55,9 @@ def run(kind: str, folder: Path, *, mesh: DeviceMesh | None = None, start_from: 
         dist.barrier()
 
 
-def _member(rank: int, world_size: int, port: int, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _member(rank: int, world_size: int, meeting: str, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, world_size), rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (world_size,))
     for kind in TOLERANCE:
         run(kind, folder / "two" / kind, mesh=mesh)
@@ -74,10 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for kind in TOLERANCE:
         run(kind, folder / "one" / kind)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_member, (2, port, folder), nprocs=2)
+    mp.spawn(_member, (2, str(folder / "group"), folder), nprocs=2)
     for kind in TOLERANCE:
         run(kind, folder / "two-then-one" / kind, start_from=folder / "two" / kind)
         (folder / "bare" / kind).mkdir(parents=True)
