@@ -147,6 +147,11 @@ class CausalLM:
         """The parameters that are trained, by name, in a fixed order."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
+    def made(self) -> list[torch.nn.Parameter]:
+        """The parameters that were given their values here: trained ones, and those of a frozen adapter."""
+        named = self.model.named_parameters()
+        return [parameter for name, parameter in named if parameter.requires_grad or ".lora_" in name]
+
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""
         return self._counts

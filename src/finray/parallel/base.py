@@ -71,8 +71,8 @@ class Strategy(Protocol):
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add a micro-batch's gradients; ``last`` says that no more come before the update."""
 
-    def align(self, module: torch.nn.Module) -> None:
-        """Make the ranks' weights equal before the first step."""
+    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
+        """Make weights that every rank has made for itself equal, before the first step."""
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks in place, and return the sum of ``extra`` (1-D fp64)."""

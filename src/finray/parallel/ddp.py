@@ -48,14 +48,13 @@ class DataParallel:
         """An ordinary backward pass."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def align(self, module: torch.nn.Module) -> None:
-        """Broadcast rank 0's trained weights; frozen ones were read from the same files."""
+    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
+        """Broadcast rank 0's: decompositions may differ in the last bits from one kind of machine to another."""
         if self._alone:
             return
         with torch.no_grad():
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    dist.broadcast(parameter, src=0)
+            for weight in weights:
+                dist.broadcast(weight, src=0)
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks in place, in buckets of fixed layout; see :class:`Strategy`."""

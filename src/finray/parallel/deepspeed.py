@@ -95,7 +95,7 @@ class ZeroRedundancy(DataParallel):
         # DeepSpeed takes the mean over the ranks. The loss is divided by the targets of the whole step already.
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
-    def align(self, module: torch.nn.Module) -> None:
+    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
         """Nothing: DeepSpeed copies rank 0's weights, and checkpoints are the same for all."""
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:  # noqa: ARG002

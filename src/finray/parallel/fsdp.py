@@ -35,7 +35,7 @@ class FullySharded(DataParallel):
         self._parallel = parallel
         self._precision = precision
 
-    def align(self, module: torch.nn.Module) -> None:
+    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
         """Nothing: every rank read its own rows from the same files."""
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:

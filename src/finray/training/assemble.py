@@ -102,7 +102,7 @@ def assemble(
     source = strategy.share(None if found is None else str(found.path))
     dataset = together(strategy, lambda: _dataset(config, prepared))
     state = together(strategy, lambda: _restore(config, dataset, source, task, optimizer))
-    strategy.align(task.model)
+    strategy.align(task.made())
     data = together(strategy, lambda: _data(config, dataset, strategy, packing, position=state.position))
     extras = together(
         strategy, lambda: _extras(config, dataset, _bits(config, strategy)) if first else lambda folder: None
