@@ -8,8 +8,8 @@ is 16,384 tokens or more, whatever the length of a pack. The parts, which `--onl
 
 * lengths: LoRA with packs of 512, 2048, 4096 and 8192 tokens.
 * methods: LoRA and QLoRA at 8192 tokens a micro-batch, and the small model in full.
-* switches: LoRA at 4096 with one of finray's optimisations off (packing, fused LoRA, chunked loss) or on (activation
-  checkpointing, `torch.compile` by block).
+* switches: LoRA at 4096 with one of finray's optimisations off (packing, fused LoRA, chunked loss) or on (selective
+  and full activation checkpointing, `torch.compile` by block).
 * peers: finray's LoRA at 4096, and Transformers' Trainer with PEFT on the same rows, in batches of one length of as
   many rows as a pack holds on average, and as many of them to a step as finray has packs; bf16, SDPA, no checkpointing;
   and the Trainer with Liger's kernels where they are installed. Out of memory, it gets half the batch and twice the
@@ -172,7 +172,7 @@ def switches(bench: Bench) -> Iterator[Result]:
     for model in bench.models:
         setups = [Setup(model)]
         setups += [Setup(model, **{name: False}) for name in ("packing", "fused", "chunked")]  # type: ignore[arg-type]
-        setups += [Setup(model, **{name: True}) for name in ("checkpointing", "compiled")]  # type: ignore[arg-type]
+        setups += [Setup(model, checkpointing=kind) for kind in ("selective", "full")] + [Setup(model, compiled=True)]
         for setup in setups:
             for capacity, result in bench.train(setup, bench.usual).items():
                 yield entry(model, setup.name, capacity, result)

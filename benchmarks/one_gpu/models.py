@@ -9,10 +9,10 @@ import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, attention, fused_lora
+from finray.models.blocks import compile_blocks
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import choose_attention
 from finray.models.quantised import QuantisedLinear, quantise_layers
-from finray.models.sharded import blocks_of
 from finray.models.tokenizers import quiet
 
 RANK = 16
@@ -59,7 +59,7 @@ class Setup:
         packing: packs, or batches of `ROWS` rows laid end to end.
         fused: LoRA's layers as one operation each.
         chunked: loss in chunks, or whole logits at the positions that have a target.
-        checkpointing: activations are computed again in the backward pass.
+        checkpointing: activations that are computed again in the backward pass: `none`, `selective` or `full`.
         compiled: every block by `torch.compile`.
     """
 
@@ -68,14 +68,15 @@ class Setup:
     packing: bool = True
     fused: bool = True
     chunked: bool = True
-    checkpointing: bool = False
+    checkpointing: str = "none"
     compiled: bool = False
 
     @property
     def name(self) -> str:
         """What differs from finray's LoRA."""
         off = [f"no {name}" for name in ("packing", "fused", "chunked") if not getattr(self, name)]
-        on = [name for name in ("checkpointing", "compiled") if getattr(self, name)]
+        on = [] if self.checkpointing == "none" else [f"{self.checkpointing} checkpointing"]
+        on += ["compiled"] if self.compiled else []
         return ", ".join([self.method, *off, *on])
 
 
@@ -112,13 +113,11 @@ def build_task(shape: Shape, setup: Setup, device: torch.device, *, seed: int) -
     if not setup.chunked:
         # As with a head that finray does not understand.
         task._head_is_ours, task._head_is_proven = False, True
-    if setup.checkpointing:
-        task.checkpoint_activations()
+    if setup.checkpointing != "none":
+        task.checkpoint_activations(setup.checkpointing)
     if setup.compiled:
-        # Packs differ in length. A trial on a CPU goes without the compiler, which takes minutes.
-        backend = "inductor" if device.type == "cuda" else "aot_eager"
-        for block in blocks_of(task.model):
-            block.compile(dynamic=True, backend=backend)
+        # A trial on a CPU goes without the compiler, which takes minutes.
+        compile_blocks(task.model, backend="inductor" if device.type == "cuda" else "aot_eager")
     task.model.train()
     return task
 
