@@ -80,6 +80,9 @@ class Strategy(Protocol):
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the ranks."""
 
+    def unscale(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
+        """Divide summed gradients by the loss's ``scale`` (fp32 scalar on the device) before they are clipped."""
+
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from finray.parallel.base import Updates
+from finray.parallel.tensors import local_rows
 
 BUCKET_ELEMENTS = 8 * 2**20
 
@@ -81,6 +82,12 @@ class DataParallel:
         if not self._alone:
             dist.all_reduce(values)
         return values
+
+    @torch.no_grad()
+    def unscale(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
+        """Divide this rank's gradients, or its rows of them, in place."""
+        gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
+        torch._foreach_mul_(gradients, scale.reciprocal())
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""

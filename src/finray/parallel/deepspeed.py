@@ -25,6 +25,7 @@ from finray.parallel.tensors import keep
 
 # Where DeepSpeed's own files lie in what it is told to write.
 _TAG = "shards"
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ZeroRedundancy(DataParallel):
@@ -33,8 +34,8 @@ class ZeroRedundancy(DataParallel):
     Args:
         device: of this rank.
         config: the run's.
-        precision: ``fp32`` or ``bf16``. In bf16 the weights that the model computes with are bf16, and the optimizer
-            has fp32 ones beside them.
+        precision: ``fp32``, ``bf16`` or ``fp16``. In the latter two the weights that the model computes with are of
+            that kind, and the optimizer has fp32 ones beside them.
     """
 
     lockstep = True
@@ -48,7 +49,7 @@ class ZeroRedundancy(DataParallel):
         super().__init__(device)
         self._config = config
         self._precision = precision
-        self._deepspeed = _library(device)
+        self._deepspeed = _library(device, fp16=precision == "fp16")
         self.stage = deepspeed_config.stage(deepspeed_config.load(config), config)
         self.shards_weights = self.stage == 3
         self._engine: Any = None
@@ -57,8 +58,7 @@ class ZeroRedundancy(DataParallel):
         """Under stage 3, give every weight to ``zero.Init`` as soon as it has memory, one at a time."""
         if not self.shards_weights:
             return
-        dtype = torch.bfloat16 if self._precision == "bf16" else None
-        one_by_one = _OneByOne(module, self.device, dtype)
+        one_by_one = _OneByOne(module, self.device, _HALVES.get(self._precision))
         self._deepspeed.zero.Init(module=one_by_one, config_dict_or_path=self._settings(module))
         for parameter in module.parameters():
             keep(parameter, Partition(parameter))
@@ -102,6 +102,10 @@ class ZeroRedundancy(DataParallel):
         """Gradients are summed already; the sum of ``extra`` is not."""
         return self.sum(extra)
 
+    def unscale(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:  # noqa: ARG002
+        """Tell DeepSpeed the scale: its update divides by it, and then has none again."""
+        self._engine.optimizer.loss_scaler.cur_scale = float(scale)
+
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:  # noqa: ARG002
         """The norm of the gradients; they are scaled in the update, by the same rule and to the same limit."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -109,7 +113,7 @@ class ZeroRedundancy(DataParallel):
         zero = self._engine.optimizer
         norm = combine_grad_norm_groups(zero._get_norm_groups()) if self.stage == 3 else zero.scaled_global_norm()
         # DeepSpeed says -1 where the norm is not finite.
-        return torch.where(norm < 0, torch.full_like(norm, torch.nan), norm)
+        return torch.where(norm < 0, torch.full_like(norm, torch.nan), norm / zero.loss_scale)
 
     def save_own(self, folder: Path) -> bool:
         """Write DeepSpeed's own files, with the script that makes fp32 weights of them; finray never reads them."""
@@ -154,7 +158,7 @@ class _OneByOne(torch.nn.Module):
                 yield new
 
 
-def _library(device: torch.device) -> Any:
+def _library(device: torch.device, *, fp16: bool) -> Any:
     """DeepSpeed, on this device and in the process group that there is."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
@@ -167,6 +171,9 @@ def _library(device: torch.device) -> Any:
     # for ever where a process that compiled it was killed. (As an attribute, `deepspeed.comm.torch` is torch itself.)
     backend: Any = import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
+    if fp16 and device.type == "cpu":
+        # It asks for fp16 in hardware; torch can do without, slowly.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=False, verbose=False)
     return deepspeed
 

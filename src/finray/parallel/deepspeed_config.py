@@ -115,8 +115,6 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
         if found is not None and found != AUTO and not _same(found, field.value):
             yield f"{place(field.path)} is {json.dumps(found)}, `{field.yaml}` gives {json.dumps(field.value)}"
     found = _at(given, f"{_ZERO}.stage")
-    if precision == "fp16":
-        yield "`train.precision` is fp16, which `parallel.strategy: deepspeed` does not train in; use bf16 or fp32"
     if found not in (None, AUTO, 1, 2, 3):
         yield f"{place(f'{_ZERO}.stage')} is {json.dumps(found)}: `parallel.strategy: deepspeed` is for 1, 2 and 3"
     if "scheduler" in given:
@@ -131,14 +129,31 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
     if isinstance(given.get("optimizer"), dict) and (kind := config.train.optimizer) != "adamw":
         yield f"{place('optimizer')} and `train.optimizer: {kind}` each choose the optimizer; keep one"
     yield from _offload_conflicts(given, config, place)
-    if stage(given, config) == 1 and precision == "bf16" and _at(given, "data_types.grad_accum_dtype") == "fp32":
-        yield f"{place('data_types.grad_accum_dtype')} is fp32: in bf16 that needs {place(f'{_ZERO}.stage')} 2 or 3"
+    if precision == "fp16":
+        yield from _scale_conflicts(given, place)
+    half = precision in ("bf16", "fp16")
+    if stage(given, config) == 1 and half and _at(given, "data_types.grad_accum_dtype") == "fp32":
+        where = place(f"{_ZERO}.stage")
+        yield f"{place('data_types.grad_accum_dtype')} is fp32: in {precision} that needs {where} 2 or 3"
     for key in _REFUSED:
         if given.get(key):
             yield f"{place(key)} is nothing that finray can train with; leave it out"
     for path in _autos(given):
         if not (path.startswith(f"{_ZERO}.") or _is_filled(path)):
             yield f'{place(path)} is "auto", and nothing in the YAML says what it is'
+
+
+def _scale_conflicts(given: dict[str, Any], place: Any) -> Iterator[str]:
+    """What a section on fp16 asks for that finray's own scale of the loss is not."""
+    for key, ours in (("loss_scale", 0), ("initial_scale_power", 16)):
+        found = _at(given, f"fp16.{key}")
+        if found not in (None, AUTO, ours):
+            yield (
+                f"{place(f'fp16.{key}')} is {json.dumps(found)}: with `train.precision: fp16` the scale of the loss is "
+                f"2^16 at first and then follows the gradients, which is {ours} here"
+            )
+    if _at(given, "fp16.fp16_master_weights_and_grads"):
+        yield f"{place('fp16.fp16_master_weights_and_grads')} is true, and `train.precision: fp16` trains fp32 weights"
 
 
 def _offload_conflicts(given: dict[str, Any], config: Config, place: Any) -> Iterator[str]:
@@ -194,8 +209,10 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
     settings["train_batch_size"] = config.train.micro_batch_size * accumulation * workers
     settings.setdefault("zero_allow_untested_optimizer", True)
     settings.setdefault("zero_force_ds_cpu_optimizer", False)
-    if precision == "bf16":
-        # Gradients of bf16 weights are summed in fp32, over the ranks and over the micro-batches.
+    # The loss comes to DeepSpeed with its scale, which is part of finray's training state.
+    settings["fp16"] = {"enabled": precision == "fp16", "loss_scale": 1.0}
+    if precision in ("bf16", "fp16"):
+        # Gradients of such weights are summed in fp32, over the ranks and over the micro-batches.
         settings.setdefault("communication_data_type", "fp32")
         if zero["stage"] > 1:
             settings.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
@@ -227,13 +244,12 @@ def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: i
 
 
 def _is_filled(path: str) -> bool:
-    return path in (
+    return path.startswith("fp16.") or path in (
         "train_batch_size",
         "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps",
         "gradient_clipping",
         "bf16.enabled",
-        "fp16.enabled",
         "optimizer.params.lr",
         "optimizer.params.betas",
         "optimizer.params.eps",

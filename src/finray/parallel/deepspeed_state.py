@@ -131,17 +131,22 @@ class ZeroOptimizer:
 
         DeepSpeed waits for the device in every step, so looking at ``bad`` costs nothing.
         """
-        for group in self._engine.optimizer.param_groups:
+        zero = self._engine.optimizer
+        for group in zero.param_groups:
             group["lr"] = learning_rate * group.get("factor", 1.0)
-        if bad is None or not bool(bad):
-            self._engine.step()
-            return
-        # DeepSpeed does what else belongs to a step: it forgets the gradients.
-        self._inner.step = lambda closure=None: None
+        left_out = bad is not None and bool(bad)
+        if left_out:
+            # DeepSpeed does what else belongs to a step: it forgets the gradients.
+            self._inner.step = lambda closure=None: None
         try:
             self._engine.step()
         finally:
-            del self._inner.step
+            if left_out:
+                del self._inner.step
+                # With stage 2 and the optimizer on the CPU it would add to gradients that overflowed for ever.
+                zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients) if self._layout[0] < 3 else {}
+            # Otherwise it would multiply the next loss, which comes with its scale.
+            zero.loss_scaler.cur_scale = 1.0
 
     def state(self) -> dict[str, torch.Tensor | Elements]:
         """This rank's elements of the moments, and the update counts, as ``<parameter>/<kind>``."""

@@ -74,7 +74,8 @@ class Snapshot:
         (folder / FOLDER).mkdir(exist_ok=True)
         for name, tensors in self.weights.items():
             save_file(tensors, folder / name, metadata={"format": "pt"})
-        if self.moments:
+        # Where no update was good yet there may be none; one file says so.
+        if self.moments or self.texts:
             write_pieces(folder / FOLDER / self.moments_file, self.moments)
         for path, content in self.texts.items():
             (folder / path).write_text(content, encoding="utf-8")

@@ -75,7 +75,7 @@ def train_step(
     with parts("sum over ranks"):
         total = strategy.sum_gradients(parameters, total)
     with parts("clip"):
-        watch.unscale(parameters)
+        watch.unscale(strategy, parameters)
         norm = strategy.clip(parameters, max_grad_norm)
     mean = total[0] / data.supervised
     with parts("optimizer"):

@@ -9,12 +9,12 @@ overflow the update is left out and the scale halved, and it is doubled again af
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
 from finray.errors import TrainingError
-from finray.parallel.tensors import local_rows
+from finray.parallel.base import Strategy
 from finray.training.state import TrainState
 
 FIRST_SCALE = 2.0**16
@@ -52,11 +52,10 @@ class Watch:
         return loss * self._scale if self._scaled else loss
 
     @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Take the scale out of summed gradients."""
+    def unscale(self, strategy: Strategy, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Take the scale out of summed gradients, wherever the strategy has them."""
         if self._scaled:
-            gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
-            torch._foreach_mul_(gradients, self._scale.reciprocal())
+            strategy.unscale(parameters, self._scale)
 
     @torch.no_grad()
     def look(self, step: int, loss: torch.Tensor, norm: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:

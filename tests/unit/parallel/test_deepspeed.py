@@ -30,6 +30,20 @@ JSON_ADAM = {
     "gradient_clipping": "auto",
     "train_batch_size": "auto",
 }
+# As many people have it.
+JSON_FP16 = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    "gradient_clipping": "auto",
+}
+FIRST_SCALE = 2.0**18
 
 
 def with_(plain: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +79,8 @@ def look(assembled: Any, run_dir: Path) -> None:
     (run_dir / f"held-{rank}.json").write_text(json.dumps(held))
     if run_dir.name.startswith("poisoned"):
         poison(assembled.loop, run_dir)
+    if run_dir.name.startswith("hot"):
+        overheat(assembled.loop, run_dir)
 
 
 def poison(loop: Any, run_dir: Path) -> None:
@@ -87,6 +103,30 @@ def poison(loop: Any, run_dir: Path) -> None:
         (run_dir / f"end-{loop.strategy.rank}.json").write_text(json.dumps([said, same, len(seen)]))
 
     loop.run, loop.task.loss_sum = run, loss_sum
+
+
+def overheat(loop: Any, run_dir: Path) -> None:
+    """Begin with a scale that is too large, and write down what each step leaves on this rank."""
+    loop._watch._scale.fill_(FIRST_SCALE)
+    before = {name: whole(tensor).clone() for name, tensor in loop.task.weights().items()}
+    real, found = loop._after_step, []
+
+    def after(*args: Any) -> None:
+        same = all(torch.equal(whole(tensor), before[name]) for name, tensor in loop.task.weights().items())
+        found.append((float(loop._watch._scale), int(loop._watch._skipped), same))
+        (run_dir / f"steps-{loop.strategy.rank}.json").write_text(json.dumps(found))
+        real(*args)
+
+    loop._after_step = after
+
+
+def scaled(done: Done) -> dict[int, dict[str, Any]]:
+    """Short runs in fp16, by stage: one as plain as can be, one with all that its users have."""
+    short = with_(done.plain, **FULL)
+    short = with_(short, train={"precision": "fp16", "max_steps": 4})
+    theirs = {"strategy": "deepspeed", "deepspeed_config": str(done.folder / "fp16.json")}
+    people = {"optimizer": "paged_adamw_8bit", "gradient_checkpointing": True}
+    return {2: zero(short, 2, cpu_offload=True), 3: with_(short, train=people, parallel=theirs)}
 
 
 @dataclass
@@ -124,6 +164,10 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Done
     rare = {"tracking": {"log_every": 4}}
     jobs += [(zero(with_(full, **rare), stage), folder / f"poisoned-{stage}") for stage in STAGES]
     jobs += [(with_(theirs, **rare), folder / "poisoned-json")]
+    (folder / "fp16.json").write_text(json.dumps(JSON_FP16))
+    runs.run_alone(with_(full, train={"max_steps": 4}), folder / "short")
+    for stage, one in scaled(Done(folder, plain)).items():
+        jobs += [(one, folder / f"scaled-{stage}"), (one, folder / f"hot-{stage}")]
     run_all(jobs, world_size=2, look=look)
     return Done(folder, plain)
 
@@ -143,6 +187,26 @@ def test_the_curve_of_all_weights_is_that_of_one_process(done: Done, name: str) 
 def test_bf16_is_close(done: Done, stage: int) -> None:
     same_curve(done[f"half-{stage}"], done["half"], rel=0.03)
     assert runs.values(done[f"half-{stage}"], "loss") != runs.values(done["full"], "loss")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fp16_is_close(done: Done, stage: int) -> None:
+    same_curve(done[f"scaled-{stage}"], done["short"], rel=0.02)
+    assert runs.values(done[f"scaled-{stage}"], "loss") != runs.values(done["short"], "loss")
+    assert runs.values(done[f"scaled-{stage}"], "loss_scale") == [2.0**16] * 4
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_too_large_for_fp16_leave_the_update_out_on_all_ranks(done: Done, stage: int) -> None:
+    found, other = (json.loads((done[f"hot-{stage}"] / f"steps-{rank}.json").read_text()) for rank in (0, 1))
+    assert found == other
+    left_out = found[-1][1]
+    assert 1 <= left_out <= 3
+    # The scale is halved in each of these steps; weights are as they were until one update is good.
+    halved = [[FIRST_SCALE / 2 ** (number + 1), number + 1, True] for number in range(left_out)]
+    assert found == halved + [[FIRST_SCALE / 2**left_out, left_out, False]] * (4 - left_out)
+    norms = runs.values(done[f"hot-{stage}"], "grad_norm")
+    assert [norm is None for norm in norms] == [True] * left_out + [False] * (4 - left_out)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -186,6 +250,10 @@ def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp
         shutil.copytree(done[f"small-{stage}"], tmp_path / f"small-{stage}")
         keep_until(tmp_path / f"small-{stage}", 4)
         jobs.append((zero(small, stage), tmp_path / f"small-{stage}"))
+    for stage, one in scaled(done).items():
+        shutil.copytree(done[f"hot-{stage}"], tmp_path / f"hot-{stage}")
+        keep_until(tmp_path / f"hot-{stage}", 2)
+        jobs.append((one, tmp_path / f"hot-{stage}"))
     # 8-bit state that ZeRO-3 wrote, in one process.
     shutil.copytree(done["small-3"], tmp_path / "small")
     keep_until(tmp_path / "small", 4)
@@ -203,6 +271,9 @@ def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp
         assert runs.trace(tmp_path / f"full-{stage}") == runs.trace(done[f"full-{stage}"])
     for stage in (2, 3):
         assert runs.trace(tmp_path / f"small-{stage}") == runs.trace(done[f"small-{stage}"])
+        assert runs.trace(tmp_path / f"hot-{stage}") == runs.trace(done[f"hot-{stage}"])
+        scales = runs.values(tmp_path / f"hot-{stage}", "loss_scale")
+        assert scales == runs.values(done[f"hot-{stage}"], "loss_scale")
     keep_until(moved, 6)
     run_all([(zero(full, 2, keep_deepspeed_shards=False), moved)], world_size=3)
     same_curve(moved, done["full"])
@@ -287,6 +358,25 @@ def test_a_contradiction_names_both_places(tmp_path: Path, given: Any, places: t
     for place in places:
         assert place in problem
     assert "ds.json" in str(caught.value.where)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "good"),
+    [("loss_scale", 128, "auto"), ("initial_scale_power", 32, 16), ("fp16_master_weights_and_grads", True, False)],
+)
+def test_the_scale_of_the_loss_is_finrays(tmp_path: Path, key: str, value: Any, good: Any) -> None:
+    config = config_with({"fp16": {"enabled": "auto", key: good}}, tmp_path, train={"precision": "fp16"})
+    deepspeed_config.check(config)
+    settings = deepspeed_config.filled(config, precision="fp16", workers=2, width=100)
+    assert settings["fp16"] == {"enabled": True, "loss_scale": 1.0}
+    config = config_with({"fp16": {"enabled": "auto", key: value}}, tmp_path, train={"precision": "fp16"})
+    with pytest.raises(ConfigError) as caught:
+        deepspeed_config.check(config)
+    (problem,) = caught.value.problems
+    assert f"`ds.json: fp16.{key}`" in problem
+    assert "`train.precision: fp16`" in problem
+    # Without fp16 that section says nothing.
+    deepspeed_config.check(config_with({"fp16": {"enabled": "auto", key: value}}, tmp_path))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit"])
