@@ -161,9 +161,10 @@ def work(job: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from finray.runtime.rundir import RunDir
-    from finray.training.assemble import assemble, strategy_of
+    from finray.training.assemble import assemble
     from finray.training.loop import peak_memory
     from finray.training.memory import keep_freed_memory
+    from finray.training.strategies import strategy_of
 
     keep_freed_memory()
     torch.set_num_threads(job["threads"])

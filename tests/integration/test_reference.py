@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -96,7 +97,7 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path
 ) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
     """finray's twenty steps, and the adapter it started from."""
-    from finray.models.adapters import save_adapter
+    from finray.models.adapters import WEIGHTS, adapter_tensors
 
     folder = tmp_path_factory.mktemp("reference")
     rows = folder / "rows.jsonl"
@@ -119,7 +120,7 @@ def trained(
         checkpoint={"every_steps": 100},
     )
     assembled = runs.assemble_alone(plain, folder / "run")
-    save_adapter(assembled.loop.task.model, folder)
+    save_file(adapter_tensors(assembled.loop.task.model), folder / WEIGHTS)
     start = runs.adapter_weights(folder)
     assembled.loop.run()
     for tracker in assembled.loop.trackers:

@@ -59,7 +59,8 @@ def plain_of(model: Path, folder: Path, case: str, method: str) -> dict[str, Any
 
 
 def _member(rank: int, port: int, jobs: list[tuple[str, dict[str, Any], str]], out: str) -> None:
-    from finray.training.assemble import assemble, strategy_of
+    from finray.training.assemble import assemble
+    from finray.training.strategies import strategy_of
     from tests.support.traffic import Traffic
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
