@@ -168,8 +168,3 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
         parent, _, own = name.rpartition(".")
         setattr(model.get_submodule(parent), own, QuantisedLinear(module, bits, dtype))
     return len(found)
-
-
-def is_quantised(model: Any) -> bool:
-    """Whether a model has packed layers."""
-    return any(isinstance(module, QuantisedLinear) for module in model.modules())
