@@ -35,6 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 
+import finray
 from finray.config.load import build_config
 from finray.config.schema import AdapterConfig, Config, ModelConfig, TrainConfig
 from harness.processes import environment
@@ -99,7 +100,7 @@ class Bench:
                 "gradient_checkpointing": case.checkpointing,
                 "learning_rate": 1e-5,
             },
-            "parallel": {"strategy": case.strategy},
+            "parallel": {"strategy": case.strategy, "zero_stage": 3 if case.strategy == "deepspeed" else None},
             "cluster": {"num_workers": case.workers, "env": {} if case.thread_cache else {"GLIBC_TUNABLES": NO_CACHE}},
         }
         return build_config(plain, source=case.name)
@@ -116,6 +117,8 @@ def measure_on_cpu(case: Case, bench: Bench) -> Result:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     env = environment(threads=bench.threads) | worker_environment(config.cluster, threads=bench.threads)
+    # The workers run this very source, wherever an installed one is.
+    env |= {"PYTHONPATH": str(Path(finray.__file__).parents[1])}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.workers)}
     processes = [
         subprocess.Popen(
@@ -166,9 +169,9 @@ def work(job: dict[str, Any]) -> None:
     from finray.training.memory import keep_freed_memory
     from finray.training.strategies import strategy_of
 
-    keep_freed_memory()
     torch.set_num_threads(job["threads"])
     config = build_config(job["config"], source="benchmark")
+    keep_freed_memory(but_large=config.parallel.strategy != "ddp")
     if int(os.environ["WORLD_SIZE"]) > 1 or config.parallel.strategy != "ddp":
         dist.init_process_group("gloo")
     run_dir = RunDir.of(config).path

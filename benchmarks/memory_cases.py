@@ -62,6 +62,7 @@ CPU_CASES = (
     Case("smollm2-full", "smollm2", "none", "bf16", rows=8),
     Case("smollm2-full-unpacked-checkpointing", "smollm2", "none", "fp32", packing=False, checkpointing=True, rows=6),
     *(sharded("fsdp", workers) for workers in (1, 2, 4)),
+    *(sharded("deepspeed", workers) for workers in (1, 2, 4)),
 )
 GPU_CASES = (
     Case("gpu-135m-lora", "135m", "lora", "bf16", max_length=4096, rows=200),

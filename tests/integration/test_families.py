@@ -15,11 +15,8 @@ from finray.runtime.prepare import prepare_here
 from tests.support import runs, tiny
 from tests.support.group import run_all
 
-FAMILIES = [
-    *("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe", "gemma3", "phi3", "gpt2", "bloom", "opt"),
-    "gpt_neox",
-]
-STRATEGIES = {"ddp": {}, "fsdp": {}, "deepspeed": {"zero_stage": 3}}
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma3", "phi3", "gpt2", "bloom", "opt"]
+STRATEGIES = {"ddp": {}, "fsdp": {}, "deepspeed": {"zero_stage": 3, "keep_deepspeed_shards": False}}
 RATE = 0.005
 
 
@@ -30,7 +27,7 @@ def plain_of(family: str, strategy: str, folder: Path) -> dict[str, Any]:
         folder / "rows.jsonl",
         folder,
         adapter={"method": "none"},
-        train={"max_steps": 5, "global_batch_size": 3, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0}
+        train={"max_steps": 4, "global_batch_size": 3, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0}
         | {"max_grad_norm": None},
         parallel={"strategy": strategy, **STRATEGIES[strategy]},
         checkpoint={"every_steps": 100},

@@ -30,9 +30,9 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     from finray.training.memory import keep_freed_memory
     from finray.training.strategies import strategy_of
 
-    keep_freed_memory()
     torch.set_num_threads(int(payload["threads"]))
     config = build_config(payload["config"], source="driver")
+    keep_freed_memory(but_large=config.parallel.strategy != "ddp")
     strategy = strategy_of(config, ray.train.torch.get_device())
     run_dir = Path(payload["run_dir"])
     attempt = strategy.share(uuid.uuid4().hex)

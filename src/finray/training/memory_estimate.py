@@ -109,8 +109,8 @@ def _with_holes(kept: dict[str, float], passing: dict[str, float], setup: Setup)
     parts = {**kept, **passing}
     heap = HEAP_HOLES if setup.thread_cache else HEAP_HOLES_WITHOUT_CACHE
     share = heap if setup.device == "cpu" else CUDA_HOLES
-    # Gradients are few, large, and the same in every step: they fit where they were.
-    changing = sum(size for part, size in passing.items() if "gradient" not in part)
+    # Gradients are few, large, and the same in every step: they fit where they were. Gathered weights go back.
+    changing = sum(size for part, size in passing.items() if "gradient" not in part and part != "gathered weights")
     return {**parts, "heap holes": share * changing}
 
 
@@ -220,6 +220,8 @@ def _backward(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, f
     table = FP32 * blueprint.embedding if blueprint.adapter == 0 else 0
     return {
         "gradients": gradient_bytes(blueprint, setup) + table,
+        # FSDP shares gradients out during the backward pass.
+        "gradient buckets": bucket_bytes(blueprint, setup) if setup.strategy == "fsdp" else 0,
         "activations": last_layer + widest_bytes(blueprint, setup, work),
         "gathered weights": gathered_bytes(blueprint, setup),
         "unpacked weight": unpacked_bytes(blueprint, setup),
@@ -259,12 +261,13 @@ def gradient_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """Flat copies of gradients on their way. Data parallelism has all buckets under way at once."""
+    if setup.strategy == "fsdp":
+        # Whole gradients of what is shared at once, and their flat copy: last those of embedding and head.
+        return 2 * FP32 * max(_trained_per_layer(blueprint), root_weights(blueprint) if blueprint.adapter == 0 else 0)
     if setup.workers == 1:
         return 0
     if setup.strategy == "ddp":
         return FP32 * blueprint.trainable
-    if setup.strategy == "fsdp":
-        return FP32 * _trained_per_layer(blueprint)
     return setup.element * min(blueprint.trainable, ZERO_BUCKET)
 
 
@@ -279,13 +282,22 @@ def unpacked_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 
 def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """Whole weights gathered from the workers' shares: two layers (one ahead), or all where they are not given back."""
-    if setup.sharers == 1 or setup.strategy not in ("fsdp", "zero3"):
+    """Whole weights gathered from the workers' shares.
+
+    FSDP keeps what lies outside of the layers, and has two layers (one ahead) or, where they are not given back, all of
+    them; it copies even where one worker has everything.
+    """
+    if setup.strategy == "fsdp":
+        layers = 2 * blueprint.layer if setup.reshard else blueprint.layer * blueprint.layers + blueprint.adapter
+        return setup.element * (root_weights(blueprint) + layers)
+    if setup.strategy != "zero3" or setup.workers == 1:
         return 0
-    if setup.strategy == "fsdp" and not setup.reshard:
-        return setup.element * blueprint.parameters
-    ahead = blueprint.layer if setup.strategy == "fsdp" else min(blueprint.base, ZERO_PREFETCH)
-    return setup.element * (max(blueprint.layer, blueprint.head) + ahead)
+    return setup.element * (max(blueprint.layer, blueprint.head) + min(blueprint.base, ZERO_PREFETCH))
+
+
+def root_weights(blueprint: Blueprint) -> int:
+    """Weights outside of the decoder layers: embedding, head and the last norm."""
+    return blueprint.base - blueprint.layer * blueprint.layers
 
 
 def _trained_per_layer(blueprint: Blueprint) -> float:

@@ -12,8 +12,8 @@ import resource, sys, threading
 import torch
 from finray.training.memory import keep_freed_memory
 
-if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+if sys.argv[1] != "leave":
+    assert keep_freed_memory(but_large=sys.argv[1] == "large")
 faults = []
 
 def work():
@@ -39,3 +39,8 @@ def faults(how: str) -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told")
 def test_large_tensors_are_not_mapped_afresh() -> None:
     assert faults("keep") < 100 < faults("leave")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told")
+def test_large_tensors_go_back_where_weights_are_gathered_and_freed() -> None:
+    assert faults("large") > 100

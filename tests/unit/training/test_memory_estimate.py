@@ -114,10 +114,13 @@ def test_hybrid_sharding_shares_a_copy_between_a_part_of_the_workers() -> None:
 
 
 def test_alone_nothing_is_shared_summed_or_gathered() -> None:
-    for strategy in ("fsdp", "zero3"):
+    for strategy in ("ddp", "zero3"):
         alone = replace(GPU, strategy=strategy, workers=1)
         assert weight_bytes(FULL, replace(alone, precision="fp32")) == 4 * BASE
         assert bucket_bytes(FULL, alone) == gathered_bytes(FULL, alone) == 0
+    # FSDP copies even what it has.
+    alone = replace(GPU, strategy="fsdp", workers=1)
+    assert gathered_bytes(FULL, alone) == gathered_bytes(FULL, replace(GPU, strategy="fsdp")) > 0
 
 
 def test_buckets_and_gathered_weights() -> None:
