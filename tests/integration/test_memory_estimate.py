@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory.py"
-# Quick ones of the benchmark's cases: all weights of a small model, two workers, and an adapter on the real one.
-CASES = ["wide-full-2-workers", "two-layers-full-2-workers", "smollm2-lora-checkpointing"]
+# Quick ones of the benchmark's cases: all weights of a small model, two workers, with shares and without, and an
+# adapter on the real one.
+CASES = ["wide-full-2-workers", "two-layers-full-2-workers", "smollm2-lora-checkpointing", "fsdp-full-2-workers"]
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the process and its heap are Linux's")
 
@@ -40,3 +41,10 @@ def test_state_that_is_forgotten_would_be_seen(smollm2_dir: Path) -> None:
     result = measured("wide-full-2-workers", smollm2_dir)
     without = result["estimate"] - result["parts"]["optimizer"] - result["parts"]["gradients"]
     assert without / result["measured"] < 0.85
+
+
+def test_shares_that_are_not_shared_would_be_seen(smollm2_dir: Path) -> None:
+    """Two workers under FSDP have half of weights, gradients and optimizer state each, and are measured to."""
+    result = measured("fsdp-full-2-workers", smollm2_dir)
+    state = sum(result["parts"][part] for part in ("weights", "gradients", "optimizer"))
+    assert (result["estimate"] + state) / result["measured"] > 1.4

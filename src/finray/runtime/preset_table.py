@@ -18,7 +18,7 @@ from finray.training.flops import Flops, flops_per_token
 
 # A GPU on which each preset fits, with room for what an estimate does not see.
 GPUS = {
-    "bloomz-zero3": "l4-24gb",
+    "bloomz-zero3": "t4-16gb",
     "llama3-70b-fsdp": "h100-80gb",
     "llama3-8b-lora": "a100-40gb",
     "mistral-7b-qlora": "rtx4090-24gb",

@@ -121,8 +121,8 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
     trained = blueprint.trainable
     sharded = setup.strategy in ("zero1", "zero2", "zero3", "fsdp")
     moments = moment_bytes(blueprint, setup)
-    # DeepSpeed keeps the fp32 weights beside those it computes with.
-    masters = FP32 * trained if setup.strategy.startswith("zero") and setup.precision == "bf16" else 0
+    # DeepSpeed keeps fp32 weights of its own beside those it computes with, even where these are fp32.
+    masters = FP32 * trained if setup.strategy.startswith("zero") else 0
     return {
         "process": process_bytes(blueprint, setup),
         "compiled kernels": _kernels(blueprint, setup, work),
