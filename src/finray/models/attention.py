@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from finray.models import short_rows
-
 NAME = "finray_packed"
 # On a CPU in bf16, rows up to this length are faster by plain matrix products than by the fused kernel.
 EXPLICIT_UP_TO = 512
@@ -90,23 +88,13 @@ def packed_attention(
     if kernel is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
         return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     lengths = segment_lengths.lengths if isinstance(segment_lengths, RowLengths) else segment_lengths
-    plain = softcap is None and sliding_window is None and not dropout
-    explicit = plain and query.dtype == torch.bfloat16 and not query.is_cuda
-    if explicit and max(lengths) <= EXPLICIT_UP_TO:
-        return short_rows.attend(query, key, value, lengths, _scale(query, scaling)), None
     # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
     rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [
-        short_rows.attend(row[0], row[1], row[2], (length,), _scale(query, scaling))
-        if explicit and length <= EXPLICIT_UP_TO
-        else _attend(*row, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap).transpose(1, 2)
-        for length, row in zip(lengths, rows, strict=True)
+        _attend(*row, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap).transpose(1, 2)
+        for row in rows
     ]
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).contiguous(), None
-
-
-def _scale(query: torch.Tensor, scaling: float | None) -> float:
-    return float(query.shape[-1] ** -0.5) if scaling is None else scaling
 
 
 def _attend(
@@ -121,6 +109,9 @@ def _attend(
 ) -> torch.Tensor:
     """Causal attention of one row; all of (1, heads, L, D)."""
     length = query.shape[2]
+    short = length <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not query.is_cuda
+    if short and softcap is None and window is None and not dropout:
+        return _attend_explicitly(query, key, value, scaling)
     windowed = window is not None and window < length
     grouped = query.shape[1] != key.shape[1]
     if softcap is None and not windowed:
@@ -136,11 +127,26 @@ def _attend(
             query, key, value, attn_mask=visible, dropout_p=dropout, scale=scaling, enable_gqa=grouped
         )
     groups = query.shape[1] // key.shape[1]
-    scale = _scale(query, scaling)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
     scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
     weights = F.dropout(scores.float().softmax(-1).to(query.dtype), p=dropout)
     return weights @ value.repeat_interleave(groups, 1)
+
+
+def _attend_explicitly(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Causal attention of one short row by three matrix products; heads that share keys are one product."""
+    _, heads, length, width = query.shape
+    shared = key.shape[1]
+    scale = width**-0.5 if scaling is None else scaling
+    grouped = query.reshape(shared, heads // shared * length, width)
+    future = torch.full((length, length), float("-inf"), dtype=query.dtype).triu(1).repeat(heads // shared, 1)
+    scores = torch.baddbmm(future.expand(shared, -1, -1), grouped, key[0].transpose(1, 2), alpha=scale)
+    # torch sums a bf16 softmax in fp32 and rounds once; asking for fp32 would keep two more copies for the backward.
+    weights = torch.softmax(scores, dim=-1)
+    return torch.bmm(weights, value[0]).view(1, heads, length, width)
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor]

@@ -1,16 +1,15 @@
 """What a forward pass keeps for the backward pass, in bytes, from shapes alone.
 
 It follows the code that keeps it: ``models/fused_lora.py`` keeps an adapted layer's input once, and the layers of a
-block that read the same tensor share it; ``models/attention.py`` attends to each row alone, and on a CPU
-``models/short_rows.py`` keeps the attention weights of short rows; norms of Llama's kind work in fp32.
-`tests/unit/training/test_activations.py` compares with what autograd really keeps, for several families of models.
+block that read the same tensor share it; ``models/attention.py`` attends to each row alone, and on a CPU keeps the
+attention weights of short rows; norms of Llama's kind work in fp32. `tests/unit/training/test_activations.py` compares
+with what autograd really keeps, for several families of models.
 """
 
 from __future__ import annotations
 
 from finray.models.attention import EXPLICIT_UP_TO
 from finray.models.blueprint import Block, Blueprint
-from finray.models.short_rows import kept_weights
 from finray.training.memory_setup import FP32, Setup, Workload
 
 # Elements kept per element that an activation reads; more where Python operations make it up.
@@ -98,7 +97,7 @@ def attention_bytes(blueprint: Blueprint, setup: Setup, block: Block, rows: tupl
     short = [length for length in rows if setup.precision == "bf16" and _is_explicit(blueprint, length)]
     fused = tokens - sum(short)
     # Short rows keep their attention weights; the fused kernel keeps its output and a statistic.
-    kept += element * blueprint.heads * sum(kept_weights(length) for length in short)
+    kept += element * blueprint.heads * sum(length**2 for length in short)
     kept += (element * block.query + FP32 * blueprint.heads) * fused
     if blueprint.window is not None:
         kept += element * sum(length**2 for length in rows if length > blueprint.window)

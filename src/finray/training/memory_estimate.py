@@ -34,7 +34,7 @@ CUDA_CONTEXT = 600 * MIB
 # oneDNN keeps the code it generates for each shape of a bf16 product on a CPU: so many at most, of about so much each.
 KERNEL_CACHE = 1024
 KERNEL = 600 * 1024
-# Products of different shapes in the attention of one row, forward and backward (models/short_rows.py).
+# Products of different shapes in the attention of one row, forward and backward (models/attention.py, explicit path).
 KERNELS_PER_ROW = 6
 # A heap that keeps freed memory (training/memory.py) has holes that the next tensors do not fit into. glibc 2.36 cuts a
 # few bytes off around every aligned tensor; its per-thread cache holds on to these pieces, so that a freed tensor does

@@ -108,7 +108,5 @@ def test_long_rows_on_a_cpu_in_bf16_keep_no_scores() -> None:
     setup = Setup(precision="bf16")
     short, long = (kept_bytes(blueprint, setup, Workload(rows, 1)) for rows in ((512, 512), (1024,)))
     assert long < short
-    # Two layers of eight heads: gone are the scores, of two bytes each, of two rows in four blocks that see 128, 256,
-    # 384 and 512 keys; outputs and statistics are there.
-    scores = 128 * (128 + 256 + 384 + 512)
-    assert short - long == 2 * (8 * 2 * scores * 2 - 1024 * (2 * 256 + 4 * 8))
+    # Two layers of eight heads: 2 * 8 * 2 * 512**2 scores of two bytes are gone, outputs and statistics are there.
+    assert short - long == 2 * (8 * 2 * 512**2 * 2 - 1024 * (2 * 256 + 4 * 8))
