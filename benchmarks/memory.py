@@ -250,6 +250,7 @@ def gpu_batches(case: Case, vocabulary: int) -> list[Any]:
 def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> None:
     """Steps of two micro-batches, as a run does them."""
     from finray.models import adapters, attention, fused_lora
+    from finray.models.blocks import change_blocks
     from finray.models.causal_lm import CausalLM
     from finray.models.loading import choose_attention
     from finray.models.tokenizers import quiet
@@ -273,7 +274,7 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
     model.config.use_cache = False
     task = CausalLM(model.to(device), precision="bf16", attention_name=name, device=device)
     if case.checkpointing:
-        task.checkpoint_activations()
+        change_blocks(task.model, checkpointing="full")
     task.model.train()
     optimizer = Optimizer(task.trainable(), TrainConfig())
     for start in range(0, len(batches), 2):

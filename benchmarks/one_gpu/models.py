@@ -9,7 +9,7 @@ import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, attention, fused_lora
-from finray.models.blocks import compile_blocks
+from finray.models.blocks import change_blocks, compile_blocks
 from finray.models.causal_lm import CausalLM
 from finray.models.loading import choose_attention
 from finray.models.quantised import QuantisedLinear, quantise_layers
@@ -114,7 +114,7 @@ def build_task(shape: Shape, setup: Setup, device: torch.device, *, seed: int) -
         # As with a head that finray does not understand.
         task._head_is_ours, task._head_is_proven = False, True
     if setup.checkpointing != "none":
-        task.checkpoint_activations(setup.checkpointing)
+        change_blocks(task.model, checkpointing=setup.checkpointing)
     if setup.compiled:
         # A trial on a CPU goes without the compiler, which takes minutes.
         compile_blocks(task.model, backend="inductor" if device.type == "cuda" else "aot_eager")

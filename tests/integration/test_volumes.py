@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +57,14 @@ def plain_of(model: Path, folder: Path, case: str, method: str) -> dict[str, Any
     )
 
 
-def _member(rank: int, port: int, jobs: list[tuple[str, dict[str, Any], str]], out: str) -> None:
+def _member(rank: int, meeting: str, jobs: list[tuple[str, dict[str, Any], str]], out: str) -> None:
     from finray.training.assemble import assemble
     from finray.training.strategies import strategy_of
     from tests.support.traffic import Traffic
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(meeting, 2), rank=rank, world_size=2)
     found = {}
     for name, plain, prepared in jobs:
         config = runs.config_of(plain)
@@ -101,12 +100,9 @@ def counted(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[st
         for method in ("lora", "none"):
             plain = plain_of(folder / "model", folder, case, method)
             jobs.append((f"{case}-{method}", plain, prepare_here(runs.config_of(plain))))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     # A model this small would be gathered once and kept.
     (folder / "zero3.json").write_text(json.dumps({"zero_optimization": ZERO3}), encoding="utf-8")
-    mp.spawn(_member, (port, jobs, str(folder / "out.json")), nprocs=2)
+    mp.spawn(_member, (str(folder / "group"), jobs, str(folder / "out.json")), nprocs=2)
     found: dict[str, dict[str, int]] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     return found
 

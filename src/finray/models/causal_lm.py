@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, attention, fused_lora
-from finray.models.blocks import change_blocks
 from finray.models.first_values import START
 from finray.models.head import Head, loss_sum, plain_head
 from finray.models.loading import DTYPES, choose_attention, load_causal_lm, meta_causal_lm
@@ -112,10 +111,6 @@ class CausalLM:
     def is_empty(self) -> bool:
         """Whether the model has no weights yet."""
         return any(parameter.is_meta for parameter in self.model.parameters())
-
-    def checkpoint_activations(self, kind: str = "full") -> None:
-        """Compute activations again in the backward pass, ``full`` or ``selective``; see ``finray.models.blocks``."""
-        change_blocks(self.model, checkpointing=kind)
 
     def loss_sum(self, batch: PackedRows) -> torch.Tensor:
         """Cross-entropy summed over the batch's K targets (fp32 scalar, nats)."""

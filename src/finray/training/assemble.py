@@ -204,6 +204,10 @@ def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, packing:
 
 
 def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) -> CausalLM:
+    train = config.train
+    if strategy.device.type == "cpu":
+        for refusal in refusals_on_cpu(config):
+            raise refusal
     task = CausalLM.build(
         config.model,
         config.adapter,
@@ -214,10 +218,6 @@ def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) 
         packs=packing.safe,
         bits=_bits(config, strategy),
     )
-    train = config.train
-    if strategy.device.type == "cpu":
-        for refusal in refusals_on_cpu(config):
-            raise refusal
     if liger.is_wanted(train.liger, strategy.device):
         liger.apply(task.model)
     change_blocks(task.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)

@@ -6,9 +6,7 @@ is the estimate. `benchmarks/memory.py` holds it against measured peaks.
 
 The formulas follow the code: ``training/activations.py`` says what is kept for the backward pass, ``models/head.py``
 makes logits a chunk at a time, ``parallel/ddp.py`` sums gradients in flat copies of all of them, and
-``training/optimizer.py`` has two fp32 moments per trained parameter, or less. FSDP, ZeRO and quantised storage are
-estimated
-too, although no run can choose all of them yet.
+``training/optimizer.py`` has two fp32 moments per trained parameter, or less.
 """
 
 from __future__ import annotations
