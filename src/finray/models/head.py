@@ -123,19 +123,32 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(low, weight, out=grad_hidden[span])
             if grad_weight is not None:
-                grad_weight += low.T @ hidden
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+                _add_product(grad_weight, low.T, hidden)
+        ctx.gradients = [grad_hidden, grad_weight, grad_bias]
         ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias = ctx.saved_tensors
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of this loss were given away in its first backward pass")
+        # Scaled where they are, and nobody else's from here on: a head's gradient is the largest tensor of a step, and
+        # autograd makes it the parameter's own without a copy.
+        hidden, weight, bias = (None if one is None else one.mul_(grad_output) for one in ctx.gradients)
+        ctx.gradients = None
         return (
-            None if hidden is None else hidden * grad_output.to(hidden.dtype),
-            None if weight is None else (weight * grad_output).to(ctx.dtypes[0]),
-            None if bias is None else (bias * grad_output).to(ctx.dtypes[1]),
+            hidden,
+            None if weight is None else weight.to(ctx.dtypes[0]),
+            None if bias is None else bias.to(ctx.dtypes[1]),
             None,
             None,
             None,
         )
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add a matrix product to a sum in fp32; without a tensor of its own where the factors are in fp32 too."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -201,7 +201,7 @@ def _forward(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, fl
     """The end of the forward pass: all that is kept for the backward pass, and the logits."""
     return {
         # After the first micro-batch of a step there are gradients to add to.
-        "gradients": (gradient_bytes(blueprint, setup) if work.accumulates else 0) + _head_gradient(blueprint),
+        "gradients": (gradient_bytes(blueprint, setup) if work.accumulates else 0) + _head_gradient(blueprint, setup),
         "activations": kept_bytes(blueprint, setup, work),
         "weights cast": cast_bytes(blueprint, setup),
         "logits": logit_bytes(blueprint, setup, work),
@@ -232,7 +232,7 @@ def _recompute(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, 
         return {}
     layers = max(1, blueprint.layers)
     return {
-        "gradients": (gradient_bytes(blueprint, setup) if work.accumulates else 0) + _head_gradient(blueprint),
+        "gradients": (gradient_bytes(blueprint, setup) if work.accumulates else 0) + _head_gradient(blueprint, setup),
         "activations": kept_bytes(blueprint, setup, work)
         + layer_bytes(blueprint, setup, work) / layers
         + widest_bytes(blueprint, setup, work),
@@ -321,6 +321,8 @@ def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
     return copies * rows * blueprint.vocabulary
 
 
-def _head_gradient(blueprint: Blueprint) -> float:
-    """A trained head's gradient in fp32, and as much again: casts and products in the loop, its scaled copy after."""
-    return 2 * FP32 * blueprint.head if blueprint.adapter == 0 else 0
+def _head_gradient(blueprint: Blueprint, setup: Setup) -> float:
+    """A trained head's gradient in fp32, which the loss has before the backward pass; a chunk's product in bf16."""
+    if blueprint.adapter != 0:
+        return 0
+    return (FP32 + (0 if setup.precision == "fp32" else setup.element)) * blueprint.head

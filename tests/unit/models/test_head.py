@@ -60,5 +60,16 @@ def test_a_frozen_head_gets_no_gradient_and_bf16_stays_close() -> None:
     assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < 1e-2
 
 
+def test_the_gradient_of_a_trained_head_exists_once() -> None:
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(37, 8, requires_grad=True)
+    loss = loss_sum(Head(weight), hidden, torch.randint(0, 37, (5,)))
+    kept = loss.grad_fn.gradients[1].data_ptr()  # type: ignore[union-attr]
+    loss.backward(retain_graph=True)
+    assert weight.grad is not None
+    assert weight.grad.data_ptr() == kept
+    with pytest.raises(RuntimeError, match="given away"):
+        loss.backward()
+
+
 def test_no_label_no_loss() -> None:
     assert float(loss_sum(Head(torch.randn(9, 4)), torch.randn(0, 4), torch.empty(0, dtype=torch.int64))) == 0.0

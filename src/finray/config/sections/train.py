@@ -1,0 +1,174 @@
+"""How it learns: the optimisation, how workers share it, what is saved, evaluated and recorded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from finray.config.sections.base import PositiveInt, Ratio, Section
+
+
+class ProfileConfig(Section):
+    """Steps that are looked at closely."""
+
+    steps: tuple[PositiveInt, PositiveInt] = Field(description="The first step and the last.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ProfileConfig:
+        if self.steps[0] > self.steps[1]:
+            raise ValueError("train.profile: steps are the first and the last, in this order")
+        return self
+
+
+def _checkpointing_by_name(value: Any) -> Any:
+    """Before there were two kinds it was true or false."""
+    return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+class TrainConfig(Section):
+    """The optimisation."""
+
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the data (1 when neither this nor `max_steps` is set)."
+    )
+    max_steps: PositiveInt | None = Field(None, description="Optimizer steps; replaces `epochs`.")
+    global_batch_size: PositiveInt = Field(
+        8, description="Packs (rows without packing) per optimizer step, over all workers and accumulation."
+    )
+    micro_batch_size: PositiveInt = Field(
+        1, description="Packs (or rows) per forward pass and worker. Accumulation is derived from it."
+    )
+    learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay after warm-up.")
+    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up; replaces `warmup_ratio`.")
+    warmup_ratio: Ratio = Field(0.03, description="Share of all steps spent on warm-up.")
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = Field(
+        "adamw",
+        description="`adamw`; `adamw_8bit`: its state in 8 bits (bitsandbytes); `paged_adamw_8bit`: that state moves "
+        "to the CPU when a GPU is full; `adafactor`: a state of rows and columns; `muon`: for hidden matrices, with "
+        "AdamW for the rest.",
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay; never applied to norms and biases.")
+    adam_beta1: Ratio = Field(0.9, description="AdamW decay of the first moment.")
+    adam_beta2: Ratio = Field(0.999, description="AdamW decay of the second moment.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Clip the global gradient norm to this; null to leave it."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="Arithmetic of forward and backward. `auto` is bf16 where the hardware has it, else fp32. `fp16` "
+        "scales the loss, and leaves out updates whose gradients are too large.",
+    )
+    gradient_checkpointing: Annotated[Literal["none", "selective", "full"], BeforeValidator(_checkpointing_by_name)] = (
+        Field(
+            "none",
+            description="Recompute activations in the backward pass to save memory: `full` all of a layer, `selective` "
+            "all but its matrix products and attention (`true` and `false` are `full` and `none`).",
+        )
+    )
+    activation_offload: bool = Field(
+        False, description="Keep what the backward pass needs in the memory of the CPU meanwhile; for GPUs."
+    )
+    compile: bool = Field(
+        False, description="Compile each layer with `torch.compile`; the first steps take much longer, and others less."
+    )
+    liger: Literal["auto"] | bool = Field(
+        "auto",
+        description="Liger's kernels for norms, rotary embeddings and gated layers: `auto` on a GPU where they are "
+        "installed. The loss stays finray's.",
+    )
+    profile: ProfileConfig | None = Field(
+        None,
+        description="Write a trace of some steps and a table of their time to `<run>/profile/`: `{steps: [10, 15]}`.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError("set epochs or max_steps, not both")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError("min_learning_rate is larger than learning_rate")
+        return self
+
+
+class ParallelConfig(Section):
+    """How the work is shared between workers."""
+
+    strategy: Literal["ddp", "fsdp", "deepspeed", "auto"] = Field(
+        "ddp",
+        description="`ddp`: a full model per worker, gradients summed. `fsdp`: weights, gradients and optimizer state "
+        "shared between the workers (FSDP2). `deepspeed`: the same by DeepSpeed's ZeRO, in three stages. `auto`: `ddp` "
+        "where it fits into memory, else `fsdp`.",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="`fsdp`: free gathered weights after the forward pass and gather them again for the backward.",
+    )
+    shard_size: PositiveInt | None = Field(
+        None, description="`fsdp`: workers that share one copy of the weights (hybrid sharding); null for all of them."
+    )
+    cpu_offload: bool = Field(
+        False,
+        description="`fsdp`, `deepspeed`: keep optimizer state in the memory of the CPU, and weights where they are "
+        "sharded.",
+    )
+    zero_stage: Literal[1, 2, 3] | None = Field(
+        None,
+        description="`deepspeed`: what is sharded. 1: optimizer state, 2: gradients too, 3: weights too; null takes "
+        "that of the JSON, else 2.",
+    )
+    deepspeed_config: str | None = Field(
+        None,
+        description='`deepspeed`: your own JSON. What it leaves out, or calls `"auto"`, follows from this file; what '
+        "it says differently is an error.",
+    )
+    keep_deepspeed_shards: bool = Field(
+        True,
+        description="`deepspeed`: keep DeepSpeed's own files in every checkpoint too, with `zero_to_fp32.py`. finray "
+        "does not read them.",
+    )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> ParallelConfig:
+        for name in ("zero_stage", "deepspeed_config"):
+            if getattr(self, name) is not None and self.strategy != "deepspeed":
+                raise ValueError(f"parallel.{name} has no effect with parallel.strategy {self.strategy}")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When state is saved and how long it is kept."""
+
+    every_steps: PositiveInt = Field(
+        100, description="Optimizer steps between checkpoints; the last step always has one."
+    )
+    keep_last: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    asynchronous: bool = Field(
+        True,
+        description="Write behind the training, from a copy in memory; a failure shows at the next save.",
+    )
+    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest evaluation loss.")
+
+
+class EvaluationConfig(Section):
+    """Evaluation during training, and `finray evaluate` after it."""
+
+    every_steps: PositiveInt | None = Field(
+        None, description="Optimizer steps between evaluations; null for the end only."
+    )
+    max_rows: PositiveInt | None = Field(None, description="Evaluate at most this many rows.")
+    max_new_tokens: PositiveInt = Field(128, description="Tokens generated per answer by `finray evaluate`.")
+    batch_size: PositiveInt = Field(16, description="Prompts generated at a time by `finray evaluate`.")
+
+
+class TrackingConfig(Section):
+    """Where metrics go. `metrics.jsonl` is always written."""
+
+    tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
+    log_every: PositiveInt = Field(1, description="Optimizer steps between records; metrics in between are averaged.")
+    record_samples: bool = Field(
+        False, description="Record the ids of the rows seen in each step (a digest of them is always recorded)."
+    )
