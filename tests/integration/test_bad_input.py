@@ -54,6 +54,7 @@ CONFIG_PROBLEMS: list[tuple[list[str], list[str]]] = [
     (["adapter.rank=eight"], ["adapter.rank: ", "'eight'"]),
     (["train.epochs=1"], ["set epochs or max_steps, not both"]),
     (["evaluation.every_steps=5"], ["nothing to evaluate on"]),
+    (["evaluation.early_stopping={patience: 3}"], ["evaluation.early_stopping: ", "set evaluation.every_steps"]),
     (["run.name=../up"], ["run.name: becomes a directory"]),
     (["cluster.env={HF_TOKEN: hf_abcdefghijklmnopqrst}"], ["HF_TOKEN looks like a secret"]),
     (

@@ -16,6 +16,7 @@ from finray.config.sections.model import AdapterConfig, ModelConfig
 from finray.config.sections.run import NAME_PATTERN, ClusterConfig, RunConfig
 from finray.config.sections.train import (
     CheckpointConfig,
+    EarlyStoppingConfig,
     EvaluationConfig,
     ParallelConfig,
     ProfileConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "ClusterConfig",
     "Config",
     "DataConfig",
+    "EarlyStoppingConfig",
     "EvaluationConfig",
     "Format",
     "ModelConfig",
@@ -69,6 +71,14 @@ class Config(Section):
             raise ValueError(
                 f"train.optimizer: {self.train.optimizer} needs whole matrices, DeepSpeed flattens them; take adamw "
                 "or an 8-bit one, or set parallel.strategy to fsdp"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_stop_early(self) -> Config:
+        if self.evaluation.early_stopping is not None and self.evaluation.every_steps is None:
+            raise ValueError(
+                "evaluation.early_stopping: the loss is looked at once, at the end; set evaluation.every_steps"
             )
         return self
 

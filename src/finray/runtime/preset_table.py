@@ -1,6 +1,6 @@
 """What each preset needs, as a page: GPUs, memory by part, expected speed. `docs/guide/presets.md` is made by it.
 
-python -m finray.runtime.preset_table > docs/guide/presets.md
+HF_HUB_OFFLINE=1 python -m finray.runtime.preset_table > docs/guide/presets.md
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ finray plan my-run.yaml --gpu a100-40gb --offline
 With `--offline`, `finray plan` accepts every preset on a machine without a network and without a GPU: the shapes of
 their models come with finray. What then cannot be checked (the tokenizer, the data) is listed as `not checked`.
 
-<!-- Made by `python -m finray.runtime.preset_table`; a test compares it. -->
+<!-- Made by `HF_HUB_OFFLINE=1 python -m finray.runtime.preset_table`; a test compares it. -->
 """
 _BELOW = f"""
 Memory is the plan's estimate of the peak of one worker, for packs as long as the preset allows, all of whose tokens are

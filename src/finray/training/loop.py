@@ -88,12 +88,12 @@ class Loop:
         Raises:
             FinrayError: on every rank alike.
         """
-        if self.state.step >= self.total_steps:
+        if self._is_over():
             return
         self.task.model.train()
         ahead = Ahead(self.feed.at, self.state.position, clock=self.clock)
         try:
-            while self.state.step < self.total_steps:
+            while not self._is_over():
                 started = self.clock()
                 waited = ahead.waited
                 self.profiler.before(self.state.step + 1)
@@ -124,6 +124,14 @@ class Loop:
             ahead.close()
             self.profiler.close()
             self.saver.close()
+
+    def _is_over(self) -> bool:
+        return self.state.step >= self.total_steps or self._has_stopped()
+
+    def _has_stopped(self) -> bool:
+        """Whether the evaluation loss has not fallen for so long that the run ends here."""
+        stopping = self.config.evaluation.early_stopping
+        return stopping is not None and self.state.stale_evaluations >= stopping.patience
 
     def _advance(self, data: StepData) -> None:
         state = self.state
@@ -164,15 +172,30 @@ class Loop:
             self._finish_saving()
         last = step == self.total_steps
         if last or step % config.tracking.log_every == 0:
-            self._log({"kind": "train", **self._record(data, rate, numbers)})
-            self._window = _Window()
+            self._log_step(data, rate, numbers)
         every = config.evaluation.every_steps
-        saving = last or step % config.checkpoint.every_steps == 0
         self.last_eval = None
+        is_best = False
         if self.evaluation is not None and (last or (every is not None and step % every == 0)):
-            self._evaluate(self.evaluation)
-        if saving:
+            is_best = self._evaluate(self.evaluation)
+        if self._has_stopped() and not last:
+            last = True
+            if self._window.tokens:
+                self._log_step(data, rate, numbers)
+            self._log({"kind": "note", "step": step, "message": self._why_stopped()})
+        if last or step % config.checkpoint.every_steps == 0 or (is_best and config.checkpoint.keep_best):
             self._save(last=last)
+
+    def _log_step(self, data: StepData, rate: float, numbers: _Numbers) -> None:
+        self._log({"kind": "train", **self._record(data, rate, numbers)})
+        self._window = _Window()
+
+    def _why_stopped(self) -> str:
+        return (
+            f"stopped early at step {self.state.step} of {self.total_steps}: the evaluation loss has not fallen in "
+            f"{self.state.stale_evaluations} evaluations (evaluation.early_stopping); its lowest is "
+            f"{self.state.best_eval_loss:.4f}"
+        )
 
     def _record(self, data: StepData, rate: float, numbers: _Numbers) -> dict[str, Any]:
         window = self._window
@@ -197,7 +220,8 @@ class Loop:
             record["samples"] = list(window.samples)
         return record
 
-    def _evaluate(self, batches: list[tuple[Batch, bool]]) -> None:
+    def _evaluate(self, batches: list[tuple[Batch, bool]]) -> bool:
+        """Evaluate; returns whether the loss is the lowest so far."""
         started = self.clock()
         self.task.model.eval()
         loss, targets = evaluate(self.task, self.strategy, batches)
@@ -210,7 +234,12 @@ class Loop:
         seconds = self.clock() - started
         self.phases["evaluate"] += seconds
         self.last_eval = loss
-        if self.state.best_eval_loss is None or loss < self.state.best_eval_loss:
+        best = self.state.best_eval_loss
+        stopping = self.config.evaluation.early_stopping
+        is_gain = best is None or loss < best - (0.0 if stopping is None else stopping.min_gain)
+        self.state.stale_evaluations = 0 if is_gain else self.state.stale_evaluations + 1
+        is_best = best is None or loss < best
+        if is_best:
             self.state.best_eval_loss = loss
         self._log(
             {
@@ -222,6 +251,7 @@ class Loop:
                 "eval_seconds": round(seconds, 6),
             }
         )
+        return is_best
 
     def _save(self, *, last: bool) -> None:
         started = self.clock()

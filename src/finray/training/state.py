@@ -26,6 +26,7 @@ class TrainState:
         supervised: targets learned from, over all ranks.
         seconds: training time so far, over all attempts.
         best_eval_loss: lowest evaluation loss so far.
+        stale_evaluations: evaluations since the last gain, as `evaluation.early_stopping` sees it.
         loss_scale: factor of the loss in fp16; None before, and in other arithmetic.
         good_steps: steps since the scale was changed.
         skipped: steps whose update was left out, because gradients were too large for fp16.
@@ -41,6 +42,7 @@ class TrainState:
     supervised: int = 0
     seconds: float = 0.0
     best_eval_loss: float | None = None
+    stale_evaluations: int = 0
     loss_scale: float | None = None
     good_steps: int = 0
     skipped: int = 0

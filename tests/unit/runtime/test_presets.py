@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finray.config.load import build_config, preset_names, read_preset
-from finray.config.schema import AdapterConfig, Config, ModelConfig
+from finray.config.schema import AdapterConfig, Config, EarlyStoppingConfig, ModelConfig
 from finray.models.blueprint import build_blueprint
 from finray.models.shipped import shipped_names, shipped_shape
 from finray.runtime.plan import Plan, make_plan
@@ -47,7 +47,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
 def test_the_page_is_what_the_plans_say(plans: dict[str, Plan]) -> None:
     path = Path(__file__).parents[3] / "docs" / "guide" / "presets.md"
     assert path.read_text(encoding="utf-8") == page(plans), (
-        "python -m finray.runtime.preset_table > docs/guide/presets.md"
+        "HF_HUB_OFFLINE=1 python -m finray.runtime.preset_table > docs/guide/presets.md"
     )
 
 
@@ -126,4 +126,5 @@ def test_exactly_what_the_first_system_did_by_default() -> None:
     assert (train.weight_decay, train.max_grad_norm, config.data.max_length) == (0.01, 1.0, 2048)
     assert (config.data.eval_ratio, config.data.test_ratio) == (0.05, 0.05)
     assert (config.tracking.log_every, config.checkpoint.every_steps, config.evaluation.every_steps) == (10, 100, 100)
+    assert config.evaluation.early_stopping == EarlyStoppingConfig(patience=3, min_gain=0.001)
     assert (config.checkpoint.keep_last, config.run.seed) == (2, 16257)

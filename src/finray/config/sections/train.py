@@ -150,7 +150,16 @@ class CheckpointConfig(Section):
         True,
         description="Write behind the training, from a copy in memory; a failure shows at the next save.",
     )
-    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest evaluation loss.")
+    keep_best: bool = Field(
+        True, description="Save at every evaluation with a new lowest loss too, and keep the checkpoint of the lowest."
+    )
+
+
+class EarlyStoppingConfig(Section):
+    """When a run ends before its last step."""
+
+    patience: PositiveInt = Field(3, description="Evaluations in a row without a gain after which the run ends.")
+    min_gain: float = Field(0.0, ge=0, description="How far the loss must fall below its lowest value to be a gain.")
 
 
 class EvaluationConfig(Section):
@@ -158,6 +167,10 @@ class EvaluationConfig(Section):
 
     every_steps: PositiveInt | None = Field(
         None, description="Optimizer steps between evaluations; null for the end only."
+    )
+    early_stopping: EarlyStoppingConfig | None = Field(
+        None,
+        description="End the run when the evaluation loss has stopped falling: `{patience: 3, min_gain: 0.001}`.",
     )
     max_rows: PositiveInt | None = Field(None, description="Evaluate at most this many rows.")
     max_new_tokens: PositiveInt = Field(128, description="Tokens generated per answer by `finray evaluate`.")
