@@ -95,7 +95,15 @@ def ray_cluster(s3_socket: socket.socket) -> Iterator[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that use Ray share one cluster, so they run in one of the parallel processes."""
+    """Which tests run in the same one of the parallel processes.
+
+    Those that use Ray share one cluster. Those of a file whose fixtures take long share what these have made.
+    """
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ray"))
+        elif item.path.is_relative_to(ROOT / "tests" / "unit"):
+            if item.path.parent.name == "parallel":
+                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        else:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -113,11 +113,11 @@ def build_task(shape: Shape, setup: Setup, device: torch.device, *, seed: int) -
     if not setup.chunked:
         # As with a head that finray does not understand.
         task._head_is_ours, task._head_is_proven = False, True
-    if setup.checkpointing != "none":
-        change_blocks(task.model, checkpointing=setup.checkpointing)
     if setup.compiled:
         # A trial on a CPU goes without the compiler, which takes minutes.
         compile_blocks(task.model, backend="inductor" if device.type == "cuda" else "aot_eager")
+    if setup.checkpointing != "none":
+        change_blocks(task.model, checkpointing=setup.checkpointing)
     task.model.train()
     return task
 

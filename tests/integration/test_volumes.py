@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from finray.config.schema import AdapterConfig
 from finray.models.blueprint import draw_blueprint
 from finray.runtime.prepare import prepare_here
 from finray.training.memory_setup import Setup
 from finray.training.volumes import exchanges
-from tests.support import runs, tiny
+from tests.support import processes, runs, tiny
 
 # A wide head beside two layers would hide what layers do.
 SHAPE = {"num_hidden_layers": 4}
@@ -102,7 +101,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[st
             jobs.append((f"{case}-{method}", plain, prepare_here(runs.config_of(plain))))
     # A model this small would be gathered once and kept.
     (folder / "zero3.json").write_text(json.dumps({"zero_optimization": ZERO3}), encoding="utf-8")
-    mp.spawn(_member, (str(folder / "group"), jobs, str(folder / "out.json")), nprocs=2)
+    processes.start(_member, (str(folder / "group"), jobs, str(folder / "out.json")), processes=2)
     found: dict[str, dict[str, int]] = json.loads((folder / "out.json").read_text(encoding="utf-8"))
     return found
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.support import processes
 
 
 def run_group(plain: dict[str, Any], run_dir: Path, *, world_size: int, stop_after: int | None = None) -> None:
@@ -38,7 +39,7 @@ def run_all(
         jobs.append((plain, prepare_here(config_of(plain)), str(run_dir)))
     with tempfile.TemporaryDirectory() as folder:
         # A file to meet at: a port that is free now may be taken a moment later.
-        mp.spawn(_member, (world_size, f"{folder}/group", jobs, stop_after, look), nprocs=world_size)
+        processes.start(_member, (world_size, f"{folder}/group", jobs, stop_after, look), processes=world_size)
 
 
 class Killed(Exception):

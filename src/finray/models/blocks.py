@@ -56,11 +56,15 @@ def change_blocks(
 def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
     """Compile every block, for any number of tokens; blocks of one kind share what is compiled.
 
+    Before :func:`change_blocks`, so that a layer is computed again by what was compiled.
+
     Attention over packed rows is left out: it would be compiled anew for each way to cut tokens into rows.
     """
     attention.register(torch.compiler.disable(attention.packed_attention))  # type: ignore[no-untyped-call]
     for block in blocks_of(model):
-        block.compile(dynamic=True, backend=backend)
+        # What is around it (checkpointing, hooks that gather weights) stays as it is: a compiler that met attention in
+        # the midst of a checkpoint would leave the whole layer alone.
+        block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
 
 
 def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:

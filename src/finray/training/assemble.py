@@ -220,9 +220,9 @@ def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) 
     )
     if liger.is_wanted(train.liger, strategy.device):
         liger.apply(task.model)
-    change_blocks(task.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
     if train.compile:
         compile_blocks(task.model)
+    change_blocks(task.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
     return task
 
 

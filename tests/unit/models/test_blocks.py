@@ -186,10 +186,12 @@ def test_liger_is_used_for_layers_and_not_for_the_loss(monkeypatch: pytest.Monke
 
 # torch's tracer looks at gradients of tensors that have none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows() -> None:
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows(checkpointing: str) -> None:
     """Traced, and run as traced: what a compiler would be given once. Other lengths must not trace anew."""
     plain, compiled = task_of("llama", lora=True), task_of("llama", lora=True)
     blocks.compile_blocks(compiled.model, backend="eager")
+    change_blocks(compiled.model, checkpointing=checkpointing)
     graphs = []
     try:
         for items in (rows(), rows()[:2], rows()[1:]):
@@ -197,6 +199,8 @@ def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows() -> None:
             expected = plain.loss_sum(batch_of(items))
             torch.manual_seed(5)
             found = compiled.loss_sum(batch_of(items))
+            expected.backward()
+            found.backward()
             assert found.item() == pytest.approx(expected.item(), rel=1e-6)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     finally:
@@ -204,3 +208,5 @@ def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows() -> None:
         torch._dynamo.reset()
     assert graphs[0] > 0
     assert graphs == [graphs[0]] * 3
+    for name, one in gradients(plain.model).items():
+        torch.testing.assert_close(gradients(compiled.model)[name], one, rtol=1e-4, atol=1e-6)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -15,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.parallel.tensors import is_first_copy, is_sharded, local_rows, whole
 from finray.training.optimizer import Optimizer
+from tests.support import processes
 from tests.support.optimizing import ROLES, gradients, new_parameters, train_config
 
 # 8 bits: blocks begin where a rank's rows do, so other elements share a scale.
@@ -71,7 +71,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for kind in TOLERANCE:
         run(kind, folder / "one" / kind)
-    mp.spawn(_member, (2, str(folder / "group"), folder), nprocs=2)
+    processes.start(_member, (2, str(folder / "group"), folder), processes=2)
     for kind in TOLERANCE:
         run(kind, folder / "two-then-one" / kind, start_from=folder / "two" / kind)
         (folder / "bare" / kind).mkdir(parents=True)

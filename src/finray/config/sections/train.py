@@ -73,7 +73,9 @@ class TrainConfig(Section):
         False, description="Keep what the backward pass needs in the memory of the CPU meanwhile; for GPUs."
     )
     compile: bool = Field(
-        False, description="Compile each layer with `torch.compile`; the first steps take much longer, and others less."
+        False,
+        description="Compile each layer with `torch.compile`; the first steps take much longer, and others less. Under "
+        "`selective` checkpointing a compiled layer is computed again whole.",
     )
     liger: Literal["auto"] | bool = Field(
         "auto",

@@ -1,0 +1,22 @@
+"""Groups of processes that start quickly: forked from one that has imported what takes long, and done nothing else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+# DeepSpeed would otherwise look for an accelerator when it is imported.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Compilers in processes of their own take longer to start than these few kernels to compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+PRELOADED = ["deepspeed", "torch.distributed.fsdp", "finray.training.assemble", "finray.training.strategies"]
+multiprocessing.set_forkserver_preload([*PRELOADED, "tests.support.tiny"])
+
+
+def start(function: Callable[..., None], arguments: tuple[Any, ...], *, processes: int) -> None:
+    """Call ``function(rank, *arguments)`` in each process, and wait for all; an exception in one is raised here."""
+    mp.start_processes(function, arguments, nprocs=processes, start_method="forkserver")  # type: ignore[no-untyped-call]
