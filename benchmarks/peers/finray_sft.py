@@ -58,6 +58,7 @@ from finray.runtime.prepare import prepare_here
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble
+from finray.training.snapshot import restore_weights
 from finray.training.strategies import strategy_of
 
 Record = dict[str, Any]
@@ -207,8 +208,7 @@ def run_here(config: Config, prepared: str, options: argparse.Namespace) -> Outc
     assembled = assemble(config, prepared=prepared, run_dir=run_dir, strategy=strategy)
     assembled.loop.trackers.append(watch)
     if options.start is not None:
-        task: Any = assembled.loop.task
-        task.restore(options.start)
+        restore_weights(options.start, assembled.loop.task)
     try:
         assembled.loop.run()
     finally:

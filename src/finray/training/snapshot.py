@@ -181,6 +181,17 @@ def restore(folder: Path, task: SavedTask, optimizer: Updates) -> TrainState:
         CheckpointError: it belongs to another model, or lacks something.
     """
     state = TrainState.load(folder)
+    restore_weights(folder, task)
+    optimizer.restore(PieceReader(folder / FOLDER, MOMENTS))
+    return state
+
+
+def restore_weights(folder: Path, task: SavedTask) -> None:
+    """Put trained weights back into a model, of any strategy and any number of ranks.
+
+    Raises:
+        CheckpointError: they belong to another model.
+    """
     where = _stored(folder, task.weights_stem)
     tensors = task.weights()
     places = {name: task.place_of(name) for name in tensors}
@@ -197,8 +208,6 @@ def restore(folder: Path, task: SavedTask, optimizer: Updates) -> TrainState:
             if tuple(part.get_shape()) != shape_of(tensor):
                 raise CheckpointError(f"{name} has another shape than in the model", where=str(folder))
             fill(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
-    optimizer.restore(PieceReader(folder / FOLDER, MOMENTS))
-    return state
 
 
 def _stored(folder: Path, stem: str) -> dict[str, Path]:
