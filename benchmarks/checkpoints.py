@@ -80,7 +80,7 @@ def run_one(model: Path, folder: Path, *, behind: bool, saves: int) -> dict[str,
         return call
 
     nested: list[bool] = []
-    finish, save, advance = loop._finish_saving, loop._save, loop._advance
+    finish, save, spend = loop._finish_saving, loop._save, loop._spend
 
     def saving(**options: Any) -> None:
         started = time.perf_counter()
@@ -92,13 +92,13 @@ def run_one(model: Path, folder: Path, *, behind: bool, saves: int) -> dict[str,
             number = loop.state.step // 2
             stalls[number] = stalls.get(number, 0.0) + time.perf_counter() - started
 
-    def advancing(data: Any, seconds: float) -> None:
+    def spending(seconds: float) -> None:
         steps.append(seconds)
-        advance(data, seconds)
+        spend(seconds)
 
     loop._finish_saving = timed(finish)  # type: ignore[method-assign]
     loop._save = saving  # type: ignore[method-assign]
-    loop._advance = advancing  # type: ignore[method-assign]
+    loop._spend = spending  # type: ignore[method-assign]
     loop.run()
     size = sum(path.stat().st_size for path in (run_dir / f"checkpoint-{2 * saves + 1:06d}").rglob("*"))
     # The save after the last step is at once in both ways.

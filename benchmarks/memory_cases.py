@@ -18,7 +18,7 @@ class Case:
         adapter: `lora` or `none`.
         precision: `fp32` or `bf16`.
         packing: whether rows share packs.
-        checkpointing: whether activations are computed again.
+        checkpointing: which activations are computed again.
         workers: processes.
         max_length: most tokens in a row and in a pack.
         micro_batch_size: packs (or rows) at a time.
@@ -32,7 +32,7 @@ class Case:
     adapter: str
     precision: str
     packing: bool = True
-    checkpointing: bool = False
+    checkpointing: str = "none"
     workers: int = 1
     max_length: int = 512
     micro_batch_size: int = 1
@@ -49,25 +49,26 @@ def sharded(strategy: str, workers: int) -> Case:
 
 CPU_CASES = (
     Case("two-layers-lora", "two-layers", "lora", "fp32", micro_batch_size=2),
-    Case("two-layers-full", "two-layers", "none", "bf16", packing=False, checkpointing=True),
-    Case("two-layers-full-no-cache", "two-layers", "none", "bf16", False, True, thread_cache=False),
+    Case("two-layers-full", "two-layers", "none", "bf16", packing=False, checkpointing="full"),
+    Case("two-layers-full-no-cache", "two-layers", "none", "bf16", False, "full", thread_cache=False),
     Case("two-layers-full-2-workers", "two-layers", "none", "fp32", workers=2),
     Case("wide-full-2-workers", "two-wide-layers", "none", "fp32", workers=2, rows=8),
     Case("smollm2-lora", "smollm2", "lora", "bf16", max_length=1024),
     Case("smollm2-lora-no-cache", "smollm2", "lora", "bf16", max_length=1024, thread_cache=False),
     Case("smollm2-lora-fp32", "smollm2", "lora", "fp32", max_length=1024, rows=8),
     Case("smollm2-lora-unpacked", "smollm2", "lora", "bf16", packing=False, micro_batch_size=2),
-    Case("smollm2-lora-checkpointing", "smollm2", "lora", "bf16", checkpointing=True, max_length=1024),
+    Case("smollm2-lora-checkpointing", "smollm2", "lora", "bf16", checkpointing="full", max_length=1024),
+    Case("smollm2-lora-selective", "smollm2", "lora", "bf16", checkpointing="selective", max_length=1024),
     Case("smollm2-lora-2-workers", "smollm2", "lora", "bf16", workers=2),
     Case("smollm2-full", "smollm2", "none", "bf16", rows=8),
-    Case("smollm2-full-unpacked-checkpointing", "smollm2", "none", "fp32", packing=False, checkpointing=True, rows=6),
+    Case("smollm2-full-unpacked-checkpointing", "smollm2", "none", "fp32", packing=False, checkpointing="full", rows=6),
     *(sharded("fsdp", workers) for workers in (1, 2, 4)),
     *(sharded("deepspeed", workers) for workers in (1, 2, 4)),
 )
 GPU_CASES = (
     Case("gpu-135m-lora", "135m", "lora", "bf16", max_length=4096, rows=200),
     Case("gpu-135m-full", "135m", "none", "bf16", max_length=4096, rows=200),
-    Case("gpu-1b-lora-checkpointing", "1b", "lora", "bf16", checkpointing=True, max_length=8192, rows=300),
+    Case("gpu-1b-lora-checkpointing", "1b", "lora", "bf16", checkpointing="full", max_length=8192, rows=300),
     Case("gpu-1b-lora-unpacked", "1b", "lora", "bf16", packing=False, micro_batch_size=8, max_length=1024, rows=200),
 )
 # Llama's configuration: width, feed-forward, layers, heads, key heads, vocabulary.
