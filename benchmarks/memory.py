@@ -103,6 +103,7 @@ class Bench:
                 "gradient_checkpointing": case.checkpointing,
                 "learning_rate": 1e-5,
             },
+            "checkpoint": {"every_steps": 1 if case.saves else 1000},
             "parallel": {"strategy": case.strategy, "zero_stage": 3 if case.strategy == "deepspeed" else None},
             "cluster": {"num_workers": case.workers, "env": {} if case.thread_cache else {"GLIBC_TUNABLES": NO_CACHE}},
         }
@@ -182,8 +183,9 @@ def work(job: dict[str, Any]) -> None:
     device = torch.device("cpu")
     assembled = assemble(config, prepared=job["prepared"], run_dir=run_dir, strategy=strategy_of(config, device))
     loaded = peak_memory(device)
+    save = assembled.loop._save
     # What is measured is training; a last checkpoint of all state would take longer than the rest.
-    assembled.loop._save = lambda *, last: None  # type: ignore[method-assign]
+    assembled.loop._save = lambda *, last: None if last else save(last=False)  # type: ignore[method-assign]
     assembled.loop.run()
     for tracker in assembled.loop.trackers:
         tracker.close()

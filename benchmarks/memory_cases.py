@@ -25,6 +25,7 @@ class Case:
         rows: how many rows there are.
         thread_cache: whether the C library's allocator has its per-thread cache.
         strategy: `parallel.strategy`.
+        saves: whether checkpoints are written beside the steps.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Case:
     rows: int = 16
     thread_cache: bool = True
     strategy: str = "ddp"
+    saves: bool = False
 
 
 def sharded(strategy: str, workers: int) -> Case:
@@ -52,7 +54,9 @@ CPU_CASES = (
     Case("two-layers-full", "two-layers", "none", "bf16", packing=False, checkpointing="full"),
     Case("two-layers-full-no-cache", "two-layers", "none", "bf16", False, "full", thread_cache=False),
     Case("two-layers-full-2-workers", "two-layers", "none", "fp32", workers=2),
-    Case("wide-full-2-workers", "two-wide-layers", "none", "fp32", workers=2, rows=8),
+    Case("two-layers-full-saving", "two-layers", "none", "fp32", saves=True),
+    # More than one step: in the first there are no moments yet while there are activations.
+    Case("wide-full-2-workers", "two-wide-layers", "none", "fp32", workers=2),
     Case("smollm2-lora", "smollm2", "lora", "bf16", max_length=1024),
     Case("smollm2-lora-no-cache", "smollm2", "lora", "bf16", max_length=1024, thread_cache=False),
     Case("smollm2-lora-fp32", "smollm2", "lora", "fp32", max_length=1024, rows=8),

@@ -125,7 +125,7 @@ def plan_memory(
 
     def peak(choice: Choice) -> Estimate:
         shapes = blueprint if choice.adapter == config.adapter.method else blueprint.with_lora(config.adapter.rank)
-        setup = _setup(config, choice, device, stored, ray=ray)
+        setup = _setup(config, choice, device, stored, ray=ray, steps=rows.steps)
         return estimate(shapes, setup, workload(choice.micro_batch_size, choice.max_length))
 
     def fits(choice: Choice) -> bool:
@@ -183,7 +183,7 @@ def worst_peak(
     if checkpointing:
         choice = replace(choice, gradient_checkpointing="full")
     work = _workload(config, blueprint, Rows(), choice.micro_batch_size, choice.max_length, packs=packs)
-    return estimate(blueprint, _setup(config, choice, device, stored, ray=True), work).total
+    return estimate(blueprint, _setup(config, choice, device, stored, ray=True, steps=None), work).total
 
 
 def _precision(config: Config, device: Device, found: Findings) -> str:
@@ -198,7 +198,9 @@ def _precision(config: Config, device: Device, found: Findings) -> str:
     return precision
 
 
-def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights | None, *, ray: bool) -> Setup:
+def _setup(
+    config: Config, choice: Choice, device: Device, stored: StoredWeights | None, *, ray: bool, steps: int | None
+) -> Setup:
     kept = choice.precision if choice.adapter != "none" else "fp32"
     return Setup(
         strategy=_strategy(config),
@@ -214,9 +216,18 @@ def _setup(config: Config, choice: Choice, device: Device, stored: StoredWeights
         ray=ray,
         optimizer=config.train.optimizer,
         thread_cache="tcache_count=0" not in worker_environment(config.cluster, threads=1)["GLIBC_TUNABLES"],
+        copies=_saves_behind(config, steps),
         stored_bytes=None if stored is None else stored.size,
         stored_as_computed=stored is None or _STORED.get(stored.dtypes[0] if stored.dtypes else "") == kept,
     )
+
+
+def _saves_behind(config: Config, steps: int | None) -> bool:
+    """Whether a checkpoint is written beside later steps; that of the last step is not. Without steps: if it may be."""
+    intervals = [config.checkpoint.every_steps]
+    if config.checkpoint.keep_best and config.evaluation.every_steps is not None:
+        intervals.append(config.evaluation.every_steps)
+    return config.checkpoint.asynchronous and (steps is None or steps > min(intervals))
 
 
 def _strategy(config: Config) -> Strategy:

@@ -127,6 +127,7 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
         "weights": weight_bytes(blueprint, setup),
         "adapter": adapter_bytes(blueprint, setup),
         "optimizer": (moments + masters) / (setup.sharers if sharded else 1),
+        "checkpoint copy": copy_bytes(blueprint, setup),
     }
 
 
@@ -144,6 +145,15 @@ def moment_bytes(blueprint: Blueprint, setup: Setup) -> float:
         tables = blueprint.embedding + (0 if blueprint.tied else blueprint.head)
         return FP32 * (trained + (tables if blueprint.adapter == 0 else 0))
     return 2 * FP32 * trained
+
+
+def copy_bytes(blueprint: Blueprint, setup: Setup) -> float:
+    """A worker's part of a checkpoint, as ``training/snapshot.py`` copies it; on a GPU that is memory of the CPU."""
+    if not setup.copies or setup.device == "cuda":
+        return 0
+    # The first worker writes an adapter; all share in whole models, and in moments.
+    weights = FP32 * (blueprint.adapter or blueprint.base / setup.workers)
+    return weights + moment_bytes(blueprint, setup) / setup.workers
 
 
 def process_bytes(blueprint: Blueprint, setup: Setup) -> float:

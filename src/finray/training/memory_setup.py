@@ -27,6 +27,7 @@ class Setup:
         ray: whether the worker is Ray's.
         thread_cache: whether the C library's allocator has its per-thread cache, as it does unless told otherwise.
         optimizer: as ``train.optimizer``.
+        copies: whether checkpoints are copied in memory, to be written behind the training.
         stored_bytes: size of the model's files, or None where that is not known.
         stored_as_computed: whether the files hold the dtype in which weights are kept, so that they are mapped and
             not copied.
@@ -45,6 +46,7 @@ class Setup:
     ray: bool = True
     thread_cache: bool = True
     optimizer: str = "adamw"
+    copies: bool = False
     stored_bytes: int | None = None
     stored_as_computed: bool = True
 

@@ -81,6 +81,14 @@ def test_state_of_full_weights_and_of_an_adapter() -> None:
     assert part(LORA, GPU, "optimizer") == 8 * adapter
 
 
+def test_a_checkpoint_is_copied_by_the_workers_together_in_the_memory_of_the_cpu() -> None:
+    assert part(FULL, Setup(), "checkpoint copy") == 0
+    assert part(FULL, Setup(copies=True), "checkpoint copy") == 12 * BASE
+    assert part(FULL, Setup(copies=True, workers=4, strategy="fsdp"), "checkpoint copy") == 3 * BASE
+    assert part(LORA, Setup(copies=True, workers=2), "checkpoint copy") == (4 + 8 / 2) * LORA.adapter
+    assert part(FULL, replace(GPU, copies=True), "checkpoint copy") == 0
+
+
 @pytest.mark.parametrize(
     ("optimizer", "low", "high"), [("adamw_8bit", 2.0, 2.1), ("muon", 4.0, 5.5), ("adafactor", 0.0, 0.1)]
 )
