@@ -52,10 +52,11 @@ NOTE = (
     f"`GLIBC_TUNABLES={NO_CACHE}` in `cluster.env`: the C library's heap then has far fewer holes. With finray's own "
     "setting they grow with the number of shapes that come by, which no formula over shapes foresees, so longer runs "
     "may take more. The two constants for holes were set on earlier runs of these models: for them the ratios are no "
-    "independent test. `fsdp` and `deepspeed` (ZeRO-3) train all weights of a random Llama of twelve layers: 164 million "
-    "weights, 0.61 GiB in fp32, so 2.44 GiB with gradients and two moments, on packs of 64 tokens over gloo; the largest "
-    "worker is named. Workers that share give freed blocks of 32 MiB and more back to the system; with all kept, as the "
-    "others keep them, gathered weights leave holes, and two took 5,285 MiB each instead of half of it."
+    "independent test. `fsdp` and `deepspeed` (ZeRO-3) train all weights of a random Llama of twelve layers: 164 "
+    "million weights, 0.61 GiB in fp32, so 2.44 GiB with gradients and two moments, on packs of 64 tokens over gloo; "
+    "the largest worker is named. Workers that share give freed blocks of 32 MiB and more back to the system; with all "
+    "kept, as the others keep them, gathered weights leave holes, and two took 5,285 MiB each instead of half of it. "
+    "`saving` writes a checkpoint behind every step."
 )
 TIMEOUT_S = 1800
 Result = dict[str, Any]
