@@ -125,20 +125,25 @@ def measure_on_cpu(case: Case, bench: Bench) -> Result:
     # The workers run this very source, wherever an installed one is.
     env |= {"PYTHONPATH": str(Path(finray.__file__).parents[1])}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(case.workers)}
+    # To files: a process whose pipe nobody empties would wait, and the others for it.
+    said = [(bench.folder / f"errors-{rank}.txt").open("w+", encoding="utf-8") for rank in range(case.workers)]
     processes = [
         subprocess.Popen(
             [sys.executable, str(Path(__file__)), "--worker", json.dumps(job)],
             env={**env, "RANK": str(rank)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=said[rank],
             text=True,
         )
         for rank in range(case.workers)
     ]
     outputs = [process.communicate(timeout=TIMEOUT_S) for process in processes]
-    for process, (_, error) in zip(processes, outputs, strict=True):
+    for process, errors in zip(processes, said, strict=True):
+        errors.seek(0)
+        end = errors.read()[-2000:]
+        errors.close()
         if process.returncode:
-            raise RuntimeError(f"{case.name} failed:\n{error[-2000:]}")
+            raise RuntimeError(f"{case.name} failed:\n{end}")
     print([out.strip().splitlines()[-1] for out, _ in outputs], file=sys.stderr)
     measured = max(json.loads(out.strip().splitlines()[-1])["peak"] for out, _ in outputs)
     return result_of(case, estimated.total, measured, estimated.parts)

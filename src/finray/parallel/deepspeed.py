@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -164,6 +165,8 @@ def _library(device: torch.device, *, fp16: bool) -> Any:
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     # Its logger is made when it is imported.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls collectives by names that torch wants to be rid of, and torch says so in every step.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -46,9 +46,9 @@ CUDA_HOLES = 0.03
 # Scales of quantised storage, in bits a weight: for 4 bits (NF4, double quantisation) a byte per 64 weights and four
 # per 64 * 256, for 8 bits an fp32 number per row, of some hundred to some thousand weights.
 BITS_OVERHEAD = {4: 8 / 64 + 32 / (64 * 256), 8: 0.03}
-# DeepSpeed's default size of its buckets and of what ZeRO-3 fetches ahead, in elements.
+# DeepSpeed's default size of its buckets, and of the gathered weights that ZeRO-3 keeps for later use, in elements.
 ZERO_BUCKET = 500_000_000
-ZERO_PREFETCH = 50_000_000
+ZERO_LIVE = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +253,15 @@ def _recompute(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, 
 
 
 def _reduce(blueprint: Blueprint, setup: Setup) -> dict[str, float]:
-    """The sum of the gradients over the workers."""
-    return {"gradients": gradient_bytes(blueprint, setup), "gradient buckets": bucket_bytes(blueprint, setup)}
+    """The sum of the gradients over the workers, and the update."""
+    return {
+        "gradients": gradient_bytes(blueprint, setup),
+        "gradient buckets": bucket_bytes(blueprint, setup),
+        # ZeRO-3 has freed them by then, in pieces so small that the heap of a CPU keeps them.
+        "gathered weights": gathered_bytes(blueprint, setup)
+        if setup.strategy == "zero3" and setup.device == "cpu"
+        else 0,
+    }
 
 
 # --- parts of the moments -------------------------------------------------------------------------------------------
@@ -272,11 +279,13 @@ def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
     if setup.strategy == "fsdp":
         # Whole gradients of what is shared at once, and their flat copy: last those of embedding and head.
         return 2 * FP32 * max(_trained_per_layer(blueprint), root_weights(blueprint) if blueprint.adapter == 0 else 0)
+    # ZeRO-3 updates from a flat fp32 copy of a worker's gradients.
+    flat = FP32 * blueprint.trainable / setup.sharers if setup.strategy == "zero3" else 0
     if setup.workers == 1:
-        return 0
+        return flat
     if setup.strategy == "ddp":
         return FP32 * blueprint.trainable
-    return setup.element * min(blueprint.trainable, ZERO_BUCKET)
+    return flat + setup.element * min(blueprint.trainable, ZERO_BUCKET)
 
 
 def unpacked_bytes(blueprint: Blueprint, setup: Setup) -> float:
@@ -293,14 +302,14 @@ def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """Whole weights gathered from the workers' shares.
 
     FSDP keeps what lies outside of the layers, and has two layers (one ahead) or, where they are not given back, all of
-    them; it copies even where one worker has everything.
+    them; it copies even where one worker has everything. ZeRO-3 gives nothing back that it needs again soon.
     """
     if setup.strategy == "fsdp":
         layers = 2 * blueprint.layer if setup.reshard else blueprint.layer * blueprint.layers + blueprint.adapter
         return setup.element * (root_weights(blueprint) + layers)
     if setup.strategy != "zero3" or setup.workers == 1:
         return 0
-    return setup.element * (max(blueprint.layer, blueprint.head) + min(blueprint.base, ZERO_PREFETCH))
+    return setup.element * min(blueprint.base, max(ZERO_LIVE, blueprint.layer, blueprint.head))
 
 
 def root_weights(blueprint: Blueprint) -> int:
