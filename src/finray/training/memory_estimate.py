@@ -46,9 +46,11 @@ CUDA_HOLES = 0.03
 # Scales of quantised storage, in bits a weight: for 4 bits (NF4, double quantisation) a byte per 64 weights and four
 # per 64 * 256, for 8 bits an fp32 number per row, of some hundred to some thousand weights.
 BITS_OVERHEAD = {4: 8 / 64 + 32 / (64 * 256), 8: 0.03}
-# DeepSpeed's default size of its buckets, and of the gathered weights that ZeRO-3 keeps for later use, in elements.
+# DeepSpeed's default sizes, in elements: of its buckets, of the gathered weights that ZeRO-3 keeps for later use, and of
+# what ZeRO-3 updates at a time.
 ZERO_BUCKET = 500_000_000
 ZERO_LIVE = 1_000_000_000
+ZERO_GROUP = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,13 +256,12 @@ def _recompute(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, 
 
 def _reduce(blueprint: Blueprint, setup: Setup) -> dict[str, float]:
     """The sum of the gradients over the workers, and the update."""
+    # ZeRO-3 has freed them by then, in pieces so small that the heap of a CPU keeps them.
+    still_there = setup.strategy == "zero3" and setup.device == "cpu"
     return {
         "gradients": gradient_bytes(blueprint, setup),
         "gradient buckets": bucket_bytes(blueprint, setup),
-        # ZeRO-3 has freed them by then, in pieces so small that the heap of a CPU keeps them.
-        "gathered weights": gathered_bytes(blueprint, setup)
-        if setup.strategy == "zero3" and setup.device == "cpu"
-        else 0,
+        "gathered weights": gathered_bytes(blueprint, setup) if still_there else 0,
     }
 
 
@@ -279,8 +280,8 @@ def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
     if setup.strategy == "fsdp":
         # Whole gradients of what is shared at once, and their flat copy: last those of embedding and head.
         return 2 * FP32 * max(_trained_per_layer(blueprint), root_weights(blueprint) if blueprint.adapter == 0 else 0)
-    # ZeRO-3 updates from a flat fp32 copy of a worker's gradients.
-    flat = FP32 * blueprint.trainable / setup.sharers if setup.strategy == "zero3" else 0
+    # ZeRO-3 updates from a flat fp32 copy of a worker's gradients, of so many at a time.
+    flat = FP32 * min(blueprint.trainable / setup.sharers, ZERO_GROUP) if setup.strategy == "zero3" else 0
     if setup.workers == 1:
         return flat
     if setup.strategy == "ddp":

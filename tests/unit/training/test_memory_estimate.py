@@ -125,7 +125,9 @@ def test_alone_nothing_is_shared_summed_or_gathered() -> None:
     for strategy in ("ddp", "zero3"):
         alone = replace(GPU, strategy=strategy, workers=1)
         assert weight_bytes(FULL, replace(alone, precision="fp32")) == 4 * BASE
-        assert bucket_bytes(FULL, alone) == gathered_bytes(FULL, alone) == 0
+        # DeepSpeed updates from a copy of the gradients all the same.
+        assert bucket_bytes(FULL, alone) == (4 * BASE if strategy == "zero3" else 0)
+        assert gathered_bytes(FULL, alone) == 0
     # FSDP copies even what it has.
     alone = replace(GPU, strategy="fsdp", workers=1)
     assert gathered_bytes(FULL, alone) == gathered_bytes(FULL, replace(GPU, strategy="fsdp")) > 0
