@@ -46,8 +46,8 @@ CUDA_HOLES = 0.03
 # Scales of quantised storage, in bits a weight: for 4 bits (NF4, double quantisation) a byte per 64 weights and four
 # per 64 * 256, for 8 bits an fp32 number per row, of some hundred to some thousand weights.
 BITS_OVERHEAD = {4: 8 / 64 + 32 / (64 * 256), 8: 0.03}
-# DeepSpeed's default sizes, in elements: of its buckets, of the gathered weights that ZeRO-3 keeps for later use, and of
-# what ZeRO-3 updates at a time.
+# DeepSpeed's default sizes, in elements: of its buckets, of the gathered weights that ZeRO-3 keeps for later use, and
+# of what ZeRO-3 updates at a time.
 ZERO_BUCKET = 500_000_000
 ZERO_LIVE = 1_000_000_000
 ZERO_GROUP = 1_000_000_000
