@@ -226,10 +226,15 @@ def _backward(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, f
     """The end of the backward pass: all gradients, and one layer's activations and their gradients."""
     layers = max(1, blueprint.layers)
     last_layer = layer_bytes(blueprint, setup, work) / layers
-    # A tied or trained input embedding adds a dense gradient of its own to the one that is there.
-    table = FP32 * blueprint.embedding if blueprint.adapter == 0 else 0
+    whole = blueprint.adapter == 0
+    # An embedding's gradient is a dense one of its own. One that is tied to the head ends up beside the head's, which
+    # has waited for it, and beside the sum of earlier micro-batches.
+    tables = blueprint.embedding + (blueprint.head if blueprint.tied and work.accumulates else 0)
+    # Gradients of this size do not fit where a chunk of logits was, and a heap that keeps freed memory keeps that too.
+    kept = setup.device == "cpu" and setup.strategy == "ddp" and whole
     return {
-        "gradients": gradient_bytes(blueprint, setup) + table,
+        "gradients": gradient_bytes(blueprint, setup) + (FP32 * tables if whole else 0),
+        "logits": logit_bytes(blueprint, setup, work) if kept else 0,
         # FSDP shares gradients out during the backward pass.
         "gradient buckets": bucket_bytes(blueprint, setup) if setup.strategy == "fsdp" else 0,
         "activations": last_layer + widest_bytes(blueprint, setup, work),
