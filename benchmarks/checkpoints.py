@@ -38,10 +38,10 @@ def run_one(model: Path, folder: Path, *, behind: bool, saves: int) -> dict[str,
     import torch
 
     from finray.config.load import build_config
+    from finray.data.dataset.prepare import prepare_here
     from finray.parallel.ddp import DataParallel
-    from finray.runtime.prepare import prepare_here
+    from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble
-    from finray.training.memory import keep_freed_memory
 
     keep_freed_memory()
     rows = folder / "rows.jsonl"
@@ -121,7 +121,7 @@ def measure(model: Path, *, pairs: int, saves: int) -> dict[str, list[dict[str, 
 
 
 def _environment() -> dict[str, str]:
-    from finray.runtime.cluster import ALLOCATOR
+    from finray.planning.placement import ALLOCATOR
 
     return {**os.environ, "GLIBC_TUNABLES": ALLOCATOR}
 

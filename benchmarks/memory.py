@@ -113,8 +113,8 @@ class Bench:
 
 def measure_on_cpu(case: Case, bench: Bench) -> Result:
     """Estimate a case, then run it."""
-    from finray.runtime.cluster import worker_environment
-    from finray.runtime.prepare import prepare_here
+    from finray.data.dataset.prepare import prepare_here
+    from finray.planning.placement import worker_environment
 
     config = bench.config(case)
     estimated = estimate_on_cpu(config)
@@ -151,11 +151,11 @@ def measure_on_cpu(case: Case, bench: Bench) -> Result:
 
 def estimate_on_cpu(config: Config) -> Any:
     """What `finray plan` says of the run's memory, for a worker that is not Ray's."""
-    from finray.runtime.examine import examine
-    from finray.runtime.findings import Findings
-    from finray.runtime.memory_plan import Device, Rows, plan_memory
-    from finray.runtime.model_plan import plan_model
-    from finray.training.memory_estimate import Estimate
+    from finray.planning.estimate import Estimate
+    from finray.planning.findings import Findings
+    from finray.planning.memory import Device, Rows, plan_memory
+    from finray.planning.model import plan_model
+    from finray.planning.sample_data import examine
 
     found = Findings()
     model = plan_model(config, found)
@@ -173,10 +173,10 @@ def work(job: dict[str, Any]) -> None:
     """In a process of its own: do the run, and print the peak."""
     import torch.distributed as dist
 
-    from finray.runtime.rundir import RunDir
+    from finray.checkpoint.rundir import RunDir
+    from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble
     from finray.training.loop import peak_memory
-    from finray.training.memory import keep_freed_memory
     from finray.training.strategies import strategy_of
 
     torch.set_num_threads(job["threads"])
@@ -203,11 +203,11 @@ def work(job: dict[str, Any]) -> None:
 
 def measure_on_gpu(case: Case, device: torch.device, *, steps: int = 3) -> Result:
     """Estimate a case, then train a random model for some steps of two micro-batches and read the allocator's peak."""
-    from finray.models.blueprint import draw_blueprint
-    from finray.training.activations import kept_bytes
+    from finray.planning.activations import kept_bytes
+    from finray.planning.blueprint import draw_blueprint
+    from finray.planning.estimate import estimate
+    from finray.planning.setup import Setup, Workload
     from finray.training.loop import peak_memory
-    from finray.training.memory_estimate import estimate
-    from finray.training.memory_setup import Setup, Workload
 
     batches = gpu_batches(case, SHAPES[case.model][-1])[: 2 * steps]
     with torch.device("meta"):
@@ -240,8 +240,8 @@ def gpu_batches(case: Case, vocabulary: int) -> list[Any]:
     """Micro-batches of random tokens in rows of Alpaca's lengths; the answers are learned."""
     import numpy as np
 
-    from finray.data.collate import collate
-    from finray.data.packing import one_row_each, plan_packs
+    from finray.data.sampling.collate import collate
+    from finray.data.sampling.packing import one_row_each, plan_packs
 
     generator = np.random.default_rng(3)
     rows = []
@@ -262,15 +262,15 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
     """Steps of two micro-batches, as a run does them."""
     from finray.models import adapters, attention, fused_lora
     from finray.models.blocks import change_blocks
-    from finray.models.causal_lm import CausalLM
     from finray.models.loading import choose_attention
-    from finray.models.tokenizers import quiet
     from finray.parallel.ddp import DataParallel
-    from finray.training.feed import StepData
-    from finray.training.optimizer import Optimizer
+    from finray.pretrained.tokenizers import quiet
+    from finray.tasks.causal_lm import CausalLM
+    from finray.training.loader import StepData
+    from finray.training.nonfinite import Watch
+    from finray.training.optim.optimizer import Optimizer
     from finray.training.state import TrainState
     from finray.training.step import train_step
-    from finray.training.watch import Watch
 
     quiet()
     attention.register()

@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from tools.flops import flops_per_token
+from tools.volumes import Machines, across_seconds, exchanges, seconds
+
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.models.blueprint import Blueprint, build_blueprint
-from finray.models.shipped import shipped_shape
-from finray.runtime.devices import GPUS
-from finray.training.flops import flops_per_token
-from finray.training.memory_estimate import estimate
-from finray.training.memory_setup import Setup, Workload
-from finray.training.volumes import Machines, across_seconds, exchanges, seconds
+from finray.planning.blueprint import Blueprint, build_blueprint
+from finray.planning.devices import GPUS
+from finray.planning.estimate import estimate
+from finray.planning.setup import Setup, Workload
+from finray.pretrained.bundled_configs import shipped_shape
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "scaling.md"
 MARKS = ("<!-- tables: python benchmarks/scaling.py --write -->", "<!-- end of tables -->")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from cpu.plan import BATCH, FINRAY, TRL, Plan
-from finray.runtime.cluster import ALLOCATOR
+from finray.planning.placement import ALLOCATOR
 from harness.processes import environment, run_script
 from harness.report import say
 from harness.rows import as_text_rows, write_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finray.runtime.cluster import ALLOCATOR
+from finray.planning.placement import ALLOCATOR
 from harness.processes import environment, run_script
 from harness.rows import Row, write_rows
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cpu.plan import PEERS, TRL, Plan, Result, run_finray
-from finray.runtime.cluster import ALLOCATOR
+from finray.planning.placement import ALLOCATOR
 from harness.processes import environment, run_script
 from harness.report import Spread, say, table
 from harness.rows import Row, write_rows

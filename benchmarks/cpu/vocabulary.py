@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from cpu.plan import PEERS, Plan, Result
-from finray.runtime.cluster import ALLOCATOR
+from finray.planning.placement import ALLOCATOR
 from harness.processes import environment, run_script
 from harness.report import Spread, say, table
 

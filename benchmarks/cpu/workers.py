@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from cpu.plan import BATCH, FINRAY, PEERS, Plan, Result
-from finray.runtime.cluster import ALLOCATOR
+from finray.planning.placement import ALLOCATOR
 from harness.processes import environment, run_group
 from harness.report import Spread, say, table
 from harness.rows import write_rows

@@ -11,14 +11,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from finray.config.schema import TrainConfig
-from finray.models.causal_lm import CausalLM
 from finray.parallel.ddp import DataParallel
-from finray.training.feed import StepData
+from finray.tasks.causal_lm import CausalLM
+from finray.training.loader import StepData
 from finray.training.loop import peak_memory
-from finray.training.optimizer import Optimizer
+from finray.training.nonfinite import Watch
+from finray.training.optim.optimizer import Optimizer
 from finray.training.state import TrainState
 from finray.training.step import train_step
-from finray.training.watch import Watch
 from harness.flops import count_work, wait
 
 Result = dict[str, Any]

@@ -10,10 +10,10 @@ import torch
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, attention, fused_lora
 from finray.models.blocks import change_blocks, compile_blocks
-from finray.models.causal_lm import CausalLM
 from finray.models.loading import choose_attention
 from finray.models.quantised import QuantisedLinear, quantise_layers
-from finray.models.tokenizers import quiet
+from finray.pretrained.tokenizers import quiet
+from finray.tasks.causal_lm import CausalLM
 
 RANK = 16
 Shape = dict[str, Any]

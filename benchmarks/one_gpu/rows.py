@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from finray.data.collate import collate
-from finray.data.packing import plan_packs
-from finray.training.feed import StepData
+from finray.data.sampling.collate import collate
+from finray.data.sampling.packing import plan_packs
+from finray.training.loader import StepData
 from harness.rows import make_rows
 
 # (ids, mask) of a row; the mask is one where the token is learned.

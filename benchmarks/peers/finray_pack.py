@@ -23,7 +23,7 @@ import numpy.typing as npt
 from tokenizer_alone import read_texts
 from transformers import AutoTokenizer
 
-from finray.data.packing import PackPlan, plan_packs
+from finray.data.sampling.packing import PackPlan, plan_packs
 
 Lengths = npt.NDArray[np.int64]
 

@@ -31,12 +31,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from finray.config.load import build_config
 from finray.config.schema import Config
-from finray.data.order import Order
-from finray.data.packing import PackPlan, plan_packs
-from finray.data.prepared import PreparedDataset, PreparedSplit
+from finray.data.dataset.prepare import is_prepared
+from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
+from finray.data.sampling.order import Order
+from finray.data.sampling.packing import PackPlan, plan_packs
+from finray.planning.placement import worker_environment
 from finray.runtime import cluster as clusters
-from finray.runtime.prepare import is_prepared, prepare_on_ray
-from finray.training.feed import Feed
+from finray.runtime.prepare import prepare_on_ray
+from finray.training.loader import Feed
 
 
 def _seconds_since_process_start() -> float:
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     config = make_config(options)
     laps = Laps()
     with clusters.connected(config.cluster) as ray:
-        env = clusters.worker_environment(config.cluster, threads=1)
+        env = worker_environment(config.cluster, threads=1)
         start_seconds = laps.lap()
         prepared = prepare_on_ray(ray, config, env=env)
         prepare_seconds = laps.lap()

@@ -51,10 +51,10 @@ from measuring import cpu_seconds, peak_rss_bytes, seconds_since_process_start
 
 from finray.config.load import build_config
 from finray.config.schema import Config
-from finray.data.order import permutation
-from finray.data.packing import one_row_each, plan_packs
-from finray.data.prepared import PreparedDataset
-from finray.runtime.prepare import prepare_here
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset
+from finray.data.sampling.order import permutation
+from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble

@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import torch
 
 from finray.config.schema import Config
-from finray.data.prepared import PreparedDataset
+from finray.data.dataset.prepared import PreparedDataset
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled

@@ -27,10 +27,10 @@ import torch
 from measuring import peak_rss_bytes
 
 from finray.config.schema import AdapterConfig
-from finray.data.collate import collate
+from finray.data.sampling.collate import collate
 from finray.models import adapters, attention, fused_lora
-from finray.models.causal_lm import CausalLM
-from finray.models.tokenizers import quiet
+from finray.pretrained.tokenizers import quiet
+from finray.tasks.causal_lm import CausalLM
 
 # Every sixth token or so is a question's.
 ANSWER_SHARE = 0.85

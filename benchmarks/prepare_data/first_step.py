@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from finray.runtime.cluster import ALLOCATOR
+from finray.planning.placement import ALLOCATOR
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import read_records
 from harness.processes import Watched, run_until

@@ -16,9 +16,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from finray.config.load import load_config
     from finray.errors import FinrayError
+    from finray.evaluation.compare import evaluate, export_model, generate_text
+    from finray.inspection.inspect import inspect
     from finray.runtime.driver import TrainResult, train
-    from finray.runtime.inference import evaluate, export_model, generate_text
-    from finray.runtime.inspect import inspect
     from finray.runtime.prepare import prepare
 
 _HOMES = {
@@ -26,11 +26,11 @@ _HOMES = {
     "FinrayError": ("finray.errors", "FinrayError"),
     "TrainResult": ("finray.runtime.driver", "TrainResult"),
     "train": ("finray.runtime.driver", "train"),
-    "inspect": ("finray.runtime.inspect", "inspect"),
+    "inspect": ("finray.inspection.inspect", "inspect"),
     "prepare": ("finray.runtime.prepare", "prepare"),
-    "evaluate": ("finray.runtime.inference", "evaluate"),
-    "export_model": ("finray.runtime.inference", "export_model"),
-    "generate_text": ("finray.runtime.inference", "generate_text"),
+    "evaluate": ("finray.evaluation.compare", "evaluate"),
+    "export_model": ("finray.evaluation.compare", "export_model"),
+    "generate_text": ("finray.evaluation.compare", "generate_text"),
 }
 __all__ = [
     "FinrayError",

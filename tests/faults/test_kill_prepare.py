@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from finray.config.schema import Config
-from finray.data.prepared import PreparedDataset
+from finray.data.dataset.prepare import is_prepared
+from finray.data.dataset.prepared import PreparedDataset
 from finray.errors import DataError
-from finray.runtime.prepare import is_prepared
 from tests.support import runs, tiny
 
 ROWS = 400
@@ -31,11 +31,11 @@ Files = dict[str, bytes]
 # system below the directory, the process kills itself right before it.
 _PREPARER = """
 import json, os, signal, sys
-import finray.data.pieces
-from finray.runtime.prepare import prepare_here
+import finray.data.sources.pieces
+from finray.data.dataset.prepare import prepare_here
 from tests.support import runs
 
-finray.data.pieces.PIECE_BYTES = 2048
+finray.data.sources.pieces.PIECE_BYTES = 2048
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 def prepare(order):
@@ -234,8 +234,8 @@ def test_killed_before_a_random_change(
 # --- the command line with a Ray of its own -------------------------------------------------------------------------
 
 _CLI = """
-import finray.data.pieces
-finray.data.pieces.PIECE_BYTES = 2048
+import finray.data.sources.pieces
+finray.data.sources.pieces.PIECE_BYTES = 2048
 from finray.cli.main import main
 main()
 """

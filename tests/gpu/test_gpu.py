@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.config.schema import AdapterConfig
-from finray.data.collate import Batch
-from finray.data.order import permutation
+from finray.data.dataset.prepare import prepare_here
+from finray.data.sampling.collate import Batch
+from finray.data.sampling.order import permutation
 from finray.models import adapters, attention, fused_lora
-from finray.models.causal_lm import CausalLM
 from finray.models.head import Head, loss_sum
 from finray.parallel.ddp import DataParallel
-from finray.runtime.prepare import prepare_here
+from finray.tasks.causal_lm import CausalLM
 from finray.training.assemble import Assembled, assemble
 from tests.integration.test_reference import naive_rows
 from tests.support import runs, tiny

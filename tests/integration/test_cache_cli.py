@@ -14,11 +14,11 @@ import pytest
 from filelock import FileLock
 
 from finray.cli.main import main
-from finray.data.parts import PartWriter
-from finray.data.prepared import MANIFEST
+from finray.data.dataset import cache
+from finray.data.dataset.parts import PartWriter
+from finray.data.dataset.prepare import is_prepared, prepare_here
+from finray.data.dataset.prepared import MANIFEST
 from finray.data.storage import Folder
-from finray.runtime import cache
-from finray.runtime.prepare import is_prepared, prepare_here
 from tests.support import runs, s3, tiny
 
 DAY = 86400.0
@@ -47,7 +47,7 @@ def plain(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finray.data.pieces.PIECE_BYTES", 2048)
+    monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 2048)
 
 
 def prepared(plain: dict[str, Any], **data: Any) -> Path:

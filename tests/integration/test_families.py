@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from finray.data.prepared import PreparedDataset
-from finray.runtime.prepare import prepare_here
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset
 from tests.support import runs, tiny
 from tests.support.group import run_all
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from finray.data.inspection import Inspection
-from finray.runtime.inspect import inspect
+from finray.inspection.inspect import inspect
+from finray.inspection.measure import Inspection
 from tests.support import browser as browsers
 from tests.support import tiny
 from tests.support.runs import cli, config_of, write_config

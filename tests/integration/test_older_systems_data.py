@@ -20,11 +20,12 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from finray.config.schema import Config
-from finray.data import pieces
-from finray.data.prepared import PreparedDataset, PreparedSplit
-from finray.data.sources import resolve
-from finray.runtime.export_rows import export_rows
-from finray.runtime.prepare import prepare_here, prepare_on_ray
+from finray.data.dataset.export import export_rows
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
+from finray.data.sources import pieces
+from finray.data.sources.resolve import resolve
+from finray.runtime.prepare import prepare_on_ray
 from tests.support.preparing import Preparing, Write, ids, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put

@@ -18,8 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from finray.config.schema import Config
-from finray.data.preparation import plan
-from finray.runtime.prepare import plan_preparation, prepare, prepare_here
+from finray.data.dataset.plan import plan
+from finray.data.dataset.prepare import plan_preparation, prepare_here
+from finray.runtime.prepare import prepare
 from tests.support import runs, tiny
 
 ROWS = 120
@@ -150,8 +151,8 @@ KINDS = ["messages", "prompt_completion", "alpaca", "sharegpt", "text", "templat
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several parts per source. They are planned in the driver; workers get them as they are."""
-    monkeypatch.setattr("finray.data.pieces.PIECE_BYTES", 4096)
-    monkeypatch.setattr("finray.data.pieces.ROWS_PER_PIECE", 50)
+    monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 4096)
+    monkeypatch.setattr("finray.data.sources.pieces.ROWS_PER_PIECE", 50)
 
 
 @pytest.fixture(scope="module")

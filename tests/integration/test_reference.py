@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finray.data.order import permutation
+from finray.data.sampling.order import permutation
 from tests.support import runs
 
 STEPS = 20

@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finray.data.fetch import RemoteFiles
-from finray.data.parts import PartWriter
-from finray.data.prepared import MANIFEST, PreparedDataset
+from finray.data.dataset.fetch import RemoteFiles
+from finray.data.dataset.parts import PartWriter
+from finray.data.dataset.prepare import is_prepared, prepare_here
+from finray.data.dataset.prepared import MANIFEST, PreparedDataset
 from finray.data.storage import Folder
 from finray.errors import DataError
-from finray.runtime.prepare import is_prepared, prepare_here
 from tests.support import runs, s3, tiny
 
 ROWS = 120
@@ -37,7 +37,7 @@ def rows(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources of a few kilobytes make several parts, which begin in the middle of objects."""
-    monkeypatch.setattr("finray.data.pieces.PIECE_BYTES", 4096)
+    monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 4096)
 
 
 def settings(model: Path, source: str | Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -269,11 +269,11 @@ def test_what_is_fetched_ahead_keeps_nobody_waiting_and_may_fail_once(
 
 _PREPARE = """
 import sys
-import finray.data.pieces
-finray.data.pieces.PIECE_BYTES = 4096
+import finray.data.sources.pieces
+finray.data.sources.pieces.PIECE_BYTES = 4096
 from pathlib import Path
 from finray.config.load import load_config
-from finray.runtime.prepare import prepare_here
+from finray.data.dataset.prepare import prepare_here
 prepare_here(load_config(Path(sys.argv[1]), []))
 """
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tools.volumes import exchanges
 
 from finray.config.schema import AdapterConfig
-from finray.models.blueprint import draw_blueprint
-from finray.runtime.prepare import prepare_here
-from finray.training.memory_setup import Setup
-from finray.training.volumes import exchanges
+from finray.data.dataset.prepare import prepare_here
+from finray.planning.blueprint import draw_blueprint
+from finray.planning.setup import Setup
 from tests.support import processes, runs, tiny
 
 # A wide head beside two layers would hide what layers do.

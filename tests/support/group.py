@@ -30,7 +30,7 @@ def run_all(
 
     `look` is called in every process with what was assembled and the run directory, before a training.
     """
-    from finray.runtime.prepare import prepare_here
+    from finray.data.dataset.prepare import prepare_here
     from tests.support.runs import config_of
 
     jobs = []

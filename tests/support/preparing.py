@@ -11,9 +11,9 @@ import pytest
 
 from finray.config.load import build_config
 from finray.config.schema import Config
-from finray.data.prepared import BAD_ROWS, PreparedDataset, PreparedSplit, Splits
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import BAD_ROWS, PreparedDataset, PreparedSplit, Splits
 from finray.errors import DataError
-from finray.runtime.prepare import prepare_here
 
 
 class Preparing:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from finray.data.inspection import Header, Inspection, Inspector
-from finray.data.serving import Served, ServingCheck, check_serving, served_prompts
-from finray.data.token_views import special_tokens
+from finray.inspection.measure import Header, Inspection, Inspector
+from finray.inspection.prompt_parity import Served, ServingCheck, check_serving, served_prompts
+from finray.inspection.token_views import special_tokens
 
 
 class ListRows:

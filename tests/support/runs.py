@@ -15,8 +15,8 @@ import yaml
 
 from finray.config.load import build_config
 from finray.config.schema import Config
+from finray.data.dataset.prepare import prepare_here
 from finray.parallel.ddp import DataParallel
-from finray.runtime.prepare import prepare_here
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from finray.data.formats import Message
+from finray.data.formats.examples import Message
 
 TOOLS: tuple[dict[str, Any], ...] = (
     {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finray.data.formats import Message
+from finray.data.formats.examples import Message
 
 Segment = tuple[str, int | None]
 Tools = Sequence[dict[str, Any]]

@@ -22,7 +22,7 @@ Where = Annotated[
 @app.command("list")
 def list_(where: Where) -> None:
     """List the prepared data sets."""
-    from finray.runtime.cache import entries
+    from finray.data.dataset.cache import entries
 
     console = show.console()
     table = Table(title_justify="left")
@@ -45,7 +45,7 @@ def list_(where: Where) -> None:
 @app.command()
 def verify(where: Where) -> None:
     """Check every file of every prepared data set against its SHA-256."""
-    from finray.runtime.cache import damaged, entries
+    from finray.data.dataset.cache import damaged, entries
 
     console = show.console()
     problems: list[str] = []
@@ -70,7 +70,7 @@ def prune(
     older_than_days: Annotated[float | None, typer.Option(min=0, help="Remove those not used for so long.")] = None,
 ) -> None:
     """Remove prepared data sets, and what interrupted preparations left. A run that needs one prepares it again."""
-    from finray.runtime.cache import prune as remove
+    from finray.data.dataset.cache import prune as remove
 
     console = show.console()
     removed = remove(_root(where), everything=everything, damaged_ones=damaged_ones, older_than_days=older_than_days)
@@ -80,7 +80,7 @@ def prune(
 
 
 def _root(where: str) -> str:
-    from finray.runtime.rundir import prepared_dir
+    from finray.config.paths import prepared_dir
 
     if Path(where).suffix in (".yaml", ".yml"):
         return prepared_dir(load_config(where))

@@ -22,9 +22,9 @@ def prepare(
     ] = None,
 ) -> None:
     """Tokenise the data of a config on the CPUs of the cluster, without training."""
-    from finray.runtime.examine import local_dir_of
+    from finray.config.paths import local_dir_of
+    from finray.data.dataset.report import preparation_report
     from finray.runtime.prepare import prepare as run_preparation
-    from finray.runtime.prepare_report import preparation_report
 
     settings = load_config(config, overrides or [])
     console = show.console()
@@ -34,7 +34,7 @@ def prepare(
     for line in preparation_report(location, local_dir=local_dir_of(settings)):
         console.print(line, highlight=False, soft_wrap=True)
     if export_jsonl is not None:
-        from finray.runtime.export_rows import export_rows
+        from finray.data.dataset.export import export_rows
 
         for path, rows in export_rows(settings, location, export_jsonl).items():
             console.print(f"wrote {rows:,} rows to {path}", highlight=False, soft_wrap=True)

@@ -17,10 +17,10 @@ from finray.config.load import load_config
 
 if TYPE_CHECKING:
     # At run time these would import NumPy and Transformers, which other commands have no use for.
-    from finray.data.inspection import Histogram, Inspection, RowView
-    from finray.data.serving import ServingDifference
-    from finray.data.token_checks import Check
-    from finray.data.token_views import TokenView
+    from finray.inspection.measure import Histogram, Inspection, RowView
+    from finray.inspection.prompt_parity import ServingDifference
+    from finray.inspection.token_checks import Check
+    from finray.inspection.token_views import TokenView
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "bold yellow", "problem": "bold red"}
 _LEARNED = "bold green"
@@ -45,8 +45,8 @@ def inspect(
     compare: Annotated[int, typer.Option(min=0, help="Rows compared with what a server renders; 0 for all.")] = 1000,
 ) -> None:
     """Show rows as tokens, what is learned of them, and what is wrong with the data; no training, no GPU."""
-    from finray.cli.inspect_page import write_page
-    from finray.runtime.inspect import inspect as run_inspection
+    from finray.inspection.inspect import inspect as run_inspection
+    from finray.inspection.page import write_page
 
     settings = load_config(config, overrides or [])
     found = run_inspection(settings, examples=rows, chosen=row or [], compared=compare or None)
@@ -61,7 +61,7 @@ def inspect(
 
 def print_inspection(console: Console, found: Inspection) -> None:
     """Print an inspection, so that it can be read without colours too."""
-    from finray.data.findings import findings, verdict
+    from finray.inspection.findings import findings, verdict
 
     checks = findings(found)
     level, sentence = verdict(checks)
@@ -183,13 +183,13 @@ def _runs(tokens: Sequence[TokenView], brackets: tuple[str, str] | None) -> Text
 
 def visible(text: str) -> str:
     """Text for a terminal: characters that would steer it are written out."""
-    from finray.cli.inspect_page import segments
+    from finray.inspection.page import segments
 
     return "".join(f"<{part.text}>" if part.kind == "control" else part.text for part in segments(text))
 
 
 def _print_difference(console: Console, difference: ServingDifference) -> None:
-    from finray.cli.inspect_page import around
+    from finray.inspection.page import around
 
     count = "1 answer" if difference.count == 1 else f"{difference.count:,} answers"
     console.print(

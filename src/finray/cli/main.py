@@ -79,8 +79,8 @@ def generate(
 ) -> None:
     """Answer prompts with a trained model."""
     from finray.cli.prompts import read_prompts
+    from finray.evaluation.compare import generate_text
     from finray.evaluation.generate import Sampling
-    from finray.runtime.inference import generate_text
 
     asked = read_prompts(prompts or [], file, system=system)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
@@ -95,7 +95,7 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=0, help="Answers shown side by side.")] = 3,
 ) -> None:
     """Compare the tuned model with its base on the held-out rows."""
-    from finray.runtime.inference import evaluate as run_evaluation
+    from finray.evaluation.compare import evaluate as run_evaluation
 
     console = show.console()
     with show.Steps(console) as steps:
@@ -114,7 +114,7 @@ def export(
     base: BaseModel = None,
 ) -> None:
     """Write a model that plain Transformers or PEFT loads, and prove that it does."""
-    from finray.runtime.inference import export_model
+    from finray.evaluation.compare import export_model
 
     if dtype not in ("fp32", "bf16"):
         raise ConfigError(f"`{dtype}` is no storage dtype", where="--dtype", repair="use fp32 or bf16")

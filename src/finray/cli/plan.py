@@ -21,9 +21,9 @@ from finray.tracking.console import duration
 
 if TYPE_CHECKING:
     # At run time these would import torch before the config is known to be right.
-    from finray.runtime.findings import Finding
-    from finray.runtime.memory_plan import MemoryPlan
-    from finray.runtime.plan import DataPlan, PlacementPlan, Plan
+    from finray.planning.findings import Finding
+    from finray.planning.memory import MemoryPlan
+    from finray.planning.plan import DataPlan, PlacementPlan, Plan
 
 _GIB = 2**30
 
@@ -50,7 +50,7 @@ def plan(
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     try:
         settings = load_config(config, overrides or [])
-        from finray.runtime.plan import make_plan
+        from finray.runtime.cluster import plan as make_plan
 
         result = make_plan(settings, gpu=gpu, offline=offline)
     except ConfigError as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from finray.data.pieces import read_file
+from finray.data.sources.pieces import read_file
 from finray.errors import DataError
-from finray.runtime.inference import Prompt
+from finray.evaluation.compare import Prompt
 
 
 def read_prompts(arguments: list[str], file: Path | None, *, system: str | None) -> list[Prompt]:

@@ -17,8 +17,8 @@ from finray.tracking.console import ConsoleTracker, PrepareView, duration
 
 if TYPE_CHECKING:
     # At run time these would import torch, which `finray config show` has no use for.
+    from finray.evaluation.compare import Comparison, Prompt
     from finray.runtime.driver import TrainResult
-    from finray.runtime.inference import Comparison, Prompt
 
 
 def console() -> Console:

@@ -10,19 +10,18 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from finray.config.sections.base import Section
-from finray.config.sections.data import FIELDS, DataConfig, Format, PrepareConfig, SourceConfig
-from finray.config.sections.model import AdapterConfig, ModelConfig
-from finray.config.sections.run import NAME_PATTERN, ClusterConfig, RunConfig
-from finray.config.sections.train import (
-    CheckpointConfig,
-    EarlyStoppingConfig,
-    EvaluationConfig,
-    ParallelConfig,
-    ProfileConfig,
-    TrackingConfig,
-    TrainConfig,
-)
+from finray.config.adapter import AdapterConfig
+from finray.config.checkpoint import CheckpointConfig
+from finray.config.cluster import ClusterConfig
+from finray.config.data import FIELDS, DataConfig, Format, SourceConfig
+from finray.config.evaluation import EarlyStoppingConfig, EvaluationConfig
+from finray.config.model import ModelConfig
+from finray.config.parallel import ParallelConfig
+from finray.config.prepare import PrepareConfig
+from finray.config.run import NAME_PATTERN, RunConfig
+from finray.config.section import Section
+from finray.config.tracking import TrackingConfig
+from finray.config.train import ProfileConfig, TrainConfig
 
 __all__ = [
     "FIELDS",

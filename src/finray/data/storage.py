@@ -15,6 +15,7 @@ from typing import IO, Any
 import fsspec
 from fsspec.compression import compr
 
+from finray.config.paths import is_url
 from finray.errors import DataError
 
 COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
@@ -23,11 +24,6 @@ _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"
 _SETTLED_S = 2.0
 _BUFFER = 2**20
 _AHEAD = 4 * 2**20
-
-
-def is_url(name: str) -> bool:
-    """Whether a name has a scheme: `s3://bucket/key`, but not a local path."""
-    return "://" in name and not name.startswith("file://")
 
 
 def filesystem(url: str) -> tuple[Any, str]:

@@ -18,7 +18,7 @@ import torch
 
 from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
-from finray.models.first_values import START, FirstValues
+from finray.models.adapter_init import START, FirstValues
 
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"

@@ -13,7 +13,7 @@ import torch
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models.adapters import SETTINGS, load_adapter
-from finray.models.causal_lm import CausalLM
+from finray.models.build import build_model
 from finray.models.loading import load_causal_lm
 from finray.models.sharded import materialise
 
@@ -82,10 +82,10 @@ def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
     settings = json.loads((artifact.folder / SETTINGS).read_text(encoding="utf-8"))
     adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=settings.get("modules_to_save") or [])
     device = torch.device("cpu")
-    task = CausalLM.build(artifact.base, adapter, precision="fp32", seed=0, device=device, packs=False, bits=bits)
+    model, _ = build_model(artifact.base, adapter, precision="fp32", seed=0, device=device, packs=False, bits=bits)
 
     def fill(tensor: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
         tensor.copy_(read(0, len(tensor)) if tensor.ndim else read(0, 1))
 
-    materialise(task.model, artifact.base, adapter, device=device, seed=0, fill=fill, shape_of=lambda one: one.shape)
-    return task.model.eval()
+    materialise(model, artifact.base, adapter, device=device, seed=0, fill=fill, shape_of=lambda one: one.shape)
+    return model.eval()

@@ -18,7 +18,7 @@ from finray.models.adapters import SETTINGS, WEIGHTS, load_adapter
 from finray.models.artifacts import NOTES, Artifact, load_artifact, load_as_trained
 from finray.models.loading import DTYPES, load_causal_lm
 from finray.models.quantised import BITS
-from finray.models.tokenizers import load_tokenizer
+from finray.pretrained.tokenizers import load_tokenizer
 
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from finray.models.first_values import START
+from finray.models.adapter_init import START
 from finray.models.quantised import QuantisedLinear
 
 ADAPTER = "default"

@@ -9,7 +9,7 @@ from pathlib import Path
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.models.loading import DTYPES, load_causal_lm
-from finray.models.tokenizers import load_tokenizer
+from finray.pretrained.tokenizers import load_tokenizer
 
 
 def convert(file: Path, output: Path, *, dtype: str) -> None:

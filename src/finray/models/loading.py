@@ -13,7 +13,7 @@ import torch
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.models import attention, vocabulary
-from finray.models.tokenizers import check_exists, new_tokens, not_loaded, quiet, source_options
+from finray.pretrained.tokenizers import check_exists, new_tokens, not_loaded, quiet, source_options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

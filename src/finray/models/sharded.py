@@ -21,7 +21,7 @@ from finray.models import adapters, vocabulary
 from finray.models.adapters import Fill, ShapeOf
 from finray.models.loading import load_causal_lm
 from finray.models.quantised import QuantisedLinear
-from finray.models.tokenizers import new_tokens
+from finray.pretrained.tokenizers import new_tokens
 
 Read = Callable[[int, int], torch.Tensor]
 

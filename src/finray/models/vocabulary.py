@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finray.models.tokenizers import NewTokens
+from finray.pretrained.tokenizers import NewTokens
 
 
 def table_weights(model: Any) -> list[str]:

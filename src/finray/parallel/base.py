@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from finray.errors import FinrayError, from_dict
-from finray.parallel.tensors import Elements
+from finray.sharding import Elements
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from finray.parallel.base import Updates
-from finray.parallel.tensors import local_rows
+from finray.sharding import local_rows
 
 BUCKET_ELEMENTS = 8 * 2**20
 

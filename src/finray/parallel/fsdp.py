@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from finray.config.schema import ParallelConfig
 from finray.parallel.ddp import DataParallel
-from finray.parallel.tensors import whole
+from finray.sharding import whole
 
 
 class FullySharded(DataParallel):

@@ -7,16 +7,15 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from finray.config.schema import ClusterConfig
+from finray.config.schema import ClusterConfig, Config
 from finray.errors import ClusterError
 
+if TYPE_CHECKING:
+    from finray.planning.plan import Plan
+
 OBJECT_STORE_BYTES = 256 * 2**20
-# For processes that are started directly; see finray.training.memory for why workers do the rest themselves. The first
-# one, huge pages, is the one that arrives.
-ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184"
 
 # A Ray of our own on this machine: a token is asked for, nothing is reported to anybody, and what only a dashboard
 # would read is not collected. Workers are not made to yield to Ray's own processes: a step of several threads waits for
@@ -29,20 +28,6 @@ LOCAL_RAY = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_worker_niceness": "0",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What each worker gets."""
-
-    num_workers: int
-    cpus_per_worker: int
-    use_gpu: bool
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """As Ray wants it."""
-        return {"CPU": float(self.cpus_per_worker), **({"GPU": 1.0} if self.use_gpu else {})}
 
 
 @contextmanager
@@ -88,54 +73,18 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
         ray.shutdown()
 
 
-def place(cluster: ClusterConfig, nodes: list[dict[str, float]]) -> Placement:
-    """How workers are placed on a cluster.
-
-    Args:
-        cluster: what the run asks for.
-        nodes: resources of each node; a worker lies on one of them.
+def ask(config: Config) -> list[dict[str, float]]:
+    """The resources of each living node of the configured cluster.
 
     Raises:
-        ClusterError: the workers do not fit.
+        ClusterError: it cannot be reached.
     """
-    wanted = cluster.num_workers
-    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
-    use_gpu = gpus >= wanted if cluster.use_gpu == "auto" else cluster.use_gpu
-    if use_gpu and gpus < wanted:
-        raise ClusterError(
-            f"{wanted} workers want a GPU each, the cluster has {gpus}",
-            where="cluster.num_workers",
-            repair=f"set cluster.num_workers to {gpus} or less, or cluster.use_gpu to false"
-            if gpus
-            else "set cluster.use_gpu to false",
-        )
-    cpus = [int(node.get("CPU", 0)) for node in nodes]
-    if cluster.cpus_per_worker is not None:
-        each = cluster.cpus_per_worker
-    else:
-        each = next((size for size in range(max(cpus, default=1), 1, -1) if _fit(cpus, size) >= wanted), 1)
-    if _fit(cpus, each) < wanted:
-        fitting = _fit(cpus, each)
-        raise ClusterError(
-            f"{wanted} workers of {each} CPU{'s' if each > 1 else ''} do not fit: the cluster has {sum(cpus)}, "
-            f"which is room for {fitting}",
-            where="cluster.num_workers",
-            repair=f"set cluster.num_workers to {fitting} or less" if fitting else "set cluster.cpus_per_worker lower",
-        )
-    return Placement(wanted, each, use_gpu)
+    with connected(config.cluster) as ray:
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _fit(cpus: list[int], each: int) -> int:
-    """How many workers of ``each`` CPUs the nodes have room for."""
-    return sum(count // each for count in cpus)
+def plan(config: Config, *, gpu: str | None = None, offline: bool = False) -> Plan:
+    """Look at everything that a run needs; see :func:`finray.planning.plan.make_plan`."""
+    from finray.planning.plan import make_plan
 
-
-def worker_environment(cluster: ClusterConfig, *, threads: int) -> dict[str, str]:
-    """Environment variables of the workers: allocator, threads, then the user's own."""
-    return {
-        "GLIBC_TUNABLES": ALLOCATOR,
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        **cluster.env,
-    }
+    return make_plan(config, gpu=gpu, offline=offline, ask=ask)

@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from finray.checkpoint import CheckpointStore, directory_name, manifest
+from finray.checkpoint.rundir import RunDir, open_run
+from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.schema import Config
+from finray.data.dataset.report import preparation_report
 from finray.errors import CheckpointError, FinrayError, TrainingError, from_dict
+from finray.planning.checks import require_startable
+from finray.planning.placement import Placement, place, worker_environment
 from finray.runtime import cluster as clusters
-from finray.runtime.checks import require_startable
-from finray.runtime.examine import local_dir_of
-from finray.runtime.paths import with_absolute_paths
+from finray.runtime import failures
 from finray.runtime.prepare import prepare_on_ray
-from finray.runtime.prepare_report import preparation_report
-from finray.runtime.relay import Listener, start_mailbox
-from finray.runtime.rundir import RunDir, open_run
+from finray.runtime.progress import Listener, start_mailbox
 
 Handle = Callable[[dict[str, Any]], None]
 
@@ -65,11 +66,12 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
         if run.summary_file.is_file():
             say("the run is finished already; --fresh begins anew")
             return TrainResult(run.path, run.final, **json.loads(run.summary_file.read_text(encoding="utf-8")))
+        failures.forget(run.path)
         with clusters.connected(config.cluster) as ray:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            placement = clusters.place(config.cluster, nodes)
+            placement = place(config.cluster, nodes)
             config = _with_strategy(config, run, placement, nodes, say)
-            env = clusters.worker_environment(config.cluster, threads=placement.cpus_per_worker)
+            env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
             clock.lap("start_ray")
             prepared = prepare_on_ray(ray, config, env=env, handle=handle)
             for line in preparation_report(prepared, local_dir=local_dir_of(config)):
@@ -86,7 +88,7 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
 def _with_strategy(
     config: Config,
     run: RunDir,
-    placement: clusters.Placement,
+    placement: Placement,
     nodes: list[dict[str, float]],
     say: Callable[[str], None],
 ) -> Config:
@@ -94,8 +96,8 @@ def _with_strategy(
     if config.parallel.strategy != "auto":
         return config
     # These import torch, which a driver does without otherwise.
-    from finray.runtime.plan import device_of
-    from finray.runtime.strategy_plan import resolve_for_run
+    from finray.planning.plan import device_of
+    from finray.planning.strategy import resolve_for_run
 
     before = None if run.earlier is None else run.earlier.parallel.strategy
     config, choice = resolve_for_run(config, device_of(config, placement, nodes, os.environ), before=before)
@@ -121,7 +123,7 @@ def _fit(
     config: Config,
     run: RunDir,
     prepared: str,
-    placement: clusters.Placement,
+    placement: Placement,
     env: dict[str, str],
     handle: Handle,
 ) -> dict[str, Any]:

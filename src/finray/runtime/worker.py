@@ -11,7 +11,7 @@ from typing import Any
 
 from finray.config.load import build_config
 from finray.errors import CheckpointError, FinrayError, TrainingError
-from finray.runtime import attempts
+from finray.runtime import failures as attempts
 
 
 def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
@@ -26,8 +26,8 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from finray.parallel.base import together
+    from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble, summary
-    from finray.training.memory import keep_freed_memory
     from finray.training.strategies import strategy_of
 
     torch.set_num_threads(int(payload["threads"]))

@@ -14,29 +14,29 @@ import torch
 from finray.checkpoint import Checkpoint, CheckpointStore
 from finray.checkpoint.fence import Fence
 from finray.config.schema import Config
-from finray.data.order import Order, derive_key, total_steps
-from finray.data.packing import PackPlan, one_row_each, plan_packs
-from finray.data.prepared import PreparedDataset
+from finray.data.dataset.prepared import PreparedDataset
+from finray.data.sampling.order import Order, derive_key, total_steps
+from finray.data.sampling.packing import PackPlan, one_row_each, plan_packs
 from finray.errors import DataError
 from finray.models import liger
 from finray.models.artifacts import NOTES
 from finray.models.blocks import blocks_of, change_blocks, compile_blocks
-from finray.models.causal_lm import CausalLM
 from finray.models.loading import resolve_precision
-from finray.models.packing_proof import Packing, try_packing
+from finray.models.packing_check import Packing, try_packing
 from finray.models.quantised import resolve_bits
 from finray.models.roles import roles_of
 from finray.models.sharded import materialise
-from finray.models.tokenizers import load_tokenizer
 from finray.parallel.base import Strategy, Updates, together
-from finray.parallel.tensors import fill, shape_of
+from finray.pretrained.tokenizers import load_tokenizer
+from finray.sharding import fill, shape_of
+from finray.tasks.causal_lm import CausalLM
 from finray.tracking.base import Tracker
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import JsonlTracker
-from finray.training.feed import Feed, evaluation_batches
+from finray.training.cpu_checks import refusals_on_cpu
+from finray.training.loader import Feed, evaluation_batches
 from finray.training.loop import Loop, peak_memory
-from finray.training.on_cpu import refusals_on_cpu
-from finray.training.optimizer import Optimizer, torch_optimizer, warnings_of
+from finray.training.optim.optimizer import Optimizer, torch_optimizer, warnings_of
 from finray.training.profile import Profiler
 from finray.training.saving import Saver
 from finray.training.snapshot import restore

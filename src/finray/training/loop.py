@@ -12,18 +12,18 @@ from typing import Any, Protocol
 import torch
 
 from finray.config.schema import Config
-from finray.data.collate import Batch
+from finray.data.sampling.collate import Batch
 from finray.errors import TrainingError
 from finray.parallel.base import Strategy, Updates
 from finray.tracking.base import Tracker
-from finray.training.feed import Ahead, Feed, StepData
+from finray.training.loader import Ahead, Feed, StepData
+from finray.training.nonfinite import Watch
 from finray.training.profile import Profiler
 from finray.training.saving import Saver
 from finray.training.schedule import learning_rate
 from finray.training.snapshot import SavedTask, take
 from finray.training.state import TrainState
 from finray.training.step import StepResult, Task, evaluate, train_step
-from finray.training.watch import Watch
 
 
 class TrainedTask(Task, SavedTask, Protocol):

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.errors import CheckpointError
 from finray.parallel.base import Strategy, Updates
-from finray.parallel.tensors import Elements, bytes_of, fill, is_first_copy, is_sharded, local_rows, shape_of, whole
+from finray.sharding import Elements, bytes_of, fill, is_first_copy, is_sharded, local_rows, shape_of, whole
 from finray.training.state import COUNTERS, FOLDER, TrainState
 
 MOMENTS = "optimizer"

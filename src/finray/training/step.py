@@ -7,13 +7,13 @@ from typing import Protocol
 
 import torch
 
-from finray.data.collate import Batch
+from finray.data.sampling.collate import Batch
 from finray.parallel.base import Strategy, Updates
-from finray.training.feed import StepData
+from finray.training.loader import StepData
+from finray.training.nonfinite import Watch
 from finray.training.profile import Parts, no_parts
 from finray.training.randomness import reseed
 from finray.training.state import TrainState
-from finray.training.watch import Watch
 
 
 class Task(Protocol):

@@ -14,7 +14,7 @@ from finray.parallel.fsdp import FullySharded
 def strategy_of(config: Config, device: torch.device) -> Strategy:
     """The strategy that a config names, for this process of a group."""
     if config.parallel.strategy == "deepspeed":
-        from finray.parallel.deepspeed import ZeroRedundancy
+        from finray.parallel.deepspeed.strategy import ZeroRedundancy
 
         return ZeroRedundancy(device, config, precision=resolve_precision(config.train.precision, device))
     if config.parallel.strategy == "fsdp":

@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from finray.config.schema import AdapterConfig
-from finray.data.collate import collate
+from finray.data.sampling.collate import collate
 from finray.models import adapters, attention
-from finray.models.causal_lm import CausalLM
+from finray.tasks.causal_lm import CausalLM
 
 LENGTHS = (40, 9, 23)
 HEADS, WIDTH, LAYERS = 4, 16, 2

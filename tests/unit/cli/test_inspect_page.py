@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from finray.cli.inspect import print_inspection, row_text
-from finray.cli.inspect_page import page, percent, plot, segments, shown, token_parts, write_page
-from finray.data.inspection import Histogram
-from finray.data.token_views import TokenView
 from finray.errors import DataError
+from finray.inspection.measure import Histogram
+from finray.inspection.page import page, percent, plot, segments, shown, token_parts, write_page
+from finray.inspection.token_views import TokenView
 from tests.support.rows import ListRows, chat_row, inspect_rows, serving_of
 
 EVIL = "<script>alert('x')</script> <img src=x onerror=alert(1)> \" onmouseover=\"alert(2) {{ 7 * 7 }} &amp;"

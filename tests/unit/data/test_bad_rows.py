@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finray.config.schema import FIELDS
-from finray.data import json_window, pieces
-from finray.data.readers import BadRow, Piece, Reading, read_array
+from finray.data.sources import json_window, pieces
+from finray.data.sources.readers import BadRow, Piece, Reading, read_array
 from finray.errors import DataError
 from tests.support import tiny
 from tests.support.preparing import Preparing, Write, bad_rows_of, ids, lines

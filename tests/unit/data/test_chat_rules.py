@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from finray.data.conversations import messages_of
-from finray.data.formats import Chat, Message
-from finray.data.tokenize import Tokenizer
+from finray.data.formats.conversations import messages_of
+from finray.data.formats.examples import Chat, Message
+from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import families
 from tests.support.talk import TOOLS, assistant, calling, learned_runs, result, system, user

@@ -13,11 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from finray.data.convert import FormatChoice, converter_of
-from finray.data.formats import Chat, Completion, Labelled, Message, Text, detect
-from finray.data.pieces import read
-from finray.data.readers import Reading
-from finray.data.sources import resolve
+from finray.data.formats.convert import FormatChoice, converter_of
+from finray.data.formats.examples import Chat, Completion, Labelled, Message, Text, detect
+from finray.data.sources.pieces import read
+from finray.data.sources.readers import Reading
+from finray.data.sources.resolve import resolve
 from finray.errors import ConfigError, DataError
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finray.data.findings import findings, verdict
-from finray.data.inspection import histogram, last_question, packing
-from finray.data.token_checks import Check
-from finray.data.token_views import special_tokens, token_texts
 from finray.errors import DataError
+from finray.inspection.findings import findings, verdict
+from finray.inspection.measure import histogram, last_question, packing
+from finray.inspection.token_checks import Check
+from finray.inspection.token_views import special_tokens, token_texts
 from tests.support.rows import ListRows, chat_row, completion_row, inspect_rows, serving_of
 from tests.support.tiny import WORDS
 

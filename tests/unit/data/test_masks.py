@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finray.data.formats import Chat, Completion, Message, Text
-from finray.data.tokenize import Tokenizer
+from finray.data.formats.examples import Chat, Completion, Message, Text
+from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import tiny
 

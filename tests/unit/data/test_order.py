@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finray.data.order import Order, derive_key, micro_batches, mix, permutation, total_steps
-from finray.data.splits import hold_out
+from finray.data.sampling.order import Order, derive_key, micro_batches, mix, permutation, total_steps
+from finray.data.sampling.splits import hold_out
 from finray.errors import DataError
 
 

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from finray.data import outlines
-from finray.data.chat import ChatRenderer
-from finray.data.formats import Message
-from finray.data.outlines import Outlines
+from finray.data.formats.examples import Message
+from finray.data.tokenize import template_cache as outlines
+from finray.data.tokenize.chat import ChatRenderer
+from finray.data.tokenize.template_cache import Outlines
 from tests.support import families
 from tests.support.written_out import WRITTEN
 

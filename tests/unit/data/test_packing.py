@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finray.data.packing import one_row_each, plan_packs
+from finray.data.sampling.packing import one_row_each, plan_packs
 
 
 def naive_best_fit(lengths: list[int], capacity: int) -> list[int]:

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finray.data import pieces
-from finray.data.pieces import plan_parts, read, read_piece, row_number
-from finray.data.readers import BadRow, Piece, Reading
-from finray.data.sources import Slice, Source, resolve, split_name
+from finray.data.sources import pieces
+from finray.data.sources.pieces import plan_parts, read, read_piece, row_number
+from finray.data.sources.readers import BadRow, Piece, Reading
+from finray.data.sources.resolve import Slice, Source, resolve, split_name
 from finray.errors import DataError
 from tests.support.preparing import Preparing, Write, bad_rows_of, lines
 from tests.support.preparing import preparing as preparing
@@ -193,7 +193,7 @@ def test_a_line_without_end_is_not_read_again_for_each_piece(tmp_path: Path, mon
             read_bytes += len(line)
             return line
 
-    monkeypatch.setattr("finray.data.readers.open_binary", lambda name: Counting(io.FileIO(name)))
+    monkeypatch.setattr("finray.data.sources.readers.open_binary", lambda name: Counting(io.FileIO(name)))
     source = Source(str(path), (str(path),))
     rows = [
         item for part in plan_parts(source, READING) for piece in part for item in read_piece(piece, source, READING)

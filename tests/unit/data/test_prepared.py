@@ -11,10 +11,10 @@ import pytest
 
 from finray.config.load import build_config
 from finray.config.schema import DataConfig
-from finray.data.collate import collate
-from finray.data.prepared import PreparedDataset, Splits
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset, Splits
+from finray.data.sampling.collate import collate
 from finray.errors import DataError
-from finray.runtime.prepare import prepare_here
 from tests.support import tiny
 
 

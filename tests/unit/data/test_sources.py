@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finray.data.convert import converter_of
-from finray.data.formats import Chat, Completion, Text, detect
-from finray.data.pieces import read
-from finray.data.sources import resolve
+from finray.data.formats.convert import converter_of
+from finray.data.formats.examples import Chat, Completion, Text, detect
+from finray.data.sources.pieces import read
+from finray.data.sources.resolve import resolve
 from finray.errors import DataError
 
 ROWS = [{"text": "one"}, {"text": "zwei ü"}, {"text": "three"}]

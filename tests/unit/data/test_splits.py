@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from finray.data import pieces
-from finray.data.prepared import Splits
-from finray.data.splits import Chosen, hold_out, mixed, sizes_of_mix
+from finray.data.dataset.prepared import Splits
+from finray.data.sampling.splits import Chosen, hold_out, mixed, sizes_of_mix
+from finray.data.sources import pieces
 from finray.errors import DataError, FinrayError
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import preparing as preparing

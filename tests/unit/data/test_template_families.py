@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finray.data.chat import ChatRenderer
-from finray.data.formats import Chat, Completion, Message
-from finray.data.tokenize import Tokenizer
+from finray.data.formats.examples import Chat, Completion, Message
+from finray.data.tokenize.chat import ChatRenderer
+from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import families
 from tests.support.talk import TOOLS, assistant, calling, learned_runs, result, system, user
@@ -471,14 +471,14 @@ def test_a_token_across_a_border_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     def whole(encoding: Any, job: Any, special: Any) -> list[tuple[int, int]]:
         return [(encoding.char_to_token(start), encoding.char_to_token(stop)) for start, stop in job.spans]
 
-    monkeypatch.setattr("finray.data.tokenize._token_spans", whole)
+    monkeypatch.setattr("finray.data.tokenize.encode._token_spans", whole)
     check("qwen-2.5", TURNS)
     with pytest.raises(AssertionError):
         check("qwen-2.5", turn)
 
 
 def test_a_mask_that_is_one_token_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from finray.data import tokenize
+    from finray.data.tokenize import encode as tokenize
 
     real = tokenize._token_spans
     for early, late in ((1, 0), (0, -1), (-1, 0), (0, 1)):

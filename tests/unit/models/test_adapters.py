@@ -15,7 +15,7 @@ from finray.models import adapters
 from finray.models.artifacts import read_artifact
 from finray.models.export import export
 from finray.models.loading import load_causal_lm
-from finray.models.tokenizers import check_exists, load_tokenizer
+from finray.pretrained.tokenizers import check_exists, load_tokenizer
 from tests.support import tiny
 
 

@@ -13,7 +13,7 @@ from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
 from finray.models import adapters, attention, blocks, fused_lora, liger
 from finray.models.blocks import change_blocks, is_kept
-from finray.models.causal_lm import CausalLM
+from finray.tasks.causal_lm import CausalLM
 from tests.unit.models.test_packing_families import batch_of, gradients, packed_model, rows
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models.blueprint import Blueprint, build_blueprint, build_meta_model
-from finray.models.causal_lm import CausalLM
+from finray.planning.blueprint import Blueprint, build_blueprint, build_meta_model
+from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2"]
@@ -73,7 +73,7 @@ def test_every_layer_has_one_block_of_each_kind(folders: dict[str, Path], family
 
 
 def test_a_block_that_is_not_understood_would_be_seen(folders: dict[str, Path]) -> None:
-    from finray.models.blueprint import draw_blueprint
+    from finray.planning.blueprint import draw_blueprint
 
     model = build_meta_model(ModelConfig(name=str(folders["llama"])))
     model.model.layers[0].mlp.strange = torch.nn.Conv2d(1, 1, 1, device="meta")

@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig
-from finray.data.collate import Batch, collate
+from finray.data.sampling.collate import Batch, collate
 from finray.models import adapters, attention
 from finray.models.blocks import change_blocks
-from finray.models.causal_lm import CausalLM
+from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
 
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "gemma2"]

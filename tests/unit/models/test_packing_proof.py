@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from finray.models.packing_proof import shrunk, try_packing_of
+from finray.models.packing_check import shrunk, try_packing_of
 
 LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
 

@@ -13,11 +13,11 @@ from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.artifacts import Artifact, load_as_trained
-from finray.models.blueprint import build_blueprint
 from finray.models.loading import load_causal_lm
 from finray.models.quantised import QuantisedLinear, quantise_layers, resolve_bits
-from finray.training.memory_estimate import adapter_bytes, weight_bytes
-from finray.training.memory_setup import Setup
+from finray.planning.blueprint import build_blueprint
+from finray.planning.estimate import adapter_bytes, weight_bytes
+from finray.planning.setup import Setup
 from tests.support import tiny
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from finray.errors import ModelError
-from finray.models.weights import INDEX, stored_weights
+from finray.pretrained.weights import INDEX, stored_weights
 
 
 def write(folder: Path, name: str = "model.safetensors") -> Path:

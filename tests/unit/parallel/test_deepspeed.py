@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from finray.config.load import build_config
 from finray.errors import ConfigError, TrainingError
-from finray.parallel import deepspeed_config
-from finray.parallel.tensors import whole
+from finray.parallel.deepspeed import config as deepspeed_config
+from finray.sharding import whole
 from tests.support import runs, tiny
 from tests.support.group import run_all
 

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
-from finray.parallel.tensors import is_first_copy, is_sharded, local_rows, whole
-from finray.training.optimizer import Optimizer
+from finray.sharding import is_first_copy, is_sharded, local_rows, whole
+from finray.training.optim.optimizer import Optimizer
 from tests.support import processes
 from tests.support.optimizing import ROLES, gradients, new_parameters, train_config
 

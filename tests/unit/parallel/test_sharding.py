@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from finray.data.dataset.prepare import prepare_here
 from finray.models import sharded
 from finray.models.blocks import blocks_of
 from finray.parallel.fsdp import FullySharded
-from finray.runtime.prepare import prepare_here
 from finray.training.assemble import Assembled, assemble
 from tests.support import runs, tiny
 from tests.support.group import run_group
@@ -49,7 +49,7 @@ def test_no_rank_reads_the_whole_model(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the whole model was read")
 
-    monkeypatch.setattr("finray.models.causal_lm.load_causal_lm", refuse)
+    monkeypatch.setattr("finray.tasks.causal_lm.load_causal_lm", refuse)
     monkeypatch.setattr(sharded, "load_causal_lm", refuse)
     plain = {**plain, "adapter": {**plain["adapter"], "method": method}}
     found = alone(plain, tmp_path / "run")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finray.errors import TrainingError
-from finray.runtime.attempts import Failure, check, describe, forget, hopeless, record
+from finray.runtime.failures import Failure, check, describe, forget, hopeless, record
 
 SAME = [Failure("a", 4, "ValueError: no"), Failure("b", 4, "ValueError: no")]
 

@@ -12,7 +12,7 @@ import pytest
 
 from finray.config.schema import Config
 from finray.errors import ConfigError, ModelError
-from finray.runtime.checks import (
+from finray.planning.checks import (
     check_extras,
     check_output,
     check_quantization,
@@ -98,7 +98,7 @@ def test_one_problem_is_itself(plain: dict[str, Any]) -> None:
 def test_transformers_is_not_imported(plain: dict[str, Any], tmp_path: Path) -> None:
     config = runs.write_config(plain, tmp_path / "run.yaml")
     program = (
-        "import sys; from finray.config.load import load_config; from finray.runtime.checks import require_startable\n"
+        "import sys; from finray.config.load import load_config; from finray.planning.checks import require_startable\n"
         f"require_startable(load_config({str(config)!r}))\n"
         "print([name for name in ('transformers', 'peft', 'ray') if name in sys.modules])"
     )

@@ -6,7 +6,7 @@ import pytest
 
 from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError
-from finray.runtime.cluster import Placement, place, worker_environment
+from finray.planning.placement import Placement, place, worker_environment
 
 
 def asked(**fields: object) -> ClusterConfig:

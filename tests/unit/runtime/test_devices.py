@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from finray.errors import ConfigError
-from finray.runtime.devices import GPUS, gpu_named, gpu_of, machine_memory
+from finray.planning.devices import GPUS, gpu_named, gpu_of, machine_memory
 
 TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

@@ -10,7 +10,7 @@ import pytest
 
 from finray.config.load import build_config
 from finray.errors import DataError
-from finray.runtime.inspect import generation_stops, inspect
+from finray.inspection.inspect import generation_stops, inspect
 from tests.support import tiny
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "chat_templates"

@@ -11,9 +11,9 @@ import pytest
 from finray.config.load import build_config
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models.blueprint import Blueprint, build_blueprint
-from finray.runtime.findings import Findings
-from finray.runtime.model_plan import check_context, check_tokens, explained
+from finray.planning.blueprint import Blueprint, build_blueprint
+from finray.planning.findings import Findings
+from finray.planning.model import check_context, check_tokens, explained
 
 
 def checked(tokenizer: Any, rows: int, stop: set[int]) -> Findings:

@@ -13,8 +13,8 @@ import pytest
 
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError, DataError, FinrayError
-from finray.runtime import plan as planning
-from finray.runtime.plan import Plan, make_plan
+from finray.planning import plan as planning
+from finray.planning.plan import Plan, make_plan
 from tests.support import runs, tiny
 
 
@@ -126,7 +126,7 @@ def test_a_gpu_that_is_too_small_and_the_smallest_change(plan: Planner, monkeypa
 
 
 def small(memory: int) -> Any:
-    from finray.runtime.devices import Gpu
+    from finray.planning.devices import Gpu
 
     return Gpu("small", memory)
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.presets_page import GPUS, page, plan_preset
 
 from finray.config.load import build_config, preset_names, read_preset
 from finray.config.schema import AdapterConfig, Config, EarlyStoppingConfig, ModelConfig
-from finray.models.blueprint import build_blueprint
-from finray.models.shipped import shipped_names, shipped_shape
-from finray.runtime.plan import Plan, make_plan
-from finray.runtime.preset_table import GPUS, page, plan_preset
+from finray.planning.blueprint import build_blueprint
+from finray.planning.plan import Plan, make_plan
+from finray.pretrained.bundled_configs import shipped_names, shipped_shape
 
 # As published by those who made the models.
 PARAMETERS = {
@@ -47,7 +47,7 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plan]:
 def test_the_page_is_what_the_plans_say(plans: dict[str, Plan]) -> None:
     path = Path(__file__).parents[3] / "docs" / "guide" / "presets.md"
     assert path.read_text(encoding="utf-8") == page(plans), (
-        "HF_HUB_OFFLINE=1 python -m finray.runtime.preset_table > docs/guide/presets.md"
+        "HF_HUB_OFFLINE=1 python -m tools.presets_page > docs/guide/presets.md"
     )
 
 

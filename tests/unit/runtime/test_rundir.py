@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from finray.checkpoint.rundir import open_run, saved_config
 from finray.config.load import build_config
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError
-from finray.runtime.rundir import open_run, saved_config
 
 
 def config(output: Path, **train: object) -> Config:

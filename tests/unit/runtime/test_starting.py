@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from finray.config.load import build_config
+from finray.config.resume_adapter import with_start
 from finray.config.schema import Config
 from finray.errors import ConfigError
-from finray.runtime.starting import with_start
 
 SETTINGS: dict[str, Any] = {
     "peft_type": "LORA",

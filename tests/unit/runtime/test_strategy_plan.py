@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from finray.checkpoint.rundir import open_run, saved_config
+from finray.planning import plan as planning
+from finray.planning.placement import Placement
+from finray.planning.plan import make_plan
 from finray.runtime import driver
-from finray.runtime import plan as planning
-from finray.runtime.cluster import Placement
-from finray.runtime.plan import make_plan
-from finray.runtime.rundir import open_run, saved_config
 from tests.support import runs, tiny
 
 MIB = 2**20

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from finray.config.schema import AdapterConfig
-from finray.data.collate import collate
+from finray.data.sampling.collate import collate
 from finray.models import adapters, attention, fused_lora
-from finray.models.blueprint import Blueprint, draw_blueprint
-from finray.models.causal_lm import CausalLM
-from finray.training.activations import kept_bytes
-from finray.training.memory_setup import Setup, Workload
+from finray.planning.activations import kept_bytes
+from finray.planning.blueprint import Blueprint, draw_blueprint
+from finray.planning.setup import Setup, Workload
+from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
 
 LENGTHS = (60, 300, 27)

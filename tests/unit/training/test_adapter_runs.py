@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finray.config.resume_adapter import with_start
 from finray.models.artifacts import read_artifact
 from finray.models.export import export
-from finray.runtime.starting import with_start
 from tests.support import runs, tiny
 from tests.support.group import run_all
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finray.training.fitting import Choice, smallest_change
+from finray.planning.fitting import Choice, smallest_change
 
 NOW = Choice(micro_batch_size=8, gradient_checkpointing="none", precision="fp32", max_length=2048, adapter="none")
 

@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import resource, sys, threading
 import torch
-from finray.training.memory import keep_freed_memory
+from finray.training.allocator import keep_freed_memory
 
 if sys.argv[1] != "leave":
     assert keep_freed_memory(but_large=sys.argv[1] == "large")

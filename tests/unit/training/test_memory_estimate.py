@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from finray.models.blueprint import Block, Blueprint, LinearShape, Norms
-from finray.training.activations import product_bytes
-from finray.training.memory_estimate import (
+from finray.planning.activations import product_bytes
+from finray.planning.blueprint import Block, Blueprint, LinearShape, Norms
+from finray.planning.estimate import (
     bucket_bytes,
     estimate,
     gathered_bytes,
@@ -16,7 +16,7 @@ from finray.training.memory_estimate import (
     logit_bytes,
     weight_bytes,
 )
-from finray.training.memory_setup import Setup, Workload
+from finray.planning.setup import Setup, Workload
 
 H, WIDE, VOCABULARY, LAYERS = 1024, 4096, 32_000, 8
 ATTENTION = Block(

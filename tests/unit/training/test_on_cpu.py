@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finray.training.on_cpu import refusals_on_cpu
+from finray.training.cpu_checks import refusals_on_cpu
 from tests.support.runs import config_of
 
 PLAIN: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "rows.jsonl"}}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finray.config.schema import TrainConfig
-from finray.training.optimizer import Optimizer, treatment
+from finray.training.optim.optimizer import Optimizer, treatment
 
 TRAIN = TrainConfig(learning_rate=0.01, weight_decay=0.1, adam_epsilon=1e-12)
 

@@ -14,8 +14,8 @@ from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.config.load import build_config
 from finray.errors import CheckpointError, ConfigError
 from finray.models.roles import roles_of
-from finray.training.eight_bit import pack, unpack
-from finray.training.optimizer import Optimizer, torch_optimizer, warnings_of
+from finray.training.optim.adamw_8bit import pack, unpack
+from finray.training.optim.optimizer import Optimizer, torch_optimizer, warnings_of
 from tests.support import tiny
 from tests.support.optimizing import ROLES, SHAPES, gradients, new_parameters, train_config
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finray.checkpoint import manifest
 from finray.errors import TrainingError
 from finray.tracking.jsonl import read_records
-from finray.training import watch
+from finray.training import nonfinite as watch
 from finray.training.assemble import Assembled
 from tests.support import runs, tiny
 from tests.support.group import run_group

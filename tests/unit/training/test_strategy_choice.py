@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finray.training.strategy_choice import GIB, Needs, choose_strategy
+from finray.planning.strategy_choice import GIB, Needs, choose_strategy
 
 NEEDS = Needs(replicated=40 * GIB, sharded=20 * GIB, checkpointed=10 * GIB)
 

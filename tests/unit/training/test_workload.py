@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from finray.training.memory_setup import Workload
-from finray.training.workload import largest_workload
+from finray.planning.setup import Workload
+from finray.planning.workload import largest_workload
 
 
 def largest(lengths: list[int], **fields: Any) -> Workload:

@@ -1,0 +1,133 @@
+"""What it learns from: sources, splits, formats, and how they are prepared."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from finray.config.section import PositiveInt, Ratio, Section
+
+Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template"]
+
+
+# What columns can stand for, besides the names in a template of one's own.
+FIELDS = frozenset(
+    "messages conversations tools system prompt completion instruction input output history text label".split()  # noqa: SIM905
+)
+
+
+class SourceConfig(Section):
+    """One of several sources that are mixed; what is left out is taken from the data section."""
+
+    source: str = Field(description="As `data.source`.")
+    subset: str | None = Field(None, description="As `data.subset`.")
+    revision: str | None = Field(None, description="As `data.revision`.")
+    split: str | None = Field(None, description="As `data.train_split`.")
+    format: Format | None = Field(None, description="As `data.format`.")
+    field_mapping: dict[str, str] | None = Field(None, description="As `data.field_mapping`.")
+    input_template: str | None = Field(None, description="As `data.input_template`.")
+    output_template: str | None = Field(None, description="As `data.output_template`.")
+    weight: float | None = Field(None, gt=0, description="Share of the mixed rows, relative to the other weights.")
+    count: PositiveInt | None = Field(None, description="Rows of this source in an epoch; replaces `weight`.")
+
+    @model_validator(mode="after")
+    def _one_size(self) -> SourceConfig:
+        if self.weight is not None and self.count is not None:
+            raise ValueError("set weight or count, not both")
+        if (self.input_template is None) != (self.output_template is None):
+            raise ValueError("input_template and output_template go together")
+        return self
+
+
+class DataConfig(Section):
+    """Where examples come from and how they become tokens."""
+
+    source: str | None = Field(
+        None,
+        description="A file, directory, glob, URL (`s3://`, `gs://`, `https://`), or Hugging Face data set "
+        "(`org/name`, or `org/name:data_dir`).",
+    )
+    mix: list[SourceConfig] = Field(
+        default_factory=list, description="Several sources instead of `data.source`, mixed by `weight` or `count`."
+    )
+    subset: str | None = Field(None, description="Configuration (subset) of a Hugging Face data set.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face data set.")
+    train_split: str = Field(
+        "train", description="Named split used for training, with a slice if wanted: `train[:1%]`, `train[100:200]`."
+    )
+    eval_source: str | None = Field(None, description="A second source, used for evaluation only.")
+    eval_split: str | None = Field(
+        None,
+        description="Named split used for evaluation: of `data.eval_source` where that is set, else of the source.",
+    )
+    eval_ratio: Ratio = Field(
+        0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`."
+    )
+    test_split: str | None = Field(None, description="Named split of the source kept for tests after training.")
+    test_ratio: Ratio = Field(0.0, description="Share of the training rows kept for tests after training.")
+    group_by: str | None = Field(
+        None, description="Column whose equal values stay on one side of a ratio split (a user, a document)."
+    )
+    format: Format = Field(
+        "auto", description="How a row is read. `auto` decides from the columns and says what it decided."
+    )
+    field_mapping: dict[str, str] = Field(
+        default_factory=dict,
+        description="Field to column (`prompt: question`); a dot reaches into nested columns (`data.question`).",
+    )
+    input_template: str | None = Field(
+        None, description="Prompt made from columns, such as `Question: {question}\\n`. Needs `data.output_template`."
+    )
+    output_template: str | None = Field(None, description="Completion made from columns, such as `{answer}`.")
+    converter: str | None = Field(
+        None, description="Your own function, `package.module:function`: from a row to a row of one of the formats."
+    )
+    train_on: Literal["completion", "assistant", "last_assistant", "all"] = Field(
+        "completion",
+        description="Supervised tokens: the completion (in a chat: every assistant message that is not part of a "
+        "prompt), every assistant message, only the last one, or all tokens. A message with `train: false` is never "
+        "supervised.",
+    )
+    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Most tokens in a row, and in a pack.")
+    on_too_long: Literal["truncate", "drop", "error"] = Field(
+        "truncate",
+        description="What happens to a conversation longer than `data.max_length`. Plain text is cut into pieces.",
+    )
+    packing: bool = Field(
+        True, description="Join rows into packs of up to `data.max_length` tokens. Rows never see each other."
+    )
+    on_bad_row: Literal["error", "drop"] = Field(
+        "error", description="Stop at a row that cannot be used, or leave it out and list it in `bad-rows.jsonl`."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if (self.source is None) == (not self.mix):
+            raise ValueError("data.source: set it, or data.mix, one of the two (`data.source: null` leaves it out)")
+        if (self.input_template is None) != (self.output_template is None):
+            raise ValueError("data.input_template and data.output_template go together")
+        if self.converter is not None and (self.input_template or self.field_mapping or self.format != "auto"):
+            raise ValueError("data.converter: it reads the rows alone; leave out format, field_mapping and templates")
+        if self.input_template is not None and self.format not in ("auto", "template"):
+            raise ValueError(f"data.input_template has no effect with format {self.format}")
+        for place, mapping, template in [
+            ("data.field_mapping", self.field_mapping, self.input_template),
+            *(
+                (f"data.mix.{number}.field_mapping", one.field_mapping or {}, one.input_template or self.input_template)
+                for number, one in enumerate(self.mix)
+            ),
+        ]:
+            unknown = sorted(set(mapping) - FIELDS)
+            if unknown and template is None:
+                known = ", ".join(sorted(FIELDS))
+                raise ValueError(f"{place}: unknown field {', '.join(unknown)}; use {known}")
+        if self.format == "template" and self.input_template is None:
+            raise ValueError("data.format: template needs data.input_template and data.output_template")
+        if self.group_by is not None and not (self.eval_ratio or self.test_ratio):
+            raise ValueError("data.group_by has no effect without data.eval_ratio or data.test_ratio")
+        if self.eval_ratio + self.test_ratio >= 1:
+            raise ValueError("data.eval_ratio and data.test_ratio leave nothing for training")
+        if self.test_split is not None and self.test_ratio:
+            raise ValueError("data.test_split and data.test_ratio each choose the test rows; keep one")
+        return self

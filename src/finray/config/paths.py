@@ -1,0 +1,80 @@
+"""Where a config's files are: local paths made absolute, because workers have another working directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from finray.config.resume_adapter import with_start
+from finray.config.schema import Config, Section
+
+PREPARED = ".prepared"
+
+
+def is_url(name: str) -> bool:
+    """Whether a name has a scheme: `s3://bucket/key`, but not a local path."""
+    return "://" in name and not name.startswith("file://")
+
+
+def run_path(config: Config) -> Path:
+    """The directory of a config's run."""
+    return (Path(config.run.output_dir).expanduser() / config.run.name).resolve()
+
+
+def prepared_dir(config: Config) -> str:
+    """Where prepared datasets of a config's runs are kept: a directory, or a URL."""
+    if config.prepare.dir is not None and is_url(config.prepare.dir):
+        return config.prepare.dir.rstrip("/")
+    own = (config.prepare.dir or "").removeprefix("file://") or str(Path(config.run.output_dir) / PREPARED)
+    return str(Path(own).expanduser().resolve())
+
+
+def local_dir_of(config: Config) -> Path | None:
+    """Where files of a remote prepared dataset are kept, if the config says so."""
+    return None if config.prepare.local_dir is None else Path(config.prepare.local_dir).expanduser()
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """The config with every local path made absolute; what is not there keeps its name (it may be on the Hub).
+
+    Raises:
+        ConfigError: ``adapter.start_from`` cannot be continued with this config (:func:`with_start`).
+    """
+    config = with_start(config)
+    data = _absolute(config.data, "source", "eval_source")
+    data = data.model_copy(update={"mix": [_absolute(one, "source") for one in data.mix]})
+    prepare = config.prepare.model_copy(
+        update={name: _resolved(getattr(config.prepare, name)) for name in ("dir", "local_dir")}
+    )
+    return config.model_copy(
+        update={
+            "data": data,
+            "model": _absolute(config.model, "name", "chat_template"),
+            "parallel": config.parallel.model_copy(
+                update={"deepspeed_config": _resolved(config.parallel.deepspeed_config)}
+            ),
+            "prepare": prepare,
+            "run": config.run.model_copy(update={"output_dir": str(run_path(config).parent)}),
+        }
+    )
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _absolute(section: S, *fields: str) -> S:
+    return section.model_copy(update={name: _where_it_exists(getattr(section, name)) for name in fields})
+
+
+def _where_it_exists(value: str | None) -> str | None:
+    if value is None or is_url(value):
+        return value
+    # `directory:inside` and globs are paths too.
+    path = Path(value).expanduser()
+    parent = value.rpartition(":")[0]
+    there = path.exists() or set("*?[") & set(value) or (parent and Path(parent).expanduser().is_dir())
+    return str(path.absolute()) if there else value
+
+
+def _resolved(value: str | None) -> str | None:
+    return value if value is None or is_url(value) else str(Path(value).expanduser().absolute())

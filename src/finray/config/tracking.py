@@ -1,0 +1,17 @@
+"""Where metrics go."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from finray.config.section import PositiveInt, Section
+
+
+class TrackingConfig(Section):
+    """Where metrics go. `metrics.jsonl` is always written."""
+
+    tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
+    log_every: PositiveInt = Field(1, description="Optimizer steps between records; metrics in between are averaged.")
+    record_samples: bool = Field(
+        False, description="Record the ids of the rows seen in each step (a digest of them is always recorded)."
+    )

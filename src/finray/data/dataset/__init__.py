@@ -1,0 +1,1 @@
+"""The prepared dataset: planning, writing, the manifest, reading by index."""

@@ -1,0 +1,256 @@
+"""From sources to a prepared dataset: what shapes it, and the parts that it is made of.
+
+How a part is written is in ``parts.py``, how the whole is put together in ``manifest.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from finray.config.schema import Config, DataConfig
+from finray.data.formats.convert import FormatChoice
+from finray.data.formats.examples import RowFormat
+from finray.data.sources import hub
+from finray.data.sources.pieces import count_rows, plan_parts, read_piece, row_number
+from finray.data.sources.readers import BadRow, Piece, Reading
+from finray.data.sources.resolve import Source, resolve
+from finray.data.storage import DigestCache, content_digest
+from finray.data.tokenize.encode import Tokenizer
+from finray.errors import DataError
+
+FORMAT_VERSION = 2
+_ROWS_THAT_DECIDE = 100
+_USES = {"train": "training", "eval": "evaluation", "test": "the test"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The rows of one source for one split.
+
+    Attributes:
+        name: of its folder: the split, with a number where several sources are mixed.
+        split: ``train``, ``eval`` or ``test``.
+        source: where rows come from.
+        choice: what the user says of their format.
+        weight: share in a mix, or None.
+        count: rows in a mix, or None.
+    """
+
+    name: str
+    split: str
+    source: Source
+    choice: FormatChoice
+    weight: float | None = None
+    count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A unit of work: some pieces of a stream's source, and the format of its rows."""
+
+    stream: Stream
+    number: int
+    pieces: tuple[Piece, ...]
+    row_format: RowFormat
+
+    @property
+    def stem(self) -> str:
+        """Path of its files in the prepared dataset, without prefix and suffix."""
+        return f"{self.number:05d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What of a config shapes tokens, besides sources and tokenizer."""
+
+    data: DataConfig
+    reading: Reading
+    chunk_overlap: int
+    template_arguments: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """From a config."""
+        prepare = config.prepare
+        reading = Reading(max_row_bytes=prepare.max_row_bytes, text_rows=prepare.text_rows)
+        return cls(config.data, reading, prepare.chunk_overlap, config.model.chat_template_arguments)
+
+    def encoder(self, tokenizer: Any) -> Tokenizer:
+        """The tokenizer as the config wants it."""
+        data = self.data
+        return Tokenizer(
+            tokenizer,
+            train_on=data.train_on,
+            max_length=data.max_length,
+            on_too_long=data.on_too_long,
+            chunk_overlap=self.chunk_overlap,
+            template_arguments=self.template_arguments,
+        )
+
+
+def plan_streams(data: DataConfig, reading: Reading | None = None) -> list[Stream]:
+    """The sources of a config, by split (ratio splits are taken later, from the training rows).
+
+    Raises:
+        DataError: a source is not there, or evaluation would see the training rows.
+    """
+    choice = FormatChoice.of(data)
+    if data.mix:
+        streams = [
+            Stream(
+                f"train-{number}",
+                "train",
+                resolve(one.source, split=one.split or data.train_split, subset=one.subset, revision=one.revision),
+                FormatChoice.of(data, one),
+                one.weight,
+                one.count,
+            )
+            for number, one in enumerate(data.mix)
+        ]
+    else:
+        streams = [Stream("train", "train", _own(data, data.train_split), choice)]
+    if data.eval_source is not None:
+        held_out = resolve(data.eval_source, split=data.eval_split or "validation")
+        streams.append(Stream("eval", "eval", held_out, choice))
+    elif data.eval_split is not None:
+        streams.append(Stream("eval", "eval", _own(data, data.eval_split), choice))
+    if data.test_split is not None:
+        streams.append(Stream("test", "test", _own(data, data.test_split), choice))
+    _check_apart(streams, data, reading or Reading())
+    return streams
+
+
+def _own(data: DataConfig, split: str) -> Source:
+    if data.source is None:
+        raise DataError(
+            f"the split `{split}` has no source",
+            where="data.source",
+            repair="with data.mix, set data.eval_source or data.eval_ratio",
+        )
+    return resolve(data.source, split=split, subset=data.subset, revision=data.revision)
+
+
+def _check_apart(streams: list[Stream], data: DataConfig, reading: Reading) -> None:
+    for number, later in enumerate(streams):
+        for earlier in streams[:number]:
+            if later.split != earlier.split and _share_rows(later.source, earlier.source, reading):
+                raise DataError(
+                    f"{_USES[later.split]} would see rows of {_USES[earlier.split]}: both are read from the same place",
+                    where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
+                    repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
+                )
+
+
+def _share_rows(one: Source, other: Source, reading: Reading) -> bool:
+    if not one.is_files and not other.is_files:
+        return one.name == other.name and hub.share_rows(one, other)
+    if not set(one.files) & set(other.files):
+        return False
+    if one.slice is None or other.slice is None or one.files != other.files:
+        return True
+    rows = count_rows(one, reading)
+    (start, stop), (begin, end) = one.slice.of(rows), other.slice.of(rows)
+    return max(start, begin) < min(stop, end)
+
+
+def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, digests: DigestCache) -> dict[str, Any]:
+    """Everything that shapes a prepared dataset, as it is kept in its manifest.
+
+    Args:
+        settings: of the config.
+        streams: its sources.
+        tokenizer: digest of the tokenizer.
+        digests: remembers those of files.
+    """
+    data = settings.data
+    return {
+        "format_version": FORMAT_VERSION,
+        "streams": [
+            {
+                "name": stream.name,
+                "content": _source_digest(stream.source, digests),
+                "slice": None if stream.source.slice is None else asdict(stream.source.slice),
+                **stream.choice.shaped_by(),
+            }
+            for stream in streams
+        ],
+        "tokenizer": tokenizer,
+        "template_arguments": dict(sorted(settings.template_arguments.items())),
+        "train_on": data.train_on,
+        "max_length": data.max_length,
+        "on_too_long": data.on_too_long,
+        "on_bad_row": data.on_bad_row,
+        "group_by": data.group_by,
+        "chunk_overlap": settings.chunk_overlap,
+        **asdict(settings.reading),
+    }
+
+
+def fingerprint(shape: Mapping[str, Any]) -> str:
+    """The name of a prepared dataset: 24 hexadecimal digits of the SHA-256 of what shaped it."""
+    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """A digest of everything about a tokenizer that changes tokens: its model, special tokens and chat template."""
+    digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
+    digest.update(json.dumps(tokenizer.chat_template, sort_keys=True).encode())
+    digest.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
+    return digest.hexdigest()
+
+
+def _source_digest(source: Source, digests: DigestCache) -> str:
+    if not source.is_files:
+        return hub.digest(source)
+    files = [[source.short(file), content_digest(file, cache=digests)] for file in source.files]
+    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
+
+def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
+    """The parts of all streams, in order.
+
+    Raises:
+        DataError: a source is empty, or its format cannot be told.
+    """
+    parts: list[Part] = []
+    for stream in streams:
+        cut = plan_parts(stream.source, settings.reading)
+        row_format = stream.choice.decide(first_columns(stream, cut, settings))
+        parts += [Part(stream, number, part, row_format) for number, part in enumerate(cut)]
+    return parts
+
+
+def first_columns(stream: Stream, parts: list[tuple[Piece, ...]], settings: Settings) -> list[str]:
+    """The columns of the first rows that can be read: they decide the format.
+
+    Raises:
+        DataError: there is no such row; or one is bad and `data.on_bad_row` is `error`.
+    """
+    columns: dict[str, None] = {}
+    rows = 0
+    bad: DataError | None = None
+    for piece in (piece for part in parts for piece in part):
+        for item in read_piece(piece, stream.source, settings.reading):
+            if not isinstance(item.value, BadRow):
+                columns |= dict.fromkeys(item.value)
+                rows += 1
+            else:
+                bad = bad or bad_row(item.value, piece, item.number, settings.reading)
+                if settings.data.on_bad_row == "error":
+                    raise bad
+            if rows == _ROWS_THAT_DECIDE:
+                return list(columns)
+    if columns:
+        return list(columns)
+    if bad is not None:
+        raise bad
+    raise DataError("the data set is empty", where=stream.source.name, repair="check data.source and the split names")
+
+
+def bad_row(row: BadRow, piece: Piece, number: int, reading: Reading) -> DataError:
+    """The error that names a bad row."""
+    return DataError(row.message, where=f"{piece.file}:{row_number(piece, number, reading)}", repair=row.repair)

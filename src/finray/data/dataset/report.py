@@ -1,0 +1,56 @@
+"""What is said of a prepared dataset: how rows were read, how many there are, and what they lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finray.data.dataset.prepared import BAD_ROWS, PreparedDataset
+
+_WARNINGS = (
+    ("truncated", "cut off at data.max_length"),
+    ("answers_lost", "lost their whole answer at data.max_length"),
+    ("dropped_too_long", "dropped: longer than data.max_length"),
+    ("unlearnable", "dropped: no token to learn"),
+    ("bad_rows", f"are bad and were left out; they are listed in {BAD_ROWS}"),
+    ("system_ignored", "have a system message that the chat template leaves out"),
+    ("answers_rewritten", "have an answer that the chat template rewrites"),
+    ("empty_answers", "have an empty answer: the model learns to say nothing there"),
+    ("tools_as_text", "have tools or tool calls written as text, because the chat template knows none"),
+)
+
+
+def preparation_report(location: str | Path, *, local_dir: Path | None = None) -> list[str]:
+    """What was prepared, a line per split, and warnings about rows that lost something."""
+    return report_lines(PreparedDataset(location, local_dir=local_dir).manifest)
+
+
+def report_lines(manifest: dict[str, Any]) -> list[str]:
+    """As :func:`preparation_report`, from a manifest."""
+    lines = []
+    for split, stats in manifest["splits"].items():
+        for stream in stats["streams"]:
+            lines.append(f"{stream['name']}: read as {stream['format']}")
+        lines.append(
+            f"{split}: {stats['rows']:,} rows, {stats['tokens']:,} tokens, "
+            f"{stats['supervised'] / max(1, stats['tokens']):.0%} supervised, longest {stats['longest']:,}"
+        )
+        if stats["left_out"]:
+            lines.append(f"{split}: the converter left out {stats['left_out']:,} of {stats['source_rows']:,} rows")
+        if stats["split_conversations"]:
+            lines.append(
+                f"{split}: {stats['split_conversations']:,} conversations became {stats['split_rows']:,} rows with "
+                f"{stats['split_tokens'] / max(1, stats['tokens']):.0%} of all tokens: the chat template rewrites "
+                "earlier turns (data.train_on: last_assistant makes one row of each)"
+            )
+        lines += warning_lines(split, stats)
+    return lines
+
+
+def warning_lines(split: str, stats: dict[str, Any]) -> list[str]:
+    """A line for each thing that rows of a split lost."""
+    return [
+        f"warning: {split}: {stats[key]:,} of {stats['source_rows']:,} rows {text}"
+        for key, text in _WARNINGS
+        if stats.get(key)
+    ]

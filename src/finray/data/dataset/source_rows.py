@@ -1,0 +1,49 @@
+"""The source rows behind prepared ones, read again from where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from finray.config.schema import Config
+from finray.data.dataset.plan import Part, plan
+from finray.data.dataset.prepare import plan_preparation
+from finray.data.formats.convert import converter_of
+from finray.data.formats.examples import Example
+from finray.data.sources.pieces import read_piece
+from finray.data.sources.readers import BadRow
+from finray.errors import DataError
+
+
+class SourceRows:
+    """The source rows behind prepared ones, read again from where they lie.
+
+    Args:
+        config: whose data it is.
+        has_chat_template: whether the tokenizer has one.
+    """
+
+    def __init__(self, config: Config, *, has_chat_template: bool) -> None:
+        self._planned = plan_preparation(config)
+        self._parts = plan(self._planned.settings, self._planned.streams)
+        self._has_chat_template = has_chat_template
+
+    def parts(self, split: str) -> list[Part]:
+        """The parts that the rows of a split were prepared from, in the order of their rows."""
+        return [part for part in self._parts if part.stream.split == split]
+
+    def examples(self, part: Part) -> list[list[Example]]:
+        """What each row of a part was converted to, in order; nothing for a bad row."""
+        convert = converter_of(part.row_format, has_chat_template=self._has_chat_template)
+        found: list[list[Example]] = []
+        for piece in part.pieces:
+            for item in read_piece(piece, part.stream.source, self._planned.settings.reading):
+                found.append([] if isinstance(item.value, BadRow) else _converted(convert, item.value))
+        return found
+
+
+def _converted(convert: Callable[[Any], list[Example]], row: dict[str, Any]) -> list[Example]:
+    try:
+        return convert(row)
+    except DataError:
+        return []

@@ -1,0 +1,1 @@
+"""What a row means: formats, their detection, and conversion to examples."""

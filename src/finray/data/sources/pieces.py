@@ -1,0 +1,227 @@
+"""Sources cut into parts that can be worked on apart from each other, and read again piece by piece.
+
+Where pieces begin follows from the sizes of the files alone, so the same source has the same pieces on any cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from finray.data.sources import hub
+from finray.data.sources.readers import (
+    BadRow,
+    Numbered,
+    Piece,
+    Reading,
+    kind_of,
+    parquet_file,
+    raw_lines,
+    read_array,
+    read_arrow,
+    read_csv,
+    read_lines,
+    read_parquet,
+    read_text,
+)
+from finray.data.sources.resolve import Row, Source
+from finray.data.storage import is_compressed, size
+from finray.errors import DataError
+
+PIECE_BYTES = 4 * 2**20
+ROWS_PER_PIECE = 8192
+MOST_PARTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a piece yields: a row or a bad row, its position among the rows and its number within the piece."""
+
+    position: int
+    number: int
+    value: dict[str, Any] | BadRow
+
+
+def plan_parts(source: Source, reading: Reading) -> list[tuple[Piece, ...]]:
+    """The source as parts of about equal size, each of one or more pieces; a pure function of the source.
+
+    Raises:
+        DataError: a file cannot be opened.
+    """
+    if not source.is_files:
+        return [(piece,) for piece in _datasets_pieces(source)]
+    sizes = {file: size(file) for file in source.files}
+    target = PIECE_BYTES
+    while sum(sizes.values()) > target * MOST_PARTS:
+        target *= 2
+    weighed = [item for file in source.files for item in _pieces(file, sizes[file], target)]
+    if source.slice is not None:
+        weighed = _sliced(weighed, source, reading)
+    parts: list[tuple[Piece, ...]] = []
+    room = 0
+    for piece, weight in weighed:
+        if parts and weight <= room:
+            parts[-1] = (*parts[-1], piece)
+            room -= weight
+        else:
+            parts.append((piece,))
+            room = target - weight
+    return parts
+
+
+def read_piece(
+    piece: Piece, source: Source, reading: Reading, *, saw: Callable[[int], None] = lambda number: None
+) -> Iterator[Read]:
+    """The rows of a piece, good and bad.
+
+    Args:
+        piece: what to read.
+        source: it belongs to.
+        reading: how.
+        saw: told the number of every row that was passed, blank ones included.
+
+    Raises:
+        DataError: the file as a whole cannot be read.
+    """
+    rows = _rows(piece, source, reading)
+    low, high = piece.keep or (0, None)
+    position = 0
+    for number, value in rows:
+        saw(number)
+        if value is None:
+            continue
+        if high is not None and position >= high:
+            break
+        if position >= low:
+            yield Read(position, number, value)
+        position += 1
+
+
+def count_rows(source: Source, reading: Reading) -> int:
+    """Rows of a source's files, without its slice."""
+    whole = replace(source, slice=None)
+    return sum(_count(piece, whole, reading)[0] for part in plan_parts(whole, reading) for piece in part)
+
+
+def read(source: Source, reading: Reading | None = None) -> Iterator[Row]:
+    """All rows of a source, in order.
+
+    Raises:
+        DataError: a file or row cannot be read; the message names both.
+    """
+    reading = reading or Reading()
+    for part in plan_parts(source, reading):
+        for piece in part:
+            yield from _good(piece, source, reading)
+
+
+def read_file(path: Path) -> Iterator[Row]:
+    """Rows of one local file, by its suffix."""
+    yield from read(Source(str(path), (str(path),)))
+
+
+def row_number(piece: Piece, number: int, reading: Reading) -> int:
+    """The number of a row in its file, from its number in the piece; counts what lies before where it must."""
+    if piece.first is not None:
+        return piece.first + number
+    before = Piece(piece.file, "lines", 0, piece.start)
+    return number + sum(1 for _ in raw_lines(before, reading))
+
+
+def _good(piece: Piece, source: Source, reading: Reading) -> Iterator[Row]:
+    first = row_number(piece, 0, reading)
+    for item in read_piece(piece, source, reading):
+        if isinstance(item.value, BadRow):
+            raise DataError(item.value.message, where=f"{piece.file}:{first + item.number}", repair=item.value.repair)
+        yield Row(piece.file, first + item.number, item.value)
+
+
+def _pieces(file: str, length: int, target: int) -> Iterator[tuple[Piece, int]]:
+    """Pieces of a file, each with about how many bytes it is."""
+    kind = kind_of(file)
+    # Servers of plain HTTP need not know how to begin in the middle.
+    whole = is_compressed(file) or file.startswith(("http://", "https://"))
+    if kind == "lines" and not whole and length > target:
+        count = -(-length // target)
+        for index in range(count):
+            stop = (index + 1) * target if index + 1 < count else None
+            yield Piece(file, kind, index * target, stop, 0 if index == 0 else None), target
+    elif kind == "parquet":
+        yield from _groups(file, target)
+    else:
+        yield Piece(file, kind), length
+
+
+def _groups(file: str, target: int) -> Iterator[tuple[Piece, int]]:
+    with parquet_file(file) as table:
+        start = rows = weight = before = 0
+        for index in range(table.num_row_groups):
+            group = table.metadata.row_group(index)
+            rows += group.num_rows
+            weight += group.total_byte_size
+            if weight >= target or index + 1 == table.num_row_groups:
+                yield Piece(file, "parquet", start, index + 1, before), weight
+                start, before, weight = index + 1, rows, 0
+
+
+def _datasets_pieces(source: Source) -> Iterator[Piece]:
+    rows = len(hub.load(source))
+    each = ROWS_PER_PIECE
+    while rows > each * MOST_PARTS:
+        each *= 2
+    for start in range(0, rows, each):
+        yield Piece(source.name, "datasets", start, min(start + each, rows), start)
+
+
+def _sliced(weighed: list[tuple[Piece, int]], source: Source, reading: Reading) -> list[tuple[Piece, int]]:
+    assert source.slice is not None
+    counts = [_count(piece, source, reading) for piece, _ in weighed]
+    low, high = source.slice.of(sum(rows for rows, _ in counts))
+    kept, before, lines = [], 0, 0
+    for (piece, weight), (rows, passed) in zip(weighed, counts, strict=True):
+        start, stop = max(low - before, 0), min(high - before, rows)
+        lines = lines if piece.start else 0
+        if start < stop:
+            first = lines if piece.first is None else piece.first
+            kept.append((replace(piece, keep=(start, stop), first=first), weight * (stop - start) // rows))
+        before += rows
+        lines += passed
+    return kept
+
+
+def _count(piece: Piece, source: Source, reading: Reading) -> tuple[int, int]:
+    """Rows of a piece, and rows with blank ones."""
+    if piece.kind == "lines":
+        lines = [line is None or bool(line.strip()) for _, line in raw_lines(piece, reading)]
+        return sum(lines), len(lines)
+    rows = sum(1 for _ in read_piece(piece, source, reading))
+    return rows, rows
+
+
+def _rows(piece: Piece, source: Source, reading: Reading) -> Numbered:
+    match piece.kind:
+        case "lines":
+            return read_lines(piece, reading)
+        case "array":
+            return read_array(piece, reading)
+        case "csv" | "tsv":
+            return read_csv(piece, reading)
+        case "parquet":
+            return read_parquet(piece)
+        case "arrow":
+            return read_arrow(piece)
+        case "text":
+            return read_text(piece, reading, name=source.short(piece.file))
+        case "datasets":
+            return _read_datasets(piece, source)
+
+
+def _read_datasets(piece: Piece, source: Source) -> Numbered:
+    dataset = hub.load(source)
+    assert piece.stop is not None
+    for start in range(piece.start, piece.stop, 256):
+        columns = dataset[start : min(start + 256, piece.stop)]
+        for offset, values in enumerate(zip(*columns.values(), strict=True)):
+            yield start - piece.start + offset + 1, dict(zip(columns, values, strict=True))

@@ -1,0 +1,262 @@
+"""What a source name means: local or remote files that finray reads itself, or a data set that ``datasets`` reads.
+
+Files are read by finray because a mistake in a file must be named by file and row. How they are read is in
+``readers.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from finray.config.paths import is_url
+from finray.data.storage import COMPRESSION, file_suffix, find
+from finray.errors import DataError
+
+TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+_TEXT_SUFFIXES = """
+    txt text md rst tex org html xml log srt ipynb toml yaml yml ini cfg mk cmake proto sql sh bash ps1 vim
+    py pyi rs c h cc cpp hpp cu go java kt scala js jsx ts tsx rb php swift lua pl r jl hs ml ex exs erl clj cs fs
+    dart zig nim v vhd sol asm s f90 el lisp scm tcl m mm
+"""
+TEXTS = frozenset(f".{suffix}" for suffix in _TEXT_SUFFIXES.split())
+# First words of file names that speak of a split, and what else the split is called.
+_SAME_SPLIT = (("train", "training"), ("validation", "valid", "val", "dev"), ("test", "testing"), ("eval",))
+SPLITS = tuple(name for names in _SAME_SPLIT for name in names)
+_GLOB_CHARACTERS = frozenset("*?[")
+_END = r"(?:-?\d[\d_]*%?)?"
+_SLICE = re.compile(rf"^(?P<name>[^\[\]+]+?)(?:\[(?P<start>{_END}):(?P<stop>{_END})\])?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One source row.
+
+    Attributes:
+        file: where it was read, a path, a URL or a data set name.
+        number: row number within the file, from 1.
+        value: column name to value.
+    """
+
+    file: str
+    number: int
+    value: dict[str, Any]
+
+    @property
+    def where(self) -> str:
+        """``file:row``, for messages."""
+        return f"{self.file}:{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A range of rows, as in ``train[:1%]``; ends are row numbers or percentages, negative ones count from the end."""
+
+    start: str
+    stop: str
+
+    def of(self, rows: int) -> tuple[int, int]:
+        """First row and the one after the last, of a source with so many rows.
+
+        Percentages are rounded to the nearest row, halves to even, as ``datasets`` does.
+        """
+        low = _position(self.start, rows, default=0)
+        return low, max(low, _position(self.stop, rows, default=rows))
+
+
+def _position(text: str, rows: int, *, default: int) -> int:
+    if not text:
+        return default
+    value = round(rows * int(text[:-1]) / 100) if text.endswith("%") else int(text)
+    return min(max(value + rows if value < 0 or text.startswith("-") else value, 0), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A resolved source.
+
+    Attributes:
+        name: as the user wrote it.
+        files: paths or URLs that finray reads itself; empty for what ``datasets`` reads.
+        subset: configuration of a Hugging Face data set.
+        revision: of a Hugging Face data set.
+        split: named split; with its slice where ``datasets`` reads.
+        data_dir: directory inside a Hugging Face data set.
+        slice: rows to keep, where finray reads.
+    """
+
+    name: str
+    files: tuple[str, ...] = ()
+    subset: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    data_dir: str | None = None
+    slice: Slice | None = None
+
+    @property
+    def is_files(self) -> bool:
+        """Whether finray reads the rows itself."""
+        return bool(self.files)
+
+    def short(self, file: str) -> str:
+        """A file's name without what is common to all of them, so that it does not depend on where the source lies."""
+        if file not in self.files:
+            return file
+        folders = [PurePosixPath(item).parent.parts for item in self.files]
+        common = 0
+        for column in zip(*folders, strict=False):
+            if len(set(column)) > 1:
+                break
+            common += 1
+        return str(PurePosixPath(*PurePosixPath(file).parts[common:]))
+
+
+def resolve(name: str, *, split: str, subset: str | None = None, revision: str | None = None) -> Source:
+    """Decide what a source name means.
+
+    A path that exists is read from disk; so is a glob, and so are URLs. Files in a directory whose names start with
+    the wanted split (``train.jsonl``, ``validation-00000.parquet``) are that split; without such names every file
+    belongs to it. ``org/name:data_dir`` is a directory in a Hugging Face data set.
+
+    Raises:
+        DataError: nothing is there, or nothing that can be read.
+    """
+    if is_url(name):
+        return _remote(name, split)
+    name = name.removeprefix("file://")
+    path = Path(name).expanduser()
+    parent, colon, inside = name.rpartition(":")
+    if colon and not path.exists() and parent:
+        if Path(parent).expanduser().is_dir():
+            return resolve(f"{parent}/{inside}", split=split, subset=subset, revision=revision)
+        if "/" in parent and not _GLOB_CHARACTERS & set(name):
+            return Source(name, subset=subset, revision=revision, split=split, data_dir=inside)
+    if path.is_file():
+        return _of_files(name, [str(path)], split)
+    if path.is_dir():
+        if subset is not None or is_datasets_directory(path):
+            return Source(name, subset=subset, revision=revision, split=split)
+        return _of_directory(name, _walk(path), split)
+    if _GLOB_CHARACTERS & set(name):
+        files = sorted(str(item) for item in _glob(name) if item.is_file())
+        if not files:
+            raise DataError(
+                "the pattern matches no file", where=name, repair="check data.source and the working directory"
+            )
+        return _of_files(name, files, split)
+    if path.is_absolute() or name.startswith(("./", "../", "~")) or file_suffix(name) in (*TABLES, ".txt", ".md"):
+        raise DataError("the file does not exist", where=name, repair="check data.source and the working directory")
+    return Source(name, subset=subset, revision=revision, split=split)
+
+
+def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Slice | None]:
+    """The name and the slice of a split such as ``train[:1%]``.
+
+    Raises:
+        DataError: it is written in another way.
+    """
+    match = _SLICE.match(split)
+    if match is None:
+        raise DataError(
+            f"`{split}` is not a split of files",
+            where=where,
+            repair="write a name, with a slice if wanted: train[:10%]",
+        )
+    if match["start"] is None:
+        return split, None
+    if len({end.endswith("%") for end in (match["start"], match["stop"]) if end}) > 1:
+        raise DataError(
+            f"`{split}` counts from one end in rows and from the other in percent",
+            where=where,
+            repair="write both in rows, or both in percent",
+        )
+    return match["name"], Slice(match["start"], match["stop"])
+
+
+def is_datasets_directory(path: Path) -> bool:
+    """Whether ``datasets`` wrote a directory, or it is laid out as on the Hub."""
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return True
+    readme = path / "README.md"
+    return readme.is_file() and readme.read_text(encoding="utf-8", errors="replace").startswith("---")
+
+
+def _remote(name: str, split: str) -> Source:
+    files = [file for file in find(name) if file_suffix(file) in (*TABLES, *TEXTS)]
+    if not files:
+        raise DataError(
+            "no data file is there", where=name, repair="check data.source; a directory must hold data files"
+        )
+    if len(files) == 1 or _GLOB_CHARACTERS & set(name):
+        return _of_files(name, files, split)
+    return _of_directory(name, files, split)
+
+
+def _of_files(name: str, files: list[str], split: str) -> Source:
+    for file in files:
+        if file_suffix(file) not in (*TABLES, *TEXTS):
+            raise DataError(
+                f"files of type `{PurePosixPath(file).suffix}` are not read",
+                where=file,
+                repair=f"use one of {', '.join(TABLES)}, text or source files, or these with {', '.join(COMPRESSION)}",
+            )
+    _, rows = split_name(split)
+    return Source(name, tuple(files), split=split, slice=rows)
+
+
+def _of_directory(name: str, files: list[str], split: str) -> Source:
+    tables = [file for file in files if file_suffix(file) in TABLES]
+    texts = [file for file in files if file_suffix(file) in TEXTS]
+    if not tables and not texts:
+        raise DataError(
+            "the directory holds no data files", where=name, repair=f"files must end in {', '.join(TABLES)}, or be text"
+        )
+    wanted, rows = split_name(split)
+    chosen = _of_split(tables, wanted) if tables else texts
+    return Source(name, tuple(chosen), split=split, slice=rows)
+
+
+def _walk(path: Path) -> list[str]:
+    """Files below a directory, in the order of their paths, without hidden ones."""
+    items = sorted(item for item in path.rglob("*") if item.is_file())
+    return [str(item) for item in items if not any(part.startswith(".") for part in item.relative_to(path).parts)]
+
+
+def _glob(pattern: str) -> Iterator[Path]:
+    path = Path(pattern).expanduser()
+    anchor = Path(path.anchor) if path.is_absolute() else Path()
+    return anchor.glob(str(path.relative_to(path.anchor)) if path.is_absolute() else str(path))
+
+
+def _label(file: str, files: list[str], split: str) -> str:
+    """What names a file's split: its own name, or that of the nearest directory which speaks of one."""
+    words = {*SPLITS, split}
+    stem = PurePosixPath(file).name.split(".")[0]
+    if re.split(r"[-_.]", stem)[0] in words:
+        return stem
+    folders = [PurePosixPath(item).parent.parts for item in files]
+    same = [len(set(column)) == 1 for column in zip(*folders, strict=False)]
+    common = [*same, False].index(False)
+    inside = PurePosixPath(file).parent.parts[common:]
+    return next((folder for folder in reversed(inside) if folder in words), stem)
+
+
+def _of_split(files: list[str], split: str) -> list[str]:
+    stems = {file: _label(file, files, split) for file in files}
+    alike = next((names for names in _SAME_SPLIT if split in names), (split,))
+    of_name = {
+        name: [file for file in files if re.match(rf"{re.escape(name)}([-_]|$)", stems[file])]
+        for name in (split, *alike)
+    }
+    named = next((found for found in of_name.values() if found), [])
+    of_another = {file for file in files if re.split(r"[-_.]", stems[file])[0] in SPLITS}
+    rest = [file for file in files if file not in of_another]
+    if not named and of_another and (split != "train" or not rest):
+        names = ", ".join(PurePosixPath(file).name for file in files[:8])
+        raise DataError(
+            f"no file of the split `{split}`", where=str(PurePosixPath(files[0]).parent), repair=f"there are: {names}"
+        )
+    return named or rest or files

@@ -1,0 +1,1 @@
+"""From examples to token ids and loss masks."""

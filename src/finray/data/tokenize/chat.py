@@ -1,0 +1,392 @@
+"""Rendered conversations, and the character spans in them that are learned.
+
+One rule decides what is learned of an assistant message: everything that follows the prompt which a server would render
+before it, up to the end-of-turn token. That prompt is rendered, and must be how the conversation begins; so what is
+trained is a continuation of what is served, for any template, with or without generation markers.
+
+Templates that rewrite history (Qwen 3 strips the reasoning of earlier turns) render an earlier answer differently from
+how it was generated. Such an answer gets a row of its own, in which it is the last turn.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from finray.data.formats.examples import Chat, Message
+from finray.data.tokenize.template_cache import Outlines
+from finray.errors import DataError
+
+Span = tuple[int, int]
+
+# Templates that print today's date would make other tokens tomorrow.
+RENDER_DATE = (2024, 7, 26)
+_DATE_CODES = ("%d", "%b", "%B", "%Y", "%m", "%y", "%a", "%A", "%j", "%H", "%M", "%S")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+_MARKER = "\ue000{}\ue001"
+
+
+class ChatTokenizer(Protocol):
+    """The part of a Transformers tokenizer that rendering needs."""
+
+    chat_template: Any
+
+    special_tokens_map: dict[str, Any]
+
+    def get_chat_template(self, chat_template: str | None, tools: list[dict[str, Any]] | None) -> str:
+        """The template for a conversation with or without tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation, or the beginning of one, as text.
+
+    Attributes:
+        text: what the template renders.
+        spans: character spans to be learned, in order, each from the end of the served prompt to the end of the
+            end-of-turn token.
+        ends: for each span, whether an end-of-turn token closed it.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    ends: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Renderings:
+    """The rows of a conversation, and what a person should know of them: names of counters in the manifest."""
+
+    rows: tuple[Rendered, ...]
+    notes: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Noted:
+    notes: set[str] = field(default_factory=set)
+
+
+class ChatRenderer:
+    """Renders conversations with a tokenizer's chat template.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        special_tokens: tokens that may end a turn, as text.
+        arguments: variables given to the template.
+
+    Raises:
+        DataError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, *, special_tokens: Iterable[str], arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise DataError(
+                "the tokenizer has no chat template, so conversations cannot be rendered",
+                where="model.chat_template",
+                repair="set model.chat_template to a Jinja file, or give rows with `prompt` and `completion`",
+            )
+        self._tokenizer = tokenizer
+        self._special = tuple(token for token in special_tokens if token)
+        self._arguments = dict(arguments or {})
+        source = str(tokenizer.chat_template)
+        self._dated = "strftime_now" in source
+        self._shapes: dict[Any, frozenset[int] | None] = {}
+        self._compiled: dict[bool, Any] = {}
+        self._known: Outlines | None = None
+        self._variables = {**tokenizer.special_tokens_map, **self._arguments}
+        # Longest first, because one special token may begin with another.
+        self._any_special = re.compile(
+            "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)"
+        )
+        self._renders_tools = re.search(r"\btools\b", source) is not None
+        self._renders_calls = "tool_calls" in source
+
+    def render(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[Mapping[str, Any], ...] = (),
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The conversation as text.
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        chat = self._within_the_template(Chat(messages, tools), _Noted())
+        return self._apply(chat.messages, chat.tools, add_generation_prompt=add_generation_prompt)
+
+    def ends_turn(self, text: str) -> bool:
+        """Whether a rendered conversation ends with a token that ends a turn, white space aside."""
+        return bool(self._special) and text.rstrip().endswith(self._special)
+
+    def whole(self, chat: Chat) -> Renderings:
+        """The conversation as one text that is learned as a whole, but for messages with ``train: false``.
+
+        Raises:
+            DataError: the template refuses the conversation, or where such a message lies cannot be told for certain.
+        """
+        noted = _Noted()
+        chat = self._within_the_template(chat, noted)
+        text = self._apply(chat.messages, chat.tools)
+        self._check_all_is_said(chat, text, noted)
+        forbidden = [self._turn(chat, index, text) for index, one in enumerate(chat.messages) if not one.train]
+        borders = [0, *(border for span in forbidden for border in span), len(text)]
+        spans = [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
+        ends = tuple(self.ends_turn(text[:stop]) for _, stop in spans)
+        return Renderings((Rendered(text, tuple(spans), ends),), frozenset(noted.notes))
+
+    def _turn(self, chat: Chat, index: int, text: str) -> Span:
+        """Where a message lies, with what the template writes around it."""
+        if chat.messages[index].role == "assistant":
+            found = self._find(chat, index, text)
+            if found is not None:
+                return found[0]
+        else:
+            before = self._apply(chat.messages[:index], chat.tools) if index else ""
+            upto = self._apply(chat.messages[: index + 1], chat.tools)
+            said = _is_said(chat.messages[index].content, upto[len(before) :])
+            if upto.startswith(before) and text.startswith(upto) and said:
+                return len(before), len(upto)
+        raise DataError(
+            f"where messages[{index}] lies in the rendered conversation cannot be told for certain",
+            where="model.chat_template",
+            repair="leave `train: false` out of it, or set data.train_on to assistant",
+        )
+
+    def rows(self, chat: Chat, learned: Collection[int]) -> Renderings:
+        """The conversation as rows, with the spans of the assistant messages in ``learned``.
+
+        Raises:
+            DataError: the template refuses the conversation, or renders an answer that does not follow the prompt which
+                a server would render.
+        """
+        noted = _Noted()
+        chat = self._within_the_template(chat, noted)
+        text = self._apply(chat.messages, chat.tools)
+        self._check_all_is_said(chat, text, noted)
+        together: list[tuple[Span, bool]] = []
+        apart: list[Rendered] = []
+        for index in sorted(learned):
+            found = self._find(chat, index, text)
+            if found is not None:
+                together.append(found)
+                self._check_answer(chat.messages[index], text[slice(*found[0])], noted)
+            else:
+                row = self._by_itself(chat, index)
+                apart.append(row)
+                self._check_answer(chat.messages[index], row.text[slice(*row.spans[0])], noted)
+        if apart:
+            noted.notes.add("split_conversations")
+        whole = Rendered(text, tuple(span for span, _ in together), tuple(ended for _, ended in together))
+        return Renderings((*([whole] if together or not apart else []), *apart), frozenset(noted.notes))
+
+    # --- spans ------------------------------------------------------------------------------------------------------
+
+    def _find(self, chat: Chat, index: int, text: str) -> tuple[Span, bool] | None:
+        """The span of an answer in the conversation; None where that renders it otherwise than when it was last."""
+        prompt = self._prompt(chat, index)
+        if not text.startswith(prompt):
+            return None
+        if index == len(chat.messages) - 1:
+            return self._span(prompt, text, text)
+        return self._span(prompt, self._apply(chat.messages[: index + 1], chat.tools), text)
+
+    def _by_itself(self, chat: Chat, index: int) -> Rendered:
+        """The conversation up to an answer, which alone is learned."""
+        prompt = self._prompt(chat, index)
+        text = self._apply(chat.messages[: index + 1], chat.tools)
+        found = self._span(prompt, text, text) if text.startswith(prompt) else None
+        if found is None:
+            raise _mismatch(prompt, text, has_system=chat.messages[0].role == "system")
+        return Rendered(text, (found[0],), (found[1],))
+
+    def _prompt(self, chat: Chat, index: int) -> str:
+        if index == 0:
+            raise DataError(
+                "the conversation begins with an assistant turn, so there is no prompt that it would follow",
+                repair="remove the turn, or set `train: false` on it",
+            )
+        return self._apply(chat.messages[:index], chat.tools, add_generation_prompt=True)
+
+    def _span(self, prompt: str, last: str, text: str) -> tuple[Span, bool] | None:
+        """From the end of the prompt to the end of the turn.
+
+        Args:
+            prompt: what is served.
+            last: the conversation up to the answer.
+            text: the whole conversation; what follows the turn may differ from how ``last`` ends.
+        """
+        if not last.startswith(prompt):
+            return None
+        closing = self._closing(last, len(prompt))
+        first = self._any_special.search(last, closing)
+        stop = first.end() if first is not None else closing
+        if last is not text and last[:stop] != text[:stop]:
+            return None
+        return (len(prompt), stop), first is not None
+
+    def _closing(self, text: str, start: int) -> int:
+        """Where the run of special tokens and white space at the end of a text begins."""
+        stop = len(text)
+        while True:
+            bare = stop
+            while bare > start and text[bare - 1].isspace():
+                bare -= 1
+            if not self._special or not text.endswith(self._special, start, bare):
+                # Trailing white space belongs to the answer only where a token follows it.
+                return bare
+            stop = bare - max(len(token) for token in self._special if text.endswith(token, start, bare))
+
+    # --- rendering --------------------------------------------------------------------------------------------------
+
+    def _apply(
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[Mapping[str, Any], ...],
+        *,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        from jinja2.exceptions import TemplateError
+
+        template = self._template(bool(tools))
+        if not tools:
+            filled = self._outlines(template).fill(messages, add_generation_prompt=add_generation_prompt)
+            if filled is not None:
+                return filled
+        try:
+            text = template.render(
+                messages=[message.plain() for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            # Besides its own errors a template raises Python's, when it adds a null to text for instance.
+            raise DataError(
+                f"the chat template refuses the conversation: {error}",
+                where="model.chat_template",
+                repair="check the order and names of the roles",
+            ) from None
+        return str(text)
+
+    def _template(self, with_tools: bool) -> Any:
+        """The template, compiled as Transformers does; its own way to it costs as much again as a rendering."""
+        if with_tools not in self._compiled:
+            from transformers.utils.chat_template_utils import _compile_jinja_template
+
+            self._compiled[with_tools] = _compile_jinja_template(self._source(with_tools))
+        return self._compiled[with_tools]
+
+    def _source(self, with_tools: bool) -> str:
+        source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
+        return _dated(source) if self._dated else source
+
+    def _outlines(self, template: Any) -> Outlines:
+        if self._known is None:
+            self._known = Outlines(template, self._source(False), self._variables)
+        return self._known
+
+    def _within_the_template(self, chat: Chat, noted: _Noted) -> Chat:
+        """The conversation without what the template cannot write: tools and their calls become text."""
+        messages, tools = chat.messages, chat.tools
+        if tools and not self._renders_tools:
+            noted.notes.add("tools_as_text")
+            messages, tools = _tools_as_text(messages, tools), ()
+        if not self._renders_calls and any("tool_calls" in message.extra for message in messages):
+            noted.notes.add("tools_as_text")
+            messages = tuple(_calls_as_text(message) for message in messages)
+        return replace(chat, messages=messages, tools=tools)
+
+    def _check_all_is_said(self, chat: Chat, text: str, noted: _Noted) -> None:
+        """Every message but the answers must stand in the text."""
+        rendered = self._rendered_by_shape(chat)
+        for index, message in enumerate(chat.messages):
+            said = _is_said(message.content, text) if rendered is None else index in rendered
+            if message.role == "assistant" or not message.content.strip() or said:
+                continue
+            if message.role in ("system", "developer"):
+                noted.notes.add("system_ignored")
+            else:
+                raise DataError(
+                    f"the chat template leaves out messages[{index}] (role `{message.role}`)",
+                    where="model.chat_template",
+                    repair="use a role that the template knows, or another template",
+                )
+
+    def _rendered_by_shape(self, chat: Chat) -> frozenset[int] | None:
+        """The messages that the template writes, of a conversation with these roles; None where it takes no markers.
+
+        A message's own words may stand elsewhere too, so they prove nothing; a marker does.
+        """
+        shape = (tuple((one.role, "tool_calls" in one.extra) for one in chat.messages), bool(chat.tools))
+        if shape not in self._shapes:
+            marked = tuple(replace(one, content=_MARKER.format(index)) for index, one in enumerate(chat.messages))
+            try:
+                text = self._apply(marked, chat.tools)
+                found = frozenset(index for index in range(len(marked)) if _MARKER.format(index) in text)
+                self._shapes[shape] = found
+            except DataError:
+                self._shapes[shape] = None
+        return self._shapes[shape]
+
+    def _check_answer(self, message: Message, learned: str, noted: _Noted) -> None:
+        if not message.content.strip() and "tool_calls" not in message.extra:
+            noted.notes.add("empty_answers")
+        reasoning = next((message.extra[name] for name in _REASONING if message.extra.get(name)), "")
+        squeezed = ""
+        for said in (message.content, str(reasoning)):
+            if not _is_said(said, learned):
+                squeezed = squeezed or "".join(learned.split())
+                if "".join(said.split()) not in squeezed:
+                    noted.notes.add("answers_rewritten")
+
+
+def _is_said(content: str, text: str) -> bool:
+    """Whether a message's text stands in the rendering, as it is or as JSON text."""
+    content = content.strip()
+    return not content or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
+
+
+def _tools_as_text(messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...]) -> tuple[Message, ...]:
+    """The functions, one a line, at the end of the system message or before the first turn."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    first = messages[0]
+    joined = f"{first.content}\n\n{lines}" if first.role == "system" else f"{lines}\n\n{first.content}"
+    return (replace(first, content=joined), *messages[1:])
+
+
+def _calls_as_text(message: Message) -> Message:
+    calls = message.extra.get("tool_calls")
+    if not calls:
+        return message
+    lines = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
+    extra = {key: value for key, value in message.extra.items() if key != "tool_calls"}
+    return replace(message, content="\n".join([*([message.content] if message.content else []), *lines]), extra=extra)
+
+
+def _dated(template: str) -> str:
+    """A template for which today is the day of rendering: a macro hides the function of that name."""
+    day = datetime.date(*RENDER_DATE)
+    filters = "".join(f" | replace('{code}', '{day.strftime(code)}')" for code in _DATE_CODES)
+    return f"{{%- macro strftime_now(pattern) -%}}{{{{ pattern{filters} }}}}{{%- endmacro -%}}{template}"
+
+
+def _mismatch(prompt: str, text: str, *, has_system: bool) -> DataError:
+    """What is served and what is trained, from where they part."""
+    same = next((at for at, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1]), len(text))
+    return DataError(
+        f"training and serving differ: the prompt that a server renders goes on with {prompt[same : same + 40]!r}, "
+        f"the conversation with {text[same : same + 40]!r}",
+        where="model.chat_template",
+        repair="set model.chat_template_arguments so that both agree (such as `enable_thinking: false`), or "
+        "model.chat_template to a template whose generation prompt is how it begins an answer"
+        + (", or leave the system message out, which this one may not know" if has_system else ""),
+    )

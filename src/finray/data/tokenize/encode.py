@@ -1,0 +1,378 @@
+"""Examples as token ids with a loss mask.
+
+Text is tokenised once and masks are read off token offsets. Where one token would straddle the border between prompt
+and answer, the two sides are tokenised apart, because that is what a server does: it tokenises the prompt alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from finray.data.formats.examples import Chat, Example, Labelled, Text
+from finray.data.tokenize.chat import ChatRenderer, Rendered, Span
+from finray.errors import DataError
+
+TrainOn = Literal["completion", "assistant", "last_assistant", "all"]
+OnTooLong = Literal["truncate", "drop", "error"]
+
+# Characters before white space that may decide how it is tokenised, and how many such endings are remembered.
+_TAIL = 48
+_MOST_TAILS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """One row for training.
+
+    Attributes:
+        ids: token ids.
+        spans: ranges of ``ids`` that are learned (are targets of the loss), in order.
+        truncated: whether tokens were cut off to fit.
+        label: the class of a labelled text.
+    """
+
+    ids: list[int]
+    spans: tuple[Span, ...]
+    truncated: bool = False
+    label: str | None = None
+
+    @property
+    def mask(self) -> list[int]:
+        """1 where the token is learned, else 0; same length as ``ids``."""
+        mask = [0] * len(self.ids)
+        for start, stop in self.spans:
+            mask[start:stop] = [1] * (stop - start)
+        return mask
+
+    @property
+    def supervised(self) -> int:
+        """Targets in the row. The first token is never one: nothing predicts it."""
+        return sum(stop - max(start, 1) for start, stop in self.spans if stop > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What became of an example.
+
+    Attributes:
+        rows: none when it was dropped, several for long text and for conversations that are learned in parts.
+        notes: names of counters that it adds to.
+        dropped: how many rows were longer than allowed.
+        dropped_tokens: in those rows.
+        truncated_tokens: that were cut off.
+        answers_lost: how many rows lost everything that was to be learned to truncation.
+    """
+
+    rows: list[Tokens]
+    notes: frozenset[str] = frozenset()
+    dropped: int = 0
+    dropped_tokens: int = 0
+    truncated_tokens: int = 0
+    answers_lost: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Text to tokenise: learned character spans, and ids to put before and after (those after are learned)."""
+
+    text: str
+    spans: tuple[Span, ...]
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    label: str | None = None
+
+
+class Tokenizer:
+    """Turns examples into tokens with a Transformers fast tokenizer.
+
+    Args:
+        tokenizer: a Transformers tokenizer backed by the Rust library.
+        train_on: which tokens are learned.
+        max_length: most tokens in a row.
+        on_too_long: what happens to a conversation or completion that is longer; plain text is always cut into pieces.
+        chunk_overlap: tokens of plain text that the next piece begins with again, not learned there.
+        template_arguments: variables given to the chat template.
+
+    Raises:
+        DataError: the tokenizer has no Rust back end, or no end-of-sequence token where one is needed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        train_on: TrainOn,
+        max_length: int,
+        on_too_long: OnTooLong,
+        chunk_overlap: int = 0,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or not hasattr(backend, "encode_batch"):
+            raise DataError("the tokenizer has no fast (Rust) version", where="model.name")
+        self._tokenizer = tokenizer
+        self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._train_on = train_on
+        self._max_length = max_length
+        self._on_too_long = on_too_long
+        self._overlap = chunk_overlap
+        self._template_arguments = template_arguments
+        self._renderer: ChatRenderer | None = None
+        self._bos = _leading_special_ids(tokenizer)
+        added = tokenizer.added_tokens_decoder
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._special_texts = sorted(str(added[number].content) for number in self._special_ids)
+        self._tails: dict[str, list[int]] = {}
+
+    @property
+    def bos_text(self) -> str:
+        """What the tokenizer itself puts in front of every text; empty for those that put nothing."""
+        return str(self._tokenizer.bos_token) if self._bos else ""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """The chat renderer, made when the first conversation is met, so that plain text needs no template."""
+        if self._renderer is None:
+            self._renderer = ChatRenderer(
+                self._tokenizer, special_tokens=self._special_texts, arguments=self._template_arguments
+            )
+        return self._renderer
+
+    def encode(self, examples: Sequence[Example]) -> list[list[Tokens]]:
+        """The rows of each example; see :meth:`encode_noted`."""
+        return [encoded.rows for encoded in self.encode_noted(examples)]
+
+    def encode_noted(self, examples: Sequence[Example]) -> list[Encoded]:
+        """Tokenise a batch.
+
+        Raises:
+            DataError: an example cannot be tokenised; ``where`` is left to the caller, who knows file and row.
+        """
+        planned = [self._jobs(example) for example in examples]
+        jobs = [job for own, _ in planned for job in own]
+        try:
+            encodings = iter(self._backend.encode_batch([job.text for job in jobs], add_special_tokens=False))
+        except (TypeError, UnicodeEncodeError):
+            raise DataError(
+                "the text holds half of a surrogate pair, which is no character",
+                repair="write the row again from clean text",
+            ) from None
+        return [
+            self._encoded(example, [(job, next(encodings)) for job in own], notes)
+            for example, (own, notes) in zip(examples, planned, strict=True)
+        ]
+
+    # --- what to tokenise -------------------------------------------------------------------------------------------
+
+    def _jobs(self, example: Example) -> tuple[list[_Job], frozenset[str]]:
+        if isinstance(example, Chat):
+            return self._chat_jobs(example)
+        if isinstance(example, Text):
+            return [_Job(example.text, ((0, len(example.text)),), self._bos, self._eos())], frozenset()
+        if isinstance(example, Labelled):
+            return [_Job(example.text, (), label=example.label)], frozenset()
+        text = example.prompt + example.completion
+        start = 0 if self._train_on == "all" else len(example.prompt)
+        notes = frozenset() if example.completion.strip() else frozenset({"empty_answers"})
+        return [_Job(text, ((start, len(text)),), self._bos, self._eos())], notes
+
+    def _chat_jobs(self, chat: Chat) -> tuple[list[_Job], frozenset[str]]:
+        if self._train_on == "all":
+            found = self.renderer.whole(chat)
+            row = found.rows[0]
+            suffix = () if self.renderer.ends_turn(row.text) or not chat.messages[-1].train else self._eos()
+            return [_Job(row.text, row.spans, suffix=suffix)], found.notes
+        found = self.renderer.rows(chat, self._learned(chat))
+        return [self._chat_job(row) for row in found.rows], found.notes
+
+    def _learned(self, chat: Chat) -> list[int]:
+        """Indices of the messages to learn."""
+        assistants = [index for index, message in enumerate(chat.messages) if message.role == "assistant"]
+        if self._train_on == "last_assistant":
+            assistants = assistants[-1:]
+        elif self._train_on == "completion":
+            assistants = [index for index in assistants if index >= chat.prompt_messages]
+        return [index for index in assistants if chat.messages[index].train]
+
+    def _chat_job(self, row: Rendered) -> _Job:
+        needs_end = bool(row.spans) and not row.ends[-1] and not row.text[row.spans[-1][1] :].strip()
+        text = row.text[: row.spans[-1][1]] if needs_end else row.text
+        return _Job(text, row.spans, suffix=self._eos() if needs_end else ())
+
+    def _eos(self) -> tuple[int, ...]:
+        eos = self._tokenizer.eos_token_id
+        if eos is None:
+            raise DataError(
+                "the tokenizer has no end-of-sequence token, so the model could not learn to stop",
+                where="model.name",
+                repair="use a tokenizer with an eos_token",
+            )
+        return (int(eos),)
+
+    # --- from encodings to rows -------------------------------------------------------------------------------------
+
+    def _encoded(self, example: Example, encoded: list[tuple[_Job, Any]], notes: frozenset[str]) -> Encoded:
+        rows: list[Tokens] = []
+        dropped = dropped_tokens = cut = lost = 0
+        for job, encoding in encoded:
+            whole = self._labelled(job) if isinstance(example, Labelled) else self._tokens(job, encoding)
+            pieces = self._fit(whole, chunked=isinstance(example, Text))
+            dropped += not pieces
+            dropped_tokens += 0 if pieces else len(whole.ids)
+            cut += sum(len(whole.ids) - len(piece.ids) for piece in pieces if piece.truncated)
+            lost += bool(pieces) and bool(whole.supervised) and not any(piece.supervised for piece in pieces)
+            rows += pieces
+        return Encoded(rows, notes, dropped, dropped_tokens, cut, lost)
+
+    def _labelled(self, job: _Job) -> Tokens:
+        """With the special tokens that classifiers are trained with, such as [CLS] and [SEP]."""
+        ids = self._tokenizer(job.text, truncation=True, max_length=self._max_length)["input_ids"]
+        whole = self._tokenizer(job.text)["input_ids"] if len(ids) == self._max_length else ids
+        return Tokens(list(ids), (), truncated=len(whole) > len(ids), label=job.label)
+
+    def _tokens(self, job: _Job, encoding: Any) -> Tokens:
+        spans = _token_spans(encoding, job, self._special_ids)
+        ids: list[int] = encoding.ids
+        if spans is None or any(self._differs_alone(job.text, start, encoding) for start, _ in job.spans):
+            ids, spans = self._apart(job)
+        before, end = len(job.prefix), len(job.prefix) + len(ids)
+        spans = [(start + before, stop + before) for start, stop in spans]
+        if job.suffix:
+            ids = [*job.prefix, *ids, *job.suffix]
+            if spans and spans[-1][1] == end:
+                spans[-1] = (spans[-1][0], len(ids))
+            else:
+                spans.append((end, len(ids)))
+        elif job.prefix:
+            ids = [*job.prefix, *ids]
+        return Tokens(ids, tuple(spans))
+
+    def _apart(self, job: _Job) -> tuple[list[int], list[Span]]:
+        """Tokenise at the borders of learned spans, so that no token straddles one."""
+        borders = [0, *(border for span in job.spans for border in span), len(job.text)]
+        pieces = [job.text[start:stop] for start, stop in pairwise(borders)]
+        encoded = self._backend.encode_batch(pieces, add_special_tokens=False)
+        ids: list[int] = []
+        spans: list[Span] = []
+        for index, piece in enumerate(encoded):
+            if index % 2:
+                spans.append((len(ids), len(ids) + len(piece.ids)))
+            ids += piece.ids
+        if self._decode(ids) != self._decode(self._backend.encode(job.text, add_special_tokens=False).ids):
+            raise DataError(
+                "a token joins the end of the prompt with the start of the answer, and this tokenizer cannot split it",
+                repair="end the prompt with a newline, or move the space between them to one side",
+            )
+        return ids, spans
+
+    def _differs_alone(self, text: str, start: int, encoding: Any) -> bool:
+        """Whether the end of a prompt is tokenised otherwise when nothing follows, as in serving.
+
+        The rules by which tokenizers cut text into words look ahead in runs of white space only.
+        """
+        if start < 2 or not text[start - 2 : start].isspace():
+            return False
+        run = start - len(text[:start].rstrip())
+        if run == start:
+            return False
+        tail = text[max(0, start - run - _TAIL) : start]
+        special = max((tail.rfind(token) for token in self._special_texts), default=-1)
+        alone = self._ends_alone(tail[max(special, 0) :], run)
+        low, high = encoding.char_to_token(start - run), encoding.char_to_token(start)
+        if low is None or high is None:
+            return False
+        return bool(encoding.ids[low:high] != alone)
+
+    def _ends_alone(self, tail: str, run: int) -> list[int]:
+        """Tokens from the beginning of the white space at the end of a text that stands alone."""
+        if tail not in self._tails:
+            encoding = self._backend.encode(tail, add_special_tokens=False)
+            low = encoding.char_to_token(len(tail) - run)
+            if len(self._tails) > _MOST_TAILS:
+                self._tails.clear()
+            self._tails[tail] = encoding.ids[low:] if low is not None else []
+        return self._tails[tail]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=False))
+
+    def _fit(self, row: Tokens, *, chunked: bool) -> list[Tokens]:
+        limit = self._max_length
+        length = len(row.ids)
+        if length <= limit:
+            return [row]
+        if chunked:
+            step = limit - self._overlap
+            starts = list(range(0, max(length - self._overlap, 1), step))
+            if length - starts[-1] == 1:
+                # A piece of one token has nothing before it to be predicted from.
+                starts[-1] -= 1
+            stops = [min(start + limit, length) for start in starts]
+            if not self._overlap:
+                stops[:-1] = starts[1:]
+            return [self._chunk(row, start, stop) for start, stop in zip(starts, stops, strict=True)]
+        if self._on_too_long == "drop":
+            return []
+        if self._on_too_long == "error":
+            raise DataError(
+                f"the row has {length} tokens, data.max_length is {limit}",
+                repair="raise data.max_length, or set data.on_too_long to truncate or drop",
+            )
+        spans = tuple((start, min(stop, limit)) for start, stop in row.spans if start < limit)
+        return [Tokens(row.ids[:limit], spans, truncated=True)]
+
+    def _chunk(self, row: Tokens, start: int, stop: int) -> Tokens:
+        """A piece of a text; what it shares with the piece before is context, and not learned twice."""
+        learned_from = start + self._overlap if start else 0
+        spans = ((max(low, learned_from) - start, min(high, stop) - start) for low, high in row.spans)
+        return Tokens(row.ids[start:stop], tuple((low, high) for low, high in spans if low < high))
+
+
+def _token_spans(encoding: Any, job: _Job, special: Collection[int]) -> list[Span] | None:
+    """Token ranges of the learned characters; None where a token straddles a border and the text must be cut there.
+
+    A special token that swallows the white space beside it lies on the side on which it begins.
+    """
+    spans = []
+    for start, stop in job.spans:
+        if start == stop:
+            continue
+        # Look-ups in Rust instead of a Python list of all offsets, which costs as much as a quarter of tokenising.
+        first = 0 if start == 0 else encoding.char_to_token(start)
+        last = len(encoding) if stop >= len(job.text) else encoding.char_to_token(stop)
+        if first is None or last is None:
+            first, last = _by_offsets(encoding, start, stop)
+        if start and first < len(encoding) and encoding.token_to_chars(first)[0] < start:
+            if encoding.ids[first] not in special:
+                return None
+            first += 1
+        if stop < len(job.text) and last < len(encoding) and encoding.token_to_chars(last)[0] < stop:
+            if encoding.ids[last] not in special:
+                return None
+            last += 1
+        spans.append((first, last))
+    return spans
+
+
+def _by_offsets(encoding: Any, start: int, stop: int) -> tuple[int, int]:
+    """As above, for characters that belong to no token (white space that a tokenizer drops)."""
+    ends = [end for _, end in encoding.offsets]
+    return bisect_right(ends, start), bisect_right(ends, stop)
+
+
+def _leading_special_ids(tokenizer: Any) -> tuple[int, ...]:
+    """What the tokenizer puts in front of every text (BOS, for the models that want one)."""
+    bos = tokenizer.bos_token_id
+    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return (int(bos),) if bos is not None and ids and ids[0] == bos else ()

@@ -1,0 +1,208 @@
+"""Whether rows of a model may be laid end to end: tried out on a small random model of the same architecture.
+
+Packing needs a model that hands the row lengths down to its attention, takes the positions it is given, and carries
+nothing from one token to the next in any other way. No list of model names can promise that, and the real weights are
+needless for it. So the model's own configuration is shrunk, a random model is made from it on the CPU in fp32, and its
+logits for joined rows are compared with those of each row alone by Transformers' own attention. That takes less than a
+second, gives the same answer in a plan and on every worker, and also finds attention that finray's cannot express.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from finray.config.schema import ModelConfig
+from finray.models import attention
+from finray.pretrained.tokenizers import check_exists, not_loaded, quiet, source_options
+
+# Rows of the trial: longer than the window of the small model, and of different lengths.
+_LENGTHS = (9, 17, 5)
+_VOCABULARY = 160
+_WINDOW = 6
+# fp32 sums in another order differ by 1e-6 of the largest logit; a leak or a wrong position by a tenth or more.
+_TOLERANCE = 1e-3
+_WIDTH, _HEADS, _HEAD, _EXPERTS = 64, 4, 16, 4
+# What a configuration may call its sizes, and what they become.
+_SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), _WIDTH),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _HEADS),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _HEAD),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 2 * _WIDTH),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), _WIDTH),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "time_step_rank", "mamba_dt_rank"), 16),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
+    "rotary_dim": _HEAD // 2,
+    "query_pre_attn_scalar": _HEAD,
+}
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
+_LAYERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What the trial found.
+
+    Attributes:
+        safe: whether rows may be packed.
+        family: the architecture, as its configuration names it.
+        reason: why not, where they may not.
+    """
+
+    safe: bool
+    family: str
+    reason: str = ""
+
+    @property
+    def warning(self) -> str:
+        """What to tell the user of a model whose rows may not be packed."""
+        return f"{self.family} cannot be packed safely: {self.reason}; every row gets a forward pass of its own"
+
+
+def try_packing(model: ModelConfig) -> Packing:
+    """Try out whether rows of a model may be packed.
+
+    Args:
+        model: the model section; only the model's configuration is read.
+
+    Returns:
+        The finding. A model that cannot be shrunk is not safe: nothing is known of it.
+
+    Raises:
+        ModelError: the configuration cannot be loaded.
+    """
+    from transformers import AutoConfig
+
+    check_exists(model.name)
+    quiet()
+    try:
+        config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise not_loaded("model's configuration", model, error) from None
+    return try_packing_of(config, trust_remote_code=model.trust_remote_code)
+
+
+@torch.no_grad()
+def try_packing_of(config: Any, *, trust_remote_code: bool = False) -> Packing:
+    """As :func:`try_packing`, of a Transformers configuration; no random state is used up."""
+    family = str(config.model_type)
+    known = _by_class(config)
+    if known:
+        return Packing(False, family, known)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        try:
+            torch.manual_seed(0)
+            small = _build(shrunk(config), trust_remote_code)
+            rows = [torch.randint(3, _VOCABULARY, (1, length)) for length in _LENGTHS]
+            expected = torch.cat([small(input_ids=row, use_cache=False).logits[0] for row in rows])
+        except Exception as error:
+            return Packing(False, family, f"no small model of its kind can be tried out ({_first_line(error)})")
+        attention.register()
+        try:
+            small.set_attn_implementation(attention.NAME)
+            found = small(**_joined(rows), use_cache=False).logits[0]
+        except Exception as error:
+            return Packing(False, family, f"it refuses joined rows ({_first_line(error)})")
+    size = float(expected.abs().max())
+    apart = float((found - expected).abs().max()) / size if expected.isfinite().all() else float("nan")
+    if apart <= _TOLERANCE:
+        return Packing(True, family)
+    return Packing(
+        False,
+        family,
+        f"its logits for joined rows are not those of the rows alone (apart by {apart:.1%} of the largest)",
+    )
+
+
+def shrunk(config: Any) -> Any:
+    """A configuration of the same kind with small sizes; everything that is not a size stays."""
+    plain = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in ("model_type", "transformers_version", "architectures", "quantization_config", "dtype")
+    }
+    depth = next((int(plain[name]) for name in _DEPTHS if isinstance(plain.get(name), int)), _LAYERS)
+    layers = min(depth, _enough_layers(plain.get("layer_types")))
+    for name, value in plain.items():
+        plain[name] = _smaller(name, value, layers=layers, depth=depth)
+    heads = getattr(config, "num_attention_heads", None)
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        shared = plain.get(name)
+        if isinstance(shared, int) and shared:
+            plain[name] = _HEADS if shared == heads else min(2, shared)
+    return type(config)(**plain)
+
+
+def _smaller(name: str, value: Any, *, layers: int, depth: int) -> Any:
+    """One entry of a configuration, as it is in the small one."""
+    if value is None or isinstance(value, bool):
+        return value
+    if name in _DEPTHS:
+        return layers
+    if name in _WINDOWS:
+        return _WINDOW
+    if name in _SIZES and isinstance(value, int):
+        return _SIZES[name]
+    if name.endswith("_token_id"):
+        return 1
+    if isinstance(value, list | tuple) and len(value) == depth:
+        return value[:layers]
+    if isinstance(value, dict):
+        # Factors for each frequency of a rotary embedding.
+        return {key: part[: _HEAD // 2] if isinstance(part, list | tuple) else part for key, part in value.items()}
+    return value
+
+
+def _enough_layers(kinds: Any) -> int:
+    """So many layers that each kind is among them."""
+    if not kinds:
+        return _LAYERS
+    return max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
+
+
+def _build(config: Any, trust_remote_code: bool) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            # New weights are so small that attention is nearly uniform, and a wrong position would hardly show.
+            parameter.mul_(4.0)
+    return model.eval()
+
+
+def _joined(rows: list[torch.Tensor]) -> dict[str, Any]:
+    starts = torch.tensor([0, *_LENGTHS]).cumsum(0).int()
+    return {
+        "input_ids": torch.cat(rows, dim=1),
+        "position_ids": torch.cat([torch.arange(length) for length in _LENGTHS])[None],
+        "segment_lengths": _LENGTHS,
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": max(_LENGTHS),
+        "max_length_k": max(_LENGTHS),
+    }
+
+
+def _by_class(config: Any) -> str:
+    """What Transformers says of the model's class: a state from token to token, or an attention that is all its own."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        return ""
+    if kind._is_stateful:
+        return "it carries a state from token to token"
+    return "" if kind._can_set_attn_implementation() else "its attention is its own and cannot be told where rows end"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

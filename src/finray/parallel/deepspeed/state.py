@@ -1,0 +1,284 @@
+"""Weights and optimizer state where DeepSpeed keeps them: flattened, and cut without regard to rows.
+
+DeepSpeed joins the parameters of a group into one vector and gives each rank a stretch of it, so a rank holds some
+elements of a parameter, from anywhere to anywhere. They are read and written here without asking other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from finray.errors import CheckpointError
+from finray.parallel.base import StateReader
+from finray.sharding import Elements, Read, keep, read_elements
+
+# Before the names of state that belongs to no parameter alone.
+SHARED = "shared"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank keeps its elements of a parameter.
+
+    Attributes:
+        flat: the optimizer's vector (fp32) that holds them.
+        at: their first position in it.
+        start: the first element of the parameter.
+        count: how many; possibly none.
+    """
+
+    flat: torch.Tensor
+    at: int
+    start: int
+    count: int
+
+    def of(self, vector: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements in a vector that is laid out like ``flat``."""
+        return vector.narrow(0, self.at, self.count)
+
+
+class Partition:
+    """A weight under stage 3: each rank holds an equal share of its elements, the last one padded."""
+
+    def __init__(self, parameter: Any, place: Place | None = None) -> None:
+        self._parameter = parameter
+        self._place = place
+        self.shape: tuple[int, ...] = tuple(parameter.ds_shape)
+        self.dtype: torch.dtype = parameter.dtype if place is None else torch.float32
+
+    def fill(self, read: Read) -> None:
+        """Copy what this rank holds."""
+        share = self._parameter.ds_tensor
+        start, count = _share(self._parameter)
+        values = read_elements(read, self.shape, start, start + count)
+        share.zero_()
+        share.narrow(0, 0, count).copy_(values)
+        if self._place is not None:
+            self._place.of(self._place.flat.data).copy_(values)
+        if self._parameter.numel() == self._parameter.ds_numel:
+            # Small ones stay whole on every rank while there is training.
+            self._parameter.data.copy_(read(0, self.shape[0]) if self.shape else read(0, 1))
+
+    def whole(self) -> torch.Tensor:
+        """All of it; in fp32 where it is trained."""
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        if self._place is not None:
+            full: torch.Tensor = safe_get_full_fp32_param(self._parameter)
+            return full
+        with GatheredParameters([self._parameter]):
+            frozen: torch.Tensor = self._parameter.data.clone()
+        return frozen
+
+
+class Replica:
+    """A trained weight under stages 1 and 2: whole on every rank, and in fp32 in the optimizers of some."""
+
+    def __init__(self, parameter: Any, place: Place) -> None:
+        self._parameter = parameter
+        self._place = place
+        self.shape: tuple[int, ...] = tuple(parameter.shape)
+        self.dtype = torch.float32
+
+    def fill(self, read: Read) -> None:
+        """Copy all of it, and this rank's elements in fp32."""
+        values = read(0, self.shape[0] if self.shape else 1)
+        self._parameter.data.copy_(values.reshape(self.shape))
+        own = values.reshape(-1)[self._place.start : self._place.start + self._place.count]
+        self._place.of(self._place.flat.data).copy_(own)
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in fp32."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        full: torch.Tensor = safe_get_full_fp32_param(self._parameter)
+        return full
+
+
+def keep_trained(engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Say where trained weights are once there is an engine, which has them in fp32."""
+    keeper = Partition if engine.zero_optimization_stage() == 3 else Replica
+    for parameter, place in _places(engine).items():
+        keep(parameter, keeper(parameter, place))
+    assert _places(engine).keys() == set(parameters.values())
+
+
+class ZeroOptimizer:
+    """The optimizer inside DeepSpeed's, as the loop sees it.
+
+    Args:
+        engine: DeepSpeed's.
+        parameters: that are trained, by name.
+    """
+
+    def __init__(self, engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self._engine = engine
+        self._places = _places(engine)
+        # What DeepSpeed wraps: over vectors instead of parameters.
+        self._inner = engine.optimizer.optimizer
+        self._layout = engine.zero_optimization_stage(), dist.get_world_size()
+
+    def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
+        """Clip, update, and give the new weights to all ranks; gradients are freed.
+
+        DeepSpeed waits for the device in every step, so looking at ``bad`` costs nothing.
+        """
+        zero = self._engine.optimizer
+        for group in zero.param_groups:
+            group["lr"] = learning_rate * group.get("factor", 1.0)
+        left_out = bad is not None and bool(bad)
+        if left_out:
+            # DeepSpeed does what else belongs to a step: it forgets the gradients.
+            self._inner.step = lambda closure=None: None
+        try:
+            self._engine.step()
+        finally:
+            if left_out:
+                del self._inner.step
+                # With stage 2 and the optimizer on the CPU it would add to gradients that overflowed for ever.
+                zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients) if self._layout[0] < 3 else {}
+            # Otherwise it would multiply the next loss, which comes with its scale.
+            zero.loss_scaler.cur_scale = 1.0
+
+    def state(self) -> dict[str, torch.Tensor | Elements]:
+        """This rank's elements of the moments, and the update counts, as ``<parameter>/<kind>``."""
+        found: dict[str, torch.Tensor | Elements] = {}
+        held: dict[torch.Tensor, Mapping[str, Any]] = {}
+        for number, flat in enumerate(_flats(self._engine)):
+            held[flat] = self._inner.state.get(flat, {})
+            if hasattr(self._inner, "unpacked"):
+                held[flat], scales = self._inner.unpacked(flat)
+                for kind, own in scales.items():
+                    ranks = self._layout[1]
+                    key = f"{SHARED}/{kind}.{self._label(number)}"
+                    found[key] = Elements(own, dist.get_rank() * len(own), (ranks * len(own),))
+        for name, parameter in self.parameters.items():
+            place = self._places[parameter]
+            shape = _shape(parameter)
+            for kind, value in held[place.flat].items():
+                if torch.is_tensor(value) and value.shape == place.flat.shape:
+                    found[f"{name}/{kind}"] = Elements(place.of(value), place.start, shape)
+                else:
+                    found[f"{name}/{kind}"] = torch.as_tensor(value, dtype=torch.float32).reshape(()).clone()
+        return found
+
+    @torch.no_grad()
+    def restore(self, reader: StateReader) -> None:
+        """Put back what :meth:`state` gave under any strategy.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters.
+        """
+        kinds: dict[str, list[str]] = {}
+        for key in reader.shapes:
+            name, kind = key.rsplit("/", 1)
+            kinds.setdefault(name, []).append(kind)
+        kinds.pop(SHARED, None)
+        if kinds and kinds.keys() != self.parameters.keys():
+            raise CheckpointError("the optimizer state belongs to other parameters")
+        if kinds and hasattr(self._inner, "pack_again"):
+            self._restore_packed(reader)
+            return
+        for name, own in kinds.items():
+            place = self._places[self.parameters[name]]
+            state = self._inner.state[place.flat]
+            for kind in sorted(own):
+                self._read(reader, f"{name}/{kind}", kind, place, state)
+
+    def _restore_packed(self, reader: StateReader) -> None:
+        """Restore an optimizer that packs its state in blocks of a vector, and so can only do so once it is whole."""
+        for number, flat in enumerate(_flats(self._engine)):
+            values = {kind: torch.zeros_like(flat, dtype=torch.float32) for kind in ("state1", "state2")}
+            for name, parameter in self.parameters.items():
+                place = self._places[parameter]
+                if place.flat is not flat:
+                    continue
+                if f"{name}/state1" not in reader.shapes:
+                    raise CheckpointError(f"the state of {name} is that of another optimizer")
+                values["step"] = reader.read(f"{name}/step")
+                for kind in ("state1", "state2"):
+                    rows = partial(self._inner.rows, reader, name, kind)
+                    own = read_elements(rows, reader.shapes[f"{name}/{kind}"], place.start, place.start + place.count)
+                    place.of(values[kind]).copy_(own)
+            scales = {}
+            for kind in ("absmax1", "absmax2"):
+                key = f"{SHARED}/{kind}.{self._label(number)}"
+                if key in reader.shapes:
+                    each, rank = reader.shapes[key][0] // self._layout[1], dist.get_rank()
+                    scales[kind] = reader.read(key, rank * each, (rank + 1) * each)
+            self._inner.pack_again(flat, _group_of(self._engine, number), values, scales)
+
+    def _label(self, number: int) -> str:
+        """Names a vector, and how it was cut: only then do the scales of its blocks mean the same."""
+        stage, ranks = self._layout
+        return f"zero{stage}-{ranks}-{number}"
+
+    def _read(self, reader: StateReader, key: str, kind: str, place: Place, state: dict[str, Any]) -> None:
+        shape = reader.shapes[key]
+        if not shape:
+            # torch's optimizers count in a tensor, DeepSpeed's in a number.
+            count = reader.read(key).reshape(())
+            own = type(self._inner).__module__.startswith("torch.")
+            state[kind] = count.to(place.flat.device) if own else int(count)
+            return
+        if kind not in state:
+            state[kind] = torch.zeros_like(place.flat, dtype=torch.float32)
+        values = read_elements(
+            lambda start, stop: reader.read(key, start, stop), shape, place.start, place.start + place.count
+        )
+        place.of(state[kind]).copy_(values)
+
+
+def _flats(engine: Any) -> list[torch.nn.Parameter]:
+    """The vectors that this rank's optimizer is over."""
+    zero = engine.optimizer
+    stage_3 = engine.zero_optimization_stage() == 3
+    return list(zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups)
+
+
+def _group_of(engine: Any, number: int) -> dict[str, Any]:
+    """The settings of a vector; under stage 3 a group of parameters may be several vectors."""
+    zero = engine.optimizer
+    index = zero.sub_group_to_group_id[number] if engine.zero_optimization_stage() == 3 else number
+    group: dict[str, Any] = zero.optimizer.param_groups[index]
+    return group
+
+
+def _places(engine: Any) -> dict[torch.nn.Parameter, Place]:
+    """Where this rank keeps its elements of every trained parameter."""
+    zero = engine.optimizer
+    found: dict[torch.nn.Parameter, Place] = {}
+    if engine.zero_optimization_stage() == 3:
+        for flat, group in zip(_flats(engine), zero.fp16_groups, strict=True):
+            for parameter in group:
+                _, at, _ = zero.grad_position[zero.get_param_id(parameter)]
+                found[parameter] = Place(flat, at, *_share(parameter))
+        return found
+    for flat, group in zip(_flats(engine), zero.bit16_groups, strict=True):
+        for parameter in group:
+            own = parameter._hp_mapping
+            if own is None:
+                found[parameter] = Place(flat, 0, 0, 0)
+            else:
+                at, start = own.hp_fragment_address, own.lp_fragment_address
+                found[parameter] = Place(flat, at.start, start.start, start.numel)
+    return found
+
+
+def _share(parameter: Any) -> tuple[int, int]:
+    """First element and number of elements of this rank's share of a weight under stage 3."""
+    size = parameter.ds_tensor.ds_numel
+    start = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
+    return start, min(size, parameter.ds_numel - start)
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,0 +1,188 @@
+"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients (2) and weights (3) shared between the ranks.
+
+DeepSpeed sums the gradients, drives the optimizer and clips; finray decides the micro-batches, the learning rate and
+when a step ends, and reads and writes weights and moments in its own portable format.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from finray.config.schema import Config
+from finray.parallel.base import Updates
+from finray.parallel.ddp import DataParallel
+from finray.parallel.deepspeed import config as deepspeed_config
+from finray.parallel.deepspeed.state import Partition, ZeroOptimizer, keep_trained
+from finray.sharding import keep
+
+# Where DeepSpeed's own files lie in what it is told to write.
+_TAG = "shards"
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class ZeroRedundancy(DataParallel):
+    """One process of a group that DeepSpeed drives.
+
+    Args:
+        device: of this rank.
+        config: the run's.
+        precision: ``fp32``, ``bf16`` or ``fp16``. In the latter two the weights that the model computes with are of
+            that kind, and the optimizer has fp32 ones beside them.
+    """
+
+    lockstep = True
+
+    def __init__(self, device: torch.device, config: Config, *, precision: str) -> None:
+        if not dist.is_initialized():
+            # DeepSpeed wants a group even for one process.
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        super().__init__(device)
+        self._config = config
+        self._precision = precision
+        self._deepspeed = _library(device, fp16=precision == "fp16")
+        self.stage = deepspeed_config.stage(deepspeed_config.load(config), config)
+        self.shards_weights = self.stage == 3
+        self._engine: Any = None
+
+    def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:  # noqa: ARG002
+        """Under stage 3, give every weight to ``zero.Init`` as soon as it has memory, one at a time."""
+        if not self.shards_weights:
+            return
+        one_by_one = _OneByOne(module, self.device, _HALVES.get(self._precision))
+        self._deepspeed.zero.Init(module=one_by_one, config_dict_or_path=self._settings(module))
+        for parameter in module.parameters():
+            keep(parameter, Partition(parameter))
+
+    def optimizer(
+        self,
+        module: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],
+        own: Callable[[], Updates],  # noqa: ARG002
+        client: Callable[[], torch.optim.Optimizer],
+    ) -> tuple[torch.nn.Module, Updates]:
+        """DeepSpeed's engine around the module, with the optimizer of the JSON or, without one, with finray's."""
+        settings = self._settings(module)
+        theirs = "optimizer" in settings
+        optimizer = client()
+        # The groups say which parameters have no weight decay, whoever makes the optimizer.
+        groups = [
+            {key: group[key] for key in ("params", "lr", "weight_decay", "factor") if key in group}
+            for group in optimizer.param_groups
+        ]
+        self._engine, *_ = self._deepspeed.initialize(
+            model=module,
+            optimizer=None if theirs else optimizer,
+            model_parameters=groups if theirs else None,
+            config=settings,
+            dist_init_required=False,
+        )
+        keep_trained(self._engine, parameters)
+        return self._engine, ZeroOptimizer(self._engine, parameters)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add gradients; on the last micro-batch DeepSpeed sums them over the ranks, if it has not done so before."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed takes the mean over the ranks. The loss is divided by the targets of the whole step already.
+        self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
+
+    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
+        """Nothing: DeepSpeed copies rank 0's weights, and checkpoints are the same for all."""
+
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Gradients are summed already; the sum of ``extra`` is not."""
+        return self.sum(extra)
+
+    def unscale(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:  # noqa: ARG002
+        """Tell DeepSpeed the scale: its update divides by it, and then has none again."""
+        self._engine.optimizer.loss_scaler.cur_scale = float(scale)
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:  # noqa: ARG002
+        """The norm of the gradients; they are scaled in the update, by the same rule and to the same limit."""
+        from deepspeed.runtime.utils import combine_grad_norm_groups
+
+        zero = self._engine.optimizer
+        norm = combine_grad_norm_groups(zero._get_norm_groups()) if self.stage == 3 else zero.scaled_global_norm()
+        # DeepSpeed says -1 where the norm is not finite.
+        return torch.where(norm < 0, torch.full_like(norm, torch.nan), norm / zero.loss_scale)
+
+    def save_own(self, folder: Path) -> bool:
+        """Write DeepSpeed's own files, with the script that makes fp32 weights of them; finray never reads them."""
+        if not self._config.parallel.keep_deepspeed_shards:
+            return False
+        folder.mkdir()
+        self._engine.save_checkpoint(str(folder), tag=_TAG, exclude_frozen_parameters=True)
+        return True
+
+    def _settings(self, module: torch.nn.Module) -> dict[str, Any]:
+        return deepspeed_config.filled(
+            self._config, precision=self._precision, workers=self.world_size, width=_width(module)
+        )
+
+
+class _OneByOne(torch.nn.Module):
+    """A model on the meta device whose parameters get memory as they are asked for.
+
+    ``zero.Init`` shares each before it asks for the next, so that no rank ever has more than one of them.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self._module = [module]
+        self._device = device
+        self._dtype = dtype
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:  # noqa: ARG002
+        """Every parameter once; those that are tied stay tied."""
+        made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+        for part in self._module[0].modules():
+            for name, old in list(part._parameters.items()):
+                if old is None:
+                    continue
+                if id(old) in made:
+                    part._parameters[name] = made[id(old)][1]
+                    continue
+                data = torch.empty(old.shape, dtype=self._dtype or old.dtype, device=self._device)
+                new = torch.nn.Parameter(data, requires_grad=old.requires_grad)
+                made[id(old)] = old, new
+                part._parameters[name] = new
+                yield new
+
+
+def _library(device: torch.device, *, fp16: bool) -> Any:
+    """DeepSpeed, on this device and in the process group that there is."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    # Its logger is made when it is imported.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls collectives by names that torch wants to be rid of, and torch says so in every step.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # On a CPU it would compile an operation of its own first: for minutes, only where there is a compiler, and waiting
+    # for ever where a process that compiled it was killed. (As an attribute, `deepspeed.comm.torch` is torch itself.)
+    backend: Any = import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
+    if fp16 and device.type == "cpu":
+        # It asks for fp16 in hardware; torch can do without, slowly.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=False, verbose=False)
+    return deepspeed
+
+
+def _width(module: torch.nn.Module) -> int:
+    """The hidden size of the model inside a module."""
+    configs = (getattr(part, "config", None) for part in module.modules())
+    config: Any = next(config for config in configs if hasattr(config, "get_text_config"))
+    return int(config.get_text_config().hidden_size)

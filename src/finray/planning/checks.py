@@ -1,0 +1,227 @@
+"""What can be seen to be wrong with a run in a moment, without torch, Transformers or Ray: all of it at once.
+
+`finray train` does these checks first, `finray plan` does them among others.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from finray.checkpoint.rundir import RunDir
+from finray.config.paths import is_url
+from finray.config.schema import Config
+from finray.data.dataset.prepare import check_inputs
+from finray.errors import ConfigError, FinrayError, ModelError
+from finray.parallel.deepspeed import config as deepspeed_config
+from finray.pretrained.weights import stored_weights
+
+# Scheme of a URL to the package that reads it, and the extra that brings that.
+_STORAGE = {
+    "s3": ("s3fs", "s3"),
+    "gs": ("gcsfs", "gcs"),
+    "gcs": ("gcsfs", "gcs"),
+    "az": ("adlfs", "azure"),
+    "abfs": ("adlfs", "azure"),
+}
+
+
+def require_startable(config: Config) -> None:
+    """Do the quick checks.
+
+    Raises:
+        FinrayError: the one problem there is, or a :class:`ConfigError` that lists them all.
+    """
+    problems = quick_problems(config)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ConfigError(
+            f"{len(problems)} problems keep the run from starting", problems=tuple(str(problem) for problem in problems)
+        )
+
+
+def quick_problems(config: Config) -> list[FinrayError]:
+    """Everything that the quick checks find; paths of the config must be absolute."""
+    problems: list[FinrayError] = []
+    for check in (
+        check_inputs,
+        check_extras,
+        check_output,
+        check_stored_model,
+        deepspeed_config.check,
+        check_quantization,
+    ):
+        with collected(problems):
+            check(config)
+    return problems
+
+
+@contextmanager
+def collected(problems: list[FinrayError]) -> Iterator[None]:
+    """Put an error of finray's into a list instead of raising it."""
+    try:
+        yield
+    except FinrayError as error:
+        problems.append(error)
+
+
+def check_extras(
+    config: Config, *, installed: Callable[[str], bool] = lambda name: find_spec(name) is not None
+) -> None:
+    """See that the packages which the config needs beside the core are there.
+
+    Raises:
+        ConfigError: some are missing; the repair is the line that installs them all.
+    """
+    wanted: dict[str, tuple[str, str]] = {}
+    if Path(config.model.name).suffix == ".gguf":
+        wanted["gguf"] = ("gguf", "model.name")
+    if config.train.optimizer.endswith("8bit"):
+        wanted["quantization"] = ("bitsandbytes", "train.optimizer")
+    if config.parallel.strategy == "deepspeed":
+        wanted["deepspeed"] = ("deepspeed", "parallel.strategy")
+    if config.model.quantization in ("4bit", "8bit"):
+        wanted.setdefault("quantization", ("bitsandbytes", "model.quantization"))
+    if config.train.liger is True:
+        wanted["liger"] = ("liger_kernel", "train.liger")
+    data = config.data
+    urls = [("data.source", data.source), ("data.eval_source", data.eval_source), ("prepare.dir", config.prepare.dir)]
+    urls += [(f"data.mix.{index}.source", one.source) for index, one in enumerate(data.mix)]
+    for where, url in urls:
+        if url is not None and is_url(url) and url.split("://", 1)[0] in _STORAGE:
+            package, extra = _STORAGE[url.split("://", 1)[0]]
+            wanted.setdefault(extra, (package, where))
+    missing = {extra: where for extra, (package, where) in wanted.items() if not installed(package)}
+    if missing:
+        raise ConfigError(
+            f"{'packages' if len(missing) > 1 else 'a package'} for {', '.join(sorted(missing))} "
+            f"{'are' if len(missing) > 1 else 'is'} not installed",
+            where=", ".join(sorted(set(missing.values()))),
+            repair=f"pip install 'finray[{','.join(sorted(missing))}]'",
+        )
+
+
+def check_quantization(config: Config) -> None:
+    """See that the base model can be stored in fewer bits.
+
+    Raises:
+        ConfigError: its file, or DeepSpeed's stage, does not allow that.
+    """
+    if config.model.quantization == "none" or config.adapter.method == "none":
+        return
+    where = f"model.quantization={config.model.quantization}"
+    if Path(config.model.name).suffix == ".gguf":
+        raise ConfigError(
+            "a GGUF file is unpacked as it is read, and is not packed again",
+            where=where,
+            repair="`finray import-gguf` makes a model directory of it, which can be",
+        )
+    if config.parallel.strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3:
+        raise ConfigError(
+            "ZeRO-3 shares weights out by itself, and knows nothing of packed ones and their scales",
+            where=f"{where}, parallel.strategy=deepspeed",
+            repair="parallel.strategy=fsdp, or parallel.zero_stage=2, or model.quantization=none",
+        )
+
+
+def check_output(config: Config) -> None:
+    """See that the output directory can be written, by writing to it; nothing is left behind.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    folder = RunDir.of(config).path.parent
+    made: list[Path] = []
+    try:
+        for place in (*reversed(folder.parents), folder):
+            if not place.exists():
+                place.mkdir()
+                made.append(place)
+        probe = folder / f".finray-plan-probe-{os.getpid()}"
+        try:
+            probe.write_bytes(b"probe")
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the output directory cannot be written: {error.strerror}",
+            where=f"run.output_dir={folder}",
+            repair="choose another directory with run.output_dir, or mend its permissions",
+        ) from None
+    finally:
+        for place in reversed(made):
+            place.rmdir()
+
+
+def check_stored_model(config: Config) -> None:
+    """See that a model directory has its weights, and that each target module of a list is the name of one.
+
+    Regular expressions are left to `finray plan`, which knows the names that modules have when the model is built; so
+    are models with experts, whose tensors Transformers joins on the way.
+
+    Raises:
+        ModelError: weights are missing or cut off, or target modules match nothing.
+    """
+    folder = Path(config.model.name)
+    if not (folder / "config.json").is_file():
+        return
+    stored = stored_weights(folder)
+    plain = stored is not None and not any("experts" in name for name in stored.names)
+    if stored is not None and plain and isinstance(config.adapter.target_modules, list):
+        # A head that is tied to the embedding is in no file.
+        check_targets(config, [*stored.modules, "lm_head"])
+
+
+def check_targets(config: Config, names: list[str]) -> None:
+    """See that ``adapter.target_modules`` matches modules, as PEFT matches them.
+
+    Args:
+        config: the run's.
+        names: names of the model's modules.
+
+    Raises:
+        ModelError: an entry of a list, or the regular expression, matches none.
+    """
+    targets = config.adapter.target_modules
+    if config.adapter.method == "none" or targets == "all-linear":
+        return
+    endings = sorted({name.rpartition(".")[2] for name in names if "norm" not in name} - {""})
+    if isinstance(targets, str):
+        try:
+            matches = any(re.fullmatch(targets, name) for name in names)
+        except re.error as error:
+            raise ModelError(
+                f"not a regular expression: {error}",
+                where="adapter.target_modules",
+                repair="use `all-linear`, a regular expression of whole module names, or a list of their endings",
+            ) from None
+        if not matches:
+            raise ModelError(
+                f"the regular expression `{targets}` matches no module",
+                where="adapter.target_modules",
+                repair=f"it must match a whole name, such as {_example(names)}",
+            )
+        return
+    missing = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
+    if missing:
+        raise ModelError(
+            f"{'these match' if len(missing) > 1 else 'this matches'} no module: "
+            + ", ".join(f"`{one}`{_near(one, endings)}" for one in missing),
+            where="adapter.target_modules",
+            repair=f"modules that can be named: {', '.join(endings)}",
+        )
+
+
+def _near(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1, cutoff=0.5)
+    return f" (did you mean `{close[0]}`?)" if close else ""
+
+
+def _example(names: list[str]) -> str:
+    return max(names, key=lambda name: (name.count("."), name), default="model.layers.0.self_attn.q_proj")

@@ -1,0 +1,283 @@
+"""The model part of a plan: counts, vocabulary, special tokens and context length, without reading weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finray.config.schema import Config
+from finray.errors import FinrayError, ModelError
+from finray.models.packing_check import Packing, try_packing
+from finray.planning.blueprint import Blueprint, build_meta_model, draw_blueprint
+from finray.planning.checks import check_targets
+from finray.planning.findings import Findings
+from finray.pretrained.bundled_configs import shipped_shape
+from finray.pretrained.tokenizers import load_tokenizer, new_ids
+from finray.pretrained.weights import StoredWeights, stored_weights
+
+_GATED = ("gated", "401", "403", "restricted", "unauthorized")
+_UNREACHABLE = ("offline", "couldn't connect", "connection", "cannot find the requested files", "timed out")
+_OUT_OF_REACH = "the model is not in the local cache, and the Hub cannot be reached"
+_TOKEN_NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """The model and its adapter.
+
+    Attributes:
+        name: as the config has it.
+        parameters: all of them, the adapter's included.
+        trainable: those that are trained.
+        adapter: those of the adapter.
+        layers: decoder layers.
+        context: most positions, or None where the model names none.
+        embedding_rows: rows of the input embedding.
+        tokens: entries of the tokenizer, or None where it could not be loaded.
+        eos: end-of-sequence token.
+        pad: padding token.
+        stored_bytes: size of the weights' files, or None where that is not known.
+    """
+
+    name: str
+    parameters: int
+    trainable: int
+    adapter: int
+    layers: int
+    context: int | None
+    embedding_rows: int
+    tokens: int | None
+    eos: str | None
+    pad: str | None
+    stored_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """A :class:`ModelPlan` with what the memory estimate reads."""
+
+    plan: ModelPlan
+    blueprint: Blueprint
+    stored: StoredWeights | None
+    packs: bool = True
+
+
+def plan_model(
+    config: Config, found: Findings, *, environ: Mapping[str, str] = os.environ, offline: bool = False
+) -> PlannedModel | None:
+    """Build the model on the meta device, look at its tokenizer, and note what is wrong.
+
+    Args:
+        config: the run's, with absolute paths.
+        found: takes problems and warnings.
+        environ: where tokens are.
+        offline: a model on a Hub that cannot be reached is not a problem, but something that was not checked.
+
+    Returns:
+        None where the model cannot be built.
+    """
+    opened = _open(config, found, environ, offline=offline)
+    if opened is None:
+        return None
+    model, tokenizer, packing = opened
+    if tokenizer is not None:
+        rows = int(model.get_input_embeddings().weight.shape[0])
+        check_tokens(tokenizer, rows, _stop_ids(model), found)
+    stored = stored_in(config)
+    try:
+        blueprint = _drawn(config, model, () if tokenizer is None else new_ids(config.model), found)
+    except FinrayError as error:
+        found.problem(error)
+        return None
+    if blueprint.unknown:
+        found.warn(
+            f"what {', '.join(blueprint.unknown)} keep for the backward pass is not counted: memory may be more",
+            "model.name",
+        )
+    if not packing.safe:
+        found.warn(packing.warning, "data.packing")
+    _compare_counts(blueprint, stored, found)
+    return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored, packing.safe)
+
+
+def _open(
+    config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool
+) -> tuple[Any, Any | None, Packing] | None:
+    """The model without weights, its tokenizer, and whether it may be packed.
+
+    Where the Hub does not give them, a shape that comes with finray stands in, without a tokenizer.
+    """
+    try:
+        return build_meta_model(config.model), load_tokenizer(config.model), try_packing(config.model)
+    except FinrayError as error:
+        known = explained(error, config, environ)
+    if offline and known.message == _OUT_OF_REACH:
+        found.skip("its weights and its tokenizer", known.where)
+    else:
+        found.problem(known)
+    shape = None if Path(config.model.name).exists() else shipped_shape(config.model)
+    if shape is None:
+        return None
+    found.warn("its shape is the one that comes with finray, not read from the Hub", "model.name")
+    return build_meta_model(shape), None, try_packing(shape)
+
+
+def _drawn(config: Config, model: Any, new_tokens: tuple[int, ...], found: Findings) -> Blueprint:
+    """The blueprint; targets that match nothing are a problem, and an error where none is left that matches."""
+    names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
+    try:
+        check_targets(config, names)
+    except FinrayError as error:
+        if not isinstance(config.adapter.target_modules, list):
+            raise
+        found.problem(error)
+        try:
+            return draw_blueprint(model, config.adapter, new_tokens)
+        except FinrayError:
+            # PEFT says again that nothing matches.
+            raise error from None
+    return draw_blueprint(model, config.adapter, new_tokens)
+
+
+def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> None:
+    """Compare a tokenizer with the embedding and with the model's stop tokens.
+
+    Args:
+        tokenizer: Transformers' tokenizer.
+        rows: rows of the embedding.
+        stop: ids that end an answer, by the model's configuration.
+        found: takes problems and warnings.
+    """
+    added = {int(number) for number in tokenizer.added_tokens_decoder}
+    beyond = {name: number for name, number in tokenizer.get_vocab().items() if number >= rows}
+    special = {kind: getattr(tokenizer, f"{kind}_token_id", None) for kind in ("eos", "pad", "bos")}
+    used = [kind for kind, number in special.items() if number is not None and number >= rows]
+    if used or any(number not in added for number in beyond.values()):
+        found.problem(
+            ModelError(
+                f"{len(beyond):,} of {len(tokenizer):,} tokens have no embedding: the model has {rows:,} rows",
+                where="model.name",
+                repair="use the model's own tokenizer, or a model whose embedding was enlarged for it",
+            )
+        )
+    elif beyond:
+        found.warn(
+            f"the model has no embedding for {', '.join(sorted(beyond)[:3])}: data with such tokens would fail",
+            "model.name",
+        )
+    if special["eos"] is None:
+        found.warn(
+            "the tokenizer has no end-of-sequence token: only a chat template can teach the model to stop",
+            "model.name",
+        )
+    elif stop and special["eos"] not in stop:
+        found.warn(
+            f"answers end with {tokenizer.eos_token}, which the model's configuration does not name as an end: other "
+            "programs may not stop there",
+            "model.name",
+        )
+
+
+def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None, found: Findings) -> None:
+    """Compare the model's context with the rows.
+
+    Args:
+        blueprint: of the model.
+        max_length: ``data.max_length``.
+        longest: tokens of the longest row, or None where not all rows are known.
+        found: takes problems and warnings.
+    """
+    context = blueprint.context
+    if context is None or min(max_length, longest or max_length) <= context:
+        return
+    length = f"the longest row has {longest:,} tokens" if longest else f"rows may have {max_length:,} tokens"
+    if blueprint.learned_positions and longest:
+        found.problem(
+            ModelError(
+                f"{length}, the model has positions for {context:,}",
+                where="data.max_length",
+                repair=f"data.max_length={context}",
+            )
+        )
+    else:
+        found.warn(f"{length}, the model was made for {context:,}", "data.max_length", f"data.max_length={context}")
+
+
+def _facts(config: Config, blueprint: Blueprint, tokenizer: Any | None, stored: StoredWeights | None) -> ModelPlan:
+    return ModelPlan(
+        name=config.model.name,
+        parameters=blueprint.parameters,
+        trainable=blueprint.trainable,
+        adapter=blueprint.adapter,
+        layers=blueprint.layers,
+        context=blueprint.context,
+        embedding_rows=blueprint.vocabulary,
+        tokens=None if tokenizer is None else len(tokenizer),
+        eos=None if tokenizer is None else tokenizer.eos_token,
+        pad=None if tokenizer is None else tokenizer.pad_token,
+        stored_bytes=None if stored is None else stored.size,
+    )
+
+
+def stored_in(config: Config) -> StoredWeights | None:
+    """The headers of the weights; damaged files are a problem that the quick checks have noted already."""
+    folder = Path(config.model.name)
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        return stored_weights(folder)
+    except FinrayError:
+        return None
+
+
+def _compare_counts(blueprint: Blueprint, stored: StoredWeights | None, found: Findings) -> None:
+    """Weights that a file lacks would be drawn at random, with no more than a line in a log."""
+    # Files may hold a tied head a second time, and tensors of parts that are not built; quantised ones hold fewer.
+    if stored is None or any(dtype not in ("F64", "F32", "F16", "BF16") for dtype in stored.dtypes):
+        return
+    if stored.elements < 0.999 * blueprint.base:
+        found.problem(
+            ModelError(
+                f"the files hold {stored.elements:,} of {blueprint.base:,} weights: the others would be random",
+                where="model.name",
+                repair="fetch the model again, with all of its `.safetensors` files",
+            )
+        )
+
+
+def _stop_ids(model: Any) -> set[int]:
+    sources = [model.config, getattr(model, "generation_config", None)]
+    values = [getattr(source, "eos_token_id", None) for source in sources if source is not None]
+    return {one for value in values for one in (value if isinstance(value, list) else [value]) if one is not None}
+
+
+def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) -> FinrayError:
+    """A model on the Hub that cannot be had: whether a token is missing, or the Hub."""
+    if Path(config.model.name).exists():
+        return error
+    cause = error.__cause__ or error.__context__ or error
+    text = f"{error.message} {cause}".lower()
+    where = f"model.name={config.model.name}"
+    token = any(environ.get(name) for name in _TOKEN_NAMES)
+    if any(sign in text for sign in _GATED):
+        return ModelError(
+            "the model is gated, and " + ("HF_TOKEN gives no access to it" if token else "HF_TOKEN is not set"),
+            where=where,
+            repair="accept its terms on its page"
+            + (
+                " with the account of that token"
+                if token
+                else ", then export HF_TOKEN=... with a token of that account"
+            ),
+        )
+    if any(sign in text for sign in _UNREACHABLE):
+        return ModelError(
+            _OUT_OF_REACH,
+            where=where,
+            repair="fetch it where there is a network, and name its directory here"
+            + ("" if token else "; a gated model needs HF_TOKEN too"),
+        )
+    return error

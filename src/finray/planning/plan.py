@@ -1,0 +1,377 @@
+"""A run looked at before it starts, on a CPU and without reading weights: what it is, what it needs, what is wrong.
+
+Everything is found that can be found: a problem in one part does not hide those of another. A run would start exactly
+when its plan has no problems and nothing was left unchecked; only an offline plan leaves something unchecked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from finray.config.paths import with_absolute_paths
+from finray.config.schema import Config
+from finray.data.sampling.order import total_steps
+from finray.errors import ClusterError, DataError, FinrayError
+from finray.models.loading import cpu_has_bf16
+from finray.planning.checks import quick_problems
+from finray.planning.devices import Gpu, gpu_named, gpu_of, local_gpus, machine_cpus, machine_memory
+from finray.planning.findings import Finding, Findings
+from finray.planning.memory import Device, MemoryPlan, Rows, plan_memory
+from finray.planning.model import ModelPlan, check_context, plan_model
+from finray.planning.placement import Placement, place
+from finray.planning.sample_data import examine as examine_data
+from finray.planning.strategy import resolve_strategy
+from finray.planning.strategy_choice import StrategyChoice
+
+# What Ray's own processes and the driver take on a machine that also trains.
+_BESIDE_WORKERS = 2**30
+_HERE = "this machine"
+# How `datasets` says that it has no network.
+_UNREACHABLE = ("couldn't reach", "offline", "couldn't connect", "connection error", "couldn't find cache")
+
+
+class DataReport(Protocol):
+    """What the plan reads of an examination of the data; see :class:`finray.planning.sample_data.DataReport`."""
+
+    @property
+    def problems(self) -> list[FinrayError]:
+        """What keeps the data from being prepared."""
+
+    @property
+    def notes(self) -> list[str]:
+        """How it was read."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """Rows that lost something."""
+
+    @property
+    def rows(self) -> int:
+        """Rows to train on."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in them."""
+
+    @property
+    def supervised(self) -> int:
+        """Targets in them."""
+
+    @property
+    def packs(self) -> int:
+        """Packs that they fill; rows where packing is off."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Row lengths, sorted; a sample where there are many."""
+
+    @property
+    def complete(self) -> bool:
+        """False where only a part of a large source was read."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+
+
+Examine = Callable[[Config], DataReport]
+Nodes = Sequence[dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlan:
+    """What is learned from.
+
+    Attributes:
+        rows: rows to train on.
+        tokens: in them.
+        supervised: targets in them.
+        packs: that they fill, or rows without packing.
+        longest: tokens of the longest row.
+        complete: whether all of it was read; else all numbers are of the part that was.
+        notes: how it was read.
+        steps: optimizer steps of the run.
+        epochs: passes over the data.
+        seen_tokens: tokens that the run sees.
+        seconds: that the examination took.
+    """
+
+    rows: int
+    tokens: int
+    supervised: int
+    packs: int
+    longest: int
+    complete: bool
+    notes: tuple[str, ...]
+    steps: int
+    epochs: float
+    seen_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementPlan:
+    """Where workers go.
+
+    Attributes:
+        cluster: the address that was asked, or ``this machine``.
+        nodes: how many nodes it has.
+        cpus: CPUs of all of them.
+        gpus: GPUs of all of them.
+        workers: training workers.
+        cpus_per_worker: what each gets.
+        use_gpu: whether each gets a GPU.
+    """
+
+    cluster: str
+    nodes: int
+    cpus: int
+    gpus: int
+    workers: int
+    cpus_per_worker: int
+    use_gpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known of a run; a part that could not be worked out is None, and the problems say why.
+
+    Attributes:
+        problems: what keeps it from starting.
+        warnings: what to look at.
+        unchecked: what an offline plan could not look at.
+        model: the model and its adapter.
+        data: what is learned from.
+        strategy: what `parallel.strategy: auto` comes to, and why; None where a strategy is named.
+        placement: where workers go; None where ``--gpu`` names GPUs that are not here.
+        memory: what a worker needs, and whether it has it.
+    """
+
+    problems: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+    unchecked: tuple[Finding, ...] = ()
+    model: ModelPlan | None = None
+    data: DataPlan | None = None
+    strategy: StrategyChoice | None = None
+    placement: PlacementPlan | None = None
+    memory: MemoryPlan | None = None
+
+    @property
+    def starts(self) -> bool | None:
+        """Whether the run would start; None where nothing speaks against it and not everything was checked."""
+        return False if self.problems else None if self.unchecked else True
+
+    def plain(self) -> dict[str, Any]:
+        """The plan as JSON types."""
+        return {"starts": self.starts, **asdict(self)}
+
+
+def no_cluster(config: Config) -> Nodes:
+    """Nobody is there to ask Ray."""
+    raise ClusterError("a plan without Ray cannot look at a cluster", where=f"cluster.address={config.cluster.address}")
+
+
+def make_plan(
+    config: Config,
+    *,
+    gpu: str | None = None,
+    examine: Examine = examine_data,
+    ask: Callable[[Config], Nodes] = no_cluster,
+    environ: Mapping[str, str] = os.environ,
+    offline: bool = False,
+) -> Plan:
+    """Look at everything that a run needs.
+
+    Args:
+        config: the run's configuration.
+        gpu: name of the GPUs that workers will have (see :data:`finray.planning.devices.GPUS`); None takes those of
+            the cluster, or of this machine.
+        examine: looks at the data.
+        ask: gives the resources of each living node of the configured cluster.
+        environ: environment variables, where tokens and the address of Ray are.
+        offline: what lies on a Hub that cannot be reached is listed as not checked, instead of as a problem.
+
+    Raises:
+        ConfigError: no GPU has that name.
+    """
+    named = None if gpu is None else gpu_named(gpu)
+    config = with_absolute_paths(config)
+    found = Findings()
+    found.problem(*quick_problems(config))
+    model = plan_model(config, found, environ=environ, offline=offline)
+    report = _examined(config, examine, found)
+    if report is not None:
+        _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
+    data = None if report is None or report.problems else _data(config, report, found)
+    if model is not None:
+        longest = data.longest if data is not None and data.complete else None
+        check_context(model.blueprint, max_length=config.data.max_length, longest=longest, found=found)
+    placement, device = _place(config, named, found, environ, ask)
+    memory = choice = None
+    if model is not None and device is not None:
+        if config.parallel.strategy == "auto":
+            config, choice = resolve_strategy(config, model.blueprint, model.stored, device, packs=model.packs)
+        rows = Rows() if data is None or report is None else _rows(data, report.lengths)
+        memory = plan_memory(config, model.blueprint, model.stored, device, rows, found, packs=model.packs)
+    known = None if model is None else model.plan
+    return Plan(found.problems, found.warnings, found.unchecked, known, data, choice, placement, memory)
+
+
+def _examined(config: Config, examine: Examine, found: Findings) -> DataReport | None:
+    """The report on the data; None where not even a report could be made (of a disk that is full, say)."""
+    try:
+        return examine(config)
+    except OSError as error:
+        found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
+        return None
+
+
+def _note_problems(
+    config: Config, report: DataReport, found: Findings, model: ModelPlan | None, *, offline: bool
+) -> None:
+    """What is wrong with the data. Without its tokenizer it cannot be tokenised; that has been said."""
+    where = f"model.name={config.model.name}"
+    for one in report.problems:
+        if one.where == where and (model is None or model.tokens is None):
+            if offline:
+                found.skip("the data, which cannot be tokenised without it", "data.source")
+        elif offline and _is_out_of_reach(one):
+            found.skip("the data, which lies on the Hub", f"data.source={one.where}")
+        else:
+            found.problem(one)
+
+
+def _is_out_of_reach(error: FinrayError) -> bool:
+    """Whether a data set lies on a Hub that cannot be reached."""
+    return isinstance(error, DataError) and any(sign in error.message.lower() for sign in _UNREACHABLE)
+
+
+def _rows(data: DataPlan, lengths: Sequence[int]) -> Rows:
+    return Rows(lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
+
+
+def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
+    for text in report.warnings:
+        found.warn(text, "data")
+    train = config.train
+    steps, items = total_steps(
+        max(1, report.packs), epochs=train.epochs, max_steps=train.max_steps, global_batch_size=train.global_batch_size
+    )
+    passes = (items or steps * train.global_batch_size) / max(1, report.packs)
+    unit = "packs" if config.data.packing else "rows"
+    if report.complete and train.global_batch_size > report.packs:
+        found.warn(
+            f"a step takes {train.global_batch_size} {unit} and there are {report.packs}: it sees some of them again",
+            "train.global_batch_size",
+        )
+    shares = -(-train.global_batch_size // train.micro_batch_size)
+    if shares < config.cluster.num_workers:
+        found.warn(
+            f"a step has {shares} micro-batches for {config.cluster.num_workers} workers: the rest do nothing",
+            "train.global_batch_size",
+            f"train.global_batch_size={config.cluster.num_workers * train.micro_batch_size} or more",
+        )
+    return DataPlan(
+        rows=report.rows,
+        tokens=report.tokens,
+        supervised=report.supervised,
+        packs=report.packs,
+        longest=report.longest,
+        complete=report.complete,
+        notes=tuple(report.notes),
+        steps=steps,
+        epochs=passes,
+        seen_tokens=round(passes * report.tokens),
+        seconds=report.seconds,
+    )
+
+
+# --- where it runs --------------------------------------------------------------------------------------------------
+
+
+def _place(
+    config: Config, named: Gpu | None, found: Findings, environ: Mapping[str, str], ask: Callable[[Config], Nodes]
+) -> tuple[PlacementPlan | None, Device | None]:
+    """Whether the workers can be placed, and what one of them runs on."""
+    address = config.cluster.address or environ.get("RAY_ADDRESS") or None
+    device = None if named is None else Device("cuda", named.name, named.memory, named.bf16)
+    if named is not None and address is None:
+        # GPUs that are named are those of another machine, about which nothing else is known.
+        return None, device
+    gpus: list[Gpu] = []
+    try:
+        if address is None:
+            gpus = local_gpus()
+            nodes = _this_machine(gpus)
+        else:
+            nodes = ask(config)
+        placement = place(config.cluster, list(nodes))
+    except FinrayError as error:
+        found.problem(error)
+        return None, device
+    _check_shared(config, len(nodes), found)
+    plan = PlacementPlan(
+        cluster=address or _HERE,
+        nodes=len(nodes),
+        cpus=sum(int(node.get("CPU", 0)) for node in nodes),
+        gpus=sum(int(node.get("GPU", 0)) for node in nodes),
+        workers=placement.num_workers,
+        cpus_per_worker=placement.cpus_per_worker,
+        use_gpu=placement.use_gpu,
+    )
+    return plan, device or _device(placement, nodes, gpus, found)
+
+
+def _this_machine(gpus: Sequence[Gpu]) -> Nodes:
+    """This machine as a node."""
+    return [{"CPU": machine_cpus(), "GPU": len(gpus), "memory": machine_memory() - _BESIDE_WORKERS}]
+
+
+def device_of(config: Config, placement: Placement, nodes: Nodes, environ: Mapping[str, str]) -> Device:
+    """What a worker of a placement runs on, as a plan says it.
+
+    Args:
+        config: the run's.
+        placement: of its workers.
+        nodes: the nodes of the cluster; not used where Ray was started on this machine for the run.
+        environ: environment variables, where the address of Ray may be.
+    """
+    ours = not (config.cluster.address or environ.get("RAY_ADDRESS"))
+    gpus = local_gpus() if ours else []
+    return _device(placement, _this_machine(gpus) if ours else nodes, gpus, Findings())
+
+
+def _device(placement: Placement, nodes: Nodes, gpus: list[Gpu], found: Findings) -> Device:
+    if placement.use_gpu:
+        gpu = min(gpus, key=lambda one: one.memory) if gpus else gpu_of(list(nodes))
+        if gpu is None:
+            found.warn("the cluster does not say what its GPUs are: name them with --gpu to see whether the run fits")
+            return Device("cuda", "the cluster's GPU", None)
+        return Device("cuda", gpu.name, gpu.memory, gpu.bf16)
+    return Device("cpu", "the machine" if len(nodes) == 1 else "a node", _share(placement, nodes), cpu_has_bf16())
+
+
+def _share(placement: Placement, nodes: Nodes) -> int | None:
+    """Memory of one worker on the node that has the least for each of those it may get."""
+    shares = []
+    for node in nodes:
+        room = int(node.get("CPU", 0)) // placement.cpus_per_worker
+        workers = min(room, placement.num_workers)
+        if workers and "memory" in node:
+            shares.append(int(node["memory"]) // workers)
+    return min(shares, default=None)
+
+
+def _check_shared(config: Config, nodes: int, found: Findings) -> None:
+    if nodes > 1:
+        found.warn(
+            f"the cluster has {nodes} nodes: this directory must be the same on all of them, such as one of NFS",
+            f"run.output_dir={config.run.output_dir}",
+        )

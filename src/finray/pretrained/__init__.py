@@ -1,0 +1,1 @@
+"""What a model directory or a Hub id holds: tokenizer, headers of weights, bundled configs. No torch."""

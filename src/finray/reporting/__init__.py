@@ -1,0 +1,1 @@
+"""The reporting room: pages and plots that a person opens."""

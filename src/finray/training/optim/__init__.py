@@ -1,0 +1,1 @@
+"""Optimizers over parameters that may be shards."""

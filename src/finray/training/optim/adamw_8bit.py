@@ -1,0 +1,248 @@
+"""AdamW whose moments are 8 bits wide (Dettmers et al. 2022), from bitsandbytes, for weights that may be shards.
+
+Moments are kept as bytes that index a map of 256 values, with a scale for each block of 256 bytes. Blocks are counted
+from the first element that a rank holds. So a checkpoint has, for each part that the rows were cut into, a row of
+scales; what is cut into other parts later is unpacked with the old blocks and packed in the new ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import bitsandbytes as bnb
+import torch
+
+from finray.errors import CheckpointError
+from finray.parallel.base import StateReader
+from finray.sharding import is_sharded, local_rows, rows_like, shape_of, shards_of
+
+BLOCK = 256
+# Smaller parameters keep fp32 moments, as bitsandbytes advises; counted over all ranks.
+SMALLEST = 4096
+_BITS = "bits"
+
+
+class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc]
+    """AdamW with 8-bit moments.
+
+    Args:
+        groups: parameter groups; parameters may be shards.
+        paged: moments in memory that the GPU's driver moves to the CPU when it needs the room.
+        lr: learning rate.
+        betas: decay of the moments.
+        eps: Adam's epsilon.
+    """
+
+    found_inf: torch.Tensor | None = None
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, paged: bool, lr: float, betas: tuple[float, float], eps: float
+    ) -> None:
+        self._local: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        self._updates = 0
+        own = []
+        on_cpu = True
+        for group in groups:
+            for bits in (8, 32):
+                fitting = [one for one in group["params"] if _is_eight(one) == (bits == 8)]
+                on_cpu &= all(one.device.type == "cpu" for one in fitting)
+                held = [self._held(one) for one in fitting]
+                # A rank may have no row of a small parameter; where a library keeps the values, all are empty.
+                if held := [one for one in held if one.numel() or one in self._local]:
+                    own.append({**group, "params": held, _BITS: bits})
+        super().__init__(own, lr=lr, betas=betas, eps=eps, min_8bit_size=0, is_paged=paged and not on_cpu)
+
+    def _held(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        """What this rank holds of a parameter, as a parameter that shares its memory."""
+        local = parameter
+        if is_sharded(parameter):
+            local = torch.nn.Parameter(local_rows(parameter.detach())[0], requires_grad=parameter.requires_grad)
+        self._local[parameter] = local
+        return local
+
+    def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+        """bitsandbytes asks here for the settings of a parameter."""
+        config: dict[str, Any] = super().get_config(gindex, pindex, group)
+        config["optim_bits"] = group[_BITS]
+        return config
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """One update. bitsandbytes waits for the device after each parameter, so looking at a number costs nothing."""
+        assert closure is None
+        if self.found_inf is not None and bool(self.found_inf):
+            return
+        for parameter, local in self._local.items():
+            if local is not parameter:
+                local.grad = None if parameter.grad is None else local_rows(parameter.grad)[0]
+        self._updates += 1
+        super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients."""
+        super().zero_grad(set_to_none)
+        for parameter in self._local:
+            parameter.grad = None
+
+    def saved(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state of a parameter as tensors that are cut into rows as it is."""
+        local = self._local[parameter]
+        parts, _ = shards_of(parameter)
+        state = self.state.get(local, {})
+        if not self._updates:
+            return {}
+        # A rank without rows of this parameter has no state of it, and may be the one that writes the count.
+        found = {"step": torch.tensor(float(self._updates))}
+        eight = _is_eight(parameter)
+        for number in ("1", "2"):
+            values = state.get(f"state{number}")
+            if values is None:
+                values = torch.zeros_like(local, dtype=torch.uint8 if eight else torch.float32)
+            found[f"state{number}"] = rows_like(values, parameter, tuple(parameter.shape))
+            if eight:
+                blocks = _blocks(parameter, parts)
+                scales = local.new_zeros((1, blocks), dtype=torch.float32)
+                if f"absmax{number}" in state:
+                    scales[0, : len(state[f"absmax{number}"])] = state[f"absmax{number}"]
+                found[f"absmax{number}"] = rows_like(scales, parameter, (parts, blocks))
+        return found
+
+    def shared(self) -> dict[str, torch.Tensor]:
+        """The maps that the bytes of the first and of the second moment index."""
+        return {"qmap1": self.name2qmap["dynamic"], "qmap2": self.name2qmap["udynamic"]}
+
+    def put_back(self, parameter: torch.nn.Parameter, name: str, reader: StateReader) -> None:
+        """Restore what :meth:`saved` gave, cut into the same parts or others.
+
+        Raises:
+            CheckpointError: it is the state of another optimizer.
+        """
+        if f"{name}/state1" not in reader.shapes:
+            raise CheckpointError(f"the state of {name} is that of another optimizer")
+        local = self._local[parameter]
+        self._updates = int(reader.read(f"{name}/step"))
+        if not local.numel():
+            return
+        group, at = next(
+            (number, place)
+            for number, one in enumerate(self.param_groups)
+            for place, held in enumerate(one["params"])
+            if held is local
+        )
+        self.init_state(self.param_groups[group], local, group, at)
+        state = self.state[local]
+        state["step"] = self._updates
+        parts, part = shards_of(parameter)
+        _, start = local_rows(parameter)
+        for number in ("1", "2"):
+            key, kept = f"{name}/state{number}", state[f"state{number}"]
+            scales = f"{name}/absmax{number}"
+            if kept.dtype != torch.uint8:
+                kept.copy_(reader.read(key, start, start + len(local)))
+            elif scales not in reader.shapes:
+                # Written where blocks have nothing to do with rows, so in fp32.
+                packed, absmax = pack(reader.read(key, start, start + len(local)), state[f"qmap{number}"].cpu())
+                kept.copy_(packed)
+                state[f"absmax{number}"].copy_(absmax)
+            elif reader.shapes[scales][0] == parts:
+                kept.copy_(reader.read(key, start, start + len(local)))
+                own = state[f"absmax{number}"]
+                own.copy_(reader.read(scales, part, part + 1)[0, : len(own)])
+            else:
+                values = _unpacked(reader, name, number, start, start + len(local))
+                packed, absmax = pack(values, state[f"qmap{number}"].cpu())
+                kept.copy_(packed)
+                state[f"absmax{number}"].copy_(absmax)
+
+    def unpacked(self, vector: torch.nn.Parameter) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The state of a vector that a library joined from parameters, in fp32, and the scales of its blocks."""
+        state = self.state.get(vector, {})
+        values: dict[str, torch.Tensor] = {}
+        scales: dict[str, torch.Tensor] = {}
+        if not state:
+            return values, scales
+        for number in ("1", "2"):
+            kept = state[f"state{number}"]
+            if kept.dtype == torch.uint8:
+                scales[f"absmax{number}"] = state[f"absmax{number}"]
+                kept = unpack(kept, state[f"absmax{number}"], state[f"qmap{number}"])
+            values[f"state{number}"] = kept
+        return {**values, "step": torch.tensor(float(state["step"]))}, scales
+
+    def pack_again(
+        self,
+        vector: torch.nn.Parameter,
+        group: dict[str, Any],
+        values: dict[str, torch.Tensor],
+        scales: dict[str, torch.Tensor],
+    ) -> None:
+        """Put back what :meth:`unpacked` gave; without scales, those of the blocks as they are now."""
+        # bitsandbytes looks its settings up by place, and DeepSpeed takes the vectors out of their groups.
+        groups: list[dict[str, Any]] = getattr(self, "param_groups")  # noqa: B009
+        self.param_groups = [{**group, "params": [vector]}]
+        self.init_state(self.param_groups[0], vector, 0, 0)
+        self.param_groups = groups
+        state = self.state[vector]
+        state["step"] = self._updates = int(values["step"])
+        for number in ("1", "2"):
+            kept, value = state[f"state{number}"], values[f"state{number}"]
+            if kept.dtype != torch.uint8:
+                kept.copy_(value)
+                continue
+            packed, absmax = pack(value.cpu(), state[f"qmap{number}"].cpu(), scales.get(f"absmax{number}"))
+            kept.copy_(packed)
+            state[f"absmax{number}"].copy_(absmax)
+
+    def rows(self, reader: StateReader, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a moment in fp32, however it was written."""
+        if f"{name}/absmax{kind[-1]}" in reader.shapes:
+            return _unpacked(reader, name, kind[-1], start, stop)
+        return reader.read(f"{name}/{kind}", start, stop)
+
+
+def _is_eight(parameter: torch.Tensor) -> bool:
+    return math.prod(shape_of(parameter)) >= SMALLEST
+
+
+def _blocks(parameter: torch.Tensor, parts: int) -> int:
+    """Blocks of the largest part."""
+    rows = -(-parameter.shape[0] // parts)
+    return -(-rows * (parameter.numel() // parameter.shape[0]) // BLOCK)
+
+
+def _unpacked(reader: StateReader, name: str, number: str, start: int, stop: int) -> torch.Tensor:
+    """Rows of a moment in fp32, whichever parts they were cut into."""
+    shape = reader.shapes[f"{name}/state{number}"]
+    parts = reader.shapes[f"{name}/absmax{number}"][0]
+    rows = -(-shape[0] // parts)
+    quantisation = reader.read(f"shared/qmap{number}")
+    found = []
+    for part in range(start // rows, -(-stop // rows)):
+        first, last = part * rows, min((part + 1) * rows, shape[0])
+        packed = reader.read(f"{name}/state{number}", first, last)
+        scales = reader.read(f"{name}/absmax{number}", part, part + 1)[0]
+        values = unpack(packed, scales, quantisation)
+        found.append(values[max(start, first) - first : min(stop, last) - first])
+    return torch.cat(found)
+
+
+def unpack(packed: torch.Tensor, scales: torch.Tensor, quantisation: torch.Tensor) -> torch.Tensor:
+    """Values (fp32) of bytes that index a map, with a scale for each block."""
+    flat = quantisation[packed.reshape(-1).long()]
+    return (flat * scales.repeat_interleave(BLOCK)[: flat.numel()]).view(packed.shape)
+
+
+def pack(
+    values: torch.Tensor, quantisation: torch.Tensor, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bytes that index the nearest entries of an ascending map, and the scale of each block.
+
+    Where no scales are given, they are the largest absolute values.
+    """
+    flat = values.reshape(-1)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
+    scales = padded.abs().amax(dim=1) if scales is None else scales
+    scaled = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).reshape(-1)[: len(flat)]
+    between = (quantisation[1:] + quantisation[:-1]) / 2
+    return torch.bucketize(scaled, between).to(torch.uint8).view(values.shape), scales

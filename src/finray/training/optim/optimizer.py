@@ -1,0 +1,193 @@
+"""The optimizer over named parameters: its updates, and its state as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from finray.config.schema import TrainConfig
+from finray.errors import CheckpointError
+from finray.parallel.base import StateReader
+from finray.sharding import fill, shape_of
+from finray.training.optim.sharded import Adafactor, MuonAndAdamW
+
+EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
+# Stands for a parameter's name before state that belongs to all of them.
+SHARED = "shared"
+# What a parameter is, where that matters: embeddings and heads are not hidden matrices, norms do not decay.
+Roles = Mapping[str, str]
+
+
+def treatment(
+    name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float = 1.0, role: str = ""
+) -> tuple[float, float]:
+    """Factor of the learning rate and weight decay of a parameter.
+
+    Norms, biases and magnitudes (anything below two dimensions) have no decay. The B matrices of LoRA learn
+    ``lora_plus_ratio`` times as fast as the rest (LoRA+, Hayou et al. 2024).
+    """
+    decays = dimensions >= 2 and role != "norm"
+    return lora_plus_ratio if ".lora_B." in name else 1.0, train.weight_decay if decays else 0.0
+
+
+def parameter_groups(
+    parameters: Mapping[str, torch.nn.Parameter],
+    train: TrainConfig,
+    *,
+    lora_plus_ratio: float = 1.0,
+    roles: Roles | None = None,
+) -> list[dict[str, Any]]:
+    """Parameters that are treated alike, as torch's optimizers take them.
+
+    ``factor`` is of the learning rate; ``hidden`` marks matrices that are neither embedding nor head.
+    """
+    groups: dict[tuple[float, float, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        role, dimensions = (roles or {}).get(name, ""), len(shape_of(parameter))
+        treated = treatment(name, dimensions, train, lora_plus_ratio=lora_plus_ratio, role=role)
+        groups.setdefault((*treated, dimensions == 2 and not role), []).append(parameter)
+    return [
+        {"params": own, "factor": factor, "lr": factor * train.learning_rate, "weight_decay": decay, "hidden": hidden}
+        for (factor, decay, hidden), own in groups.items()
+    ]
+
+
+def torch_optimizer(
+    parameters: Mapping[str, torch.nn.Parameter],
+    train: TrainConfig,
+    *,
+    lora_plus_ratio: float = 1.0,
+    roles: Roles | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer that the train section names, over parameters that may be shards.
+
+    A step with a ``found_inf`` of one changes nothing, neither weights nor state.
+
+    Args:
+        parameters: name to parameter.
+        train: the train section.
+        lora_plus_ratio: how much faster the B matrices of LoRA learn than the rest.
+        roles: ``embedding``, ``head`` or ``norm`` for parameters that are; only Muon tells the first two apart from
+            the rest.
+    """
+    groups = parameter_groups(parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
+    options: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_epsilon,
+    }
+    if train.optimizer == "adafactor":
+        return Adafactor(groups, lr=train.learning_rate)
+    if train.optimizer == "muon":
+        return MuonAndAdamW(groups, **options)
+    if train.optimizer in EIGHT_BIT:
+        # Loads bitsandbytes.
+        from finray.training.optim.adamw_8bit import AdamW8bit
+
+        eight: torch.optim.Optimizer = AdamW8bit(groups, paged=train.optimizer.startswith("paged"), **options)
+        return eight
+    return torch.optim.AdamW(groups, fused=True, **options)
+
+
+def warnings_of(train: TrainConfig, device: torch.device) -> list[str]:
+    """What a user should know of an optimizer on a device."""
+    if train.optimizer == "paged_adamw_8bit" and device.type == "cpu":
+        return ["paged_adamw_8bit is not paged where weights are in the memory of the CPU; it is adamw_8bit here"]
+    return []
+
+
+class Optimizer:
+    """Updates named parameters.
+
+    Args:
+        parameters: name to parameter, in a fixed order.
+        train: the train section.
+        lora_plus_ratio: how much faster the B matrices of LoRA learn than the rest.
+        roles: see :func:`torch_optimizer`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        train: TrainConfig,
+        *,
+        lora_plus_ratio: float = 1.0,
+        roles: Roles | None = None,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self._inner: Any = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
+
+    def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
+        """One update from the gradients, which are freed.
+
+        Args:
+            learning_rate: of groups whose factor is one.
+            bad: fp32 scalar on the device; where it is one, nothing is changed.
+        """
+        for group in self._inner.param_groups:
+            group["lr"] = learning_rate * group["factor"]
+        self._inner.found_inf = bad
+        self._inner.step()
+        self._inner.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The moments and update counts as ``<parameter>/<kind>`` tensors, which may be shards."""
+        own = {
+            f"{name}/{kind}": value
+            for name, parameter in self.parameters.items()
+            for kind, value in self._state_of(parameter).items()
+        }
+        shared = self._inner.shared() if hasattr(self._inner, "shared") else {}
+        return own | {f"{SHARED}/{kind}": value for kind, value in shared.items()}
+
+    def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        if hasattr(self._inner, "saved"):
+            saved: dict[str, torch.Tensor] = self._inner.saved(parameter)
+            return saved
+        return dict(self._inner.state.get(parameter, {}))
+
+    def restore(self, reader: StateReader) -> None:
+        """Put back what :meth:`state` gave, this rank's rows of it.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters, or to another optimizer.
+        """
+        kinds: dict[str, set[str]] = {}
+        for key in reader.shapes:
+            name, kind = key.rsplit("/", 1)
+            kinds.setdefault(name, set()).add(kind)
+        kinds.pop(SHARED, None)
+        if kinds and kinds.keys() != self.parameters.keys():
+            raise CheckpointError("the optimizer state belongs to other parameters")
+        for name, own in kinds.items():
+            parameter = self.parameters[name]
+            if hasattr(self._inner, "put_back"):
+                self._inner.put_back(parameter, name, reader)
+                continue
+            state = _fresh(self._inner, parameter)
+            if state.keys() != own:
+                raise CheckpointError(f"the state of {name} is that of another optimizer")
+            for kind, value in state.items():
+                _read(reader, f"{name}/{kind}", value)
+            self._inner.state[parameter] = state
+
+
+def _fresh(inner: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """The state before the first update: tensors of the right shape, dtype and device."""
+    if hasattr(inner, "fresh"):
+        state: dict[str, torch.Tensor] = inner.fresh(parameter)
+        return state
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+@torch.no_grad()
+def _read(reader: StateReader, key: str, value: torch.Tensor) -> None:
+    if reader.shapes[key] != tuple(value.shape):
+        raise CheckpointError(f"{key} has another shape than in the optimizer")
+    fill(value, lambda start, stop: reader.read(key, start, stop))

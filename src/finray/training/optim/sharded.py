@@ -1,0 +1,224 @@
+"""Muon (Jordan 2024) and Adafactor (Shazeer & Stern 2018) for weights that may be shards.
+
+They do what ``torch.optim.Muon`` and ``torch.optim.Adafactor`` do, which the tests hold them to. Those neither work on
+sharded weights nor leave an update out without asking the device whether to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finray.sharding import is_sharded, local_rows, rows_like, sum_over_shards, whole
+
+MOMENTUM = 0.95
+# Coefficients of the quintic Newton-Schulz iteration, and how often it is done; as in torch.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+# Adafactor: beta2 is 1 - step ** DECAY; the relative step is never smaller than SMALLEST_SCALE times the rate.
+DECAY = -0.8
+SMALLEST_SCALE = 1e-3
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for groups marked ``hidden``, fused AdamW for the others; one object with one state.
+
+    Updates are scaled to the size of AdamW's (``match_rms_adamw``), so that one learning rate serves both.
+    """
+
+    found_inf: torch.Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        self._hidden = {one for group in self.param_groups if group["hidden"] for one in group["params"]}
+        others = [group for group in self.param_groups if not group["hidden"]]
+        self._adam = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
+        if self._adam is not None:
+            # Its groups are the same dictionaries, so that a learning rate that is set here is set there.
+            self._adam.state = self.state
+
+    def fresh(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state before the first update."""
+        if parameter in self._hidden:
+            return {"momentum_buffer": torch.zeros_like(parameter)}
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"] if group["hidden"] else ():
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+        if self._adam is not None:
+            self._adam.found_inf = self.found_inf  # type: ignore[attr-defined]
+            self._adam.step()
+
+    def _update(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(self.fresh(parameter))
+        kept, _ = local_rows(state["momentum_buffer"])
+        assert parameter.grad is not None
+        gradient, _ = local_rows(parameter.grad)
+        gradient = _unless(self.found_inf, gradient, kept)
+        kept.lerp_(gradient, 1 - MOMENTUM)
+        update = gradient.lerp(kept, MOMENTUM)
+        # The whole matrix on every rank: what is orthogonal cannot be told from some of its rows.
+        full = orthogonal(whole(rows_like(update, parameter, tuple(parameter.shape))))
+        rate = 0.2 * max(parameter.shape) ** 0.5 * group["lr"]
+        own, start = local_rows(parameter)
+        full = full[start : start + len(own)]
+        if self.found_inf is None:
+            own.mul_(1 - group["lr"] * group["weight_decay"]).add_(full, alpha=-rate)
+        else:
+            good = 1 - self.found_inf.to(own.device)
+            own.mul_(1 - good * (group["lr"] * group["weight_decay"])).add_(full.float() * (good * -rate))
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """The nearest matrix with equal singular values, about: five Newton-Schulz iterations in bf16."""
+    a, b, c = NEWTON_SCHULZ
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.bfloat16()
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class Adafactor(torch.optim.Optimizer):
+    """Adafactor with relative steps of at most the learning rate, and no momentum.
+
+    The second moment of a matrix is kept as the means of its rows and of its columns. Parameters of more dimensions
+    are stacks of matrices.
+    """
+
+    found_inf: torch.Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    def fresh(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state before the first update."""
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        own, _ = local_rows(parameter)
+        if parameter.ndim < 2:
+            return {"step": step, "variance": torch.zeros_like(parameter)}
+        shape = tuple(parameter.shape)
+        row = rows_like(own.new_zeros((*own.shape[:-1], 1)), parameter, (*shape[:-1], 1))
+        column = own.new_zeros((*own.shape[:-2], 1, own.shape[-1]))
+        if parameter.ndim > 2:
+            column = rows_like(column, parameter, (*shape[:-2], 1, shape[-1]))
+        return {"step": step, "row_var": row, "col_var": column}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update; two sums over the ranks where weights are shards."""
+        assert closure is None
+        updates = [
+            _FactoredUpdate(self, group, parameter)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        _sum_together([update.parameter for update in updates], [update.first_sums for update in updates])
+        for update in updates:
+            update.learn()
+        _sum_together([update.parameter for update in updates], [update.second_sums for update in updates])
+        for update in updates:
+            update.apply()
+
+
+class _FactoredUpdate:
+    """The update of one parameter, in the three parts between which ranks add up what they have."""
+
+    def __init__(self, optimizer: Adafactor, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+        self.parameter = parameter
+        self._group = group
+        state = optimizer.state[parameter]
+        if not state:
+            state.update(optimizer.fresh(parameter))
+        self._state = state
+        self._own, _ = local_rows(parameter)
+        assert parameter.grad is not None
+        self._gradient, _ = local_rows(parameter.grad)
+        self._elements = parameter.numel()
+        self._bad = optimizer.found_inf
+        if self._bad is not None:
+            self._bad = self._bad.to(self._own.device)
+            self._gradient = torch.where(self._bad > 0, torch.zeros_like(self._gradient), self._gradient)
+        self._good = 1.0 if self._bad is None else 1 - self._bad
+        self._step = state["step"].add_(self._good)
+        # Kept as it is where nothing may change (and at step 0 the power would not be finite).
+        self._weight = self._step.clamp(min=1).pow(DECAY) * self._good
+        self.first_sums = self._first()
+        self.second_sums: list[torch.Tensor] = []
+
+    def _first(self) -> list[torch.Tensor]:
+        """The squared norm of the weights; of a matrix also the squares of its columns and the sum of its rows."""
+        sums = [self._own.float().square().sum()]
+        if self.parameter.ndim >= 2:
+            row, _ = local_rows(self._state["row_var"])
+            squares = torch.linalg.vector_norm(self._gradient, dim=-1, keepdim=True).square_()
+            row.lerp_(squares.div_(self._gradient.shape[-1]), self._weight)
+        if self.parameter.ndim == 2:
+            sums += [torch.linalg.vector_norm(self._gradient, dim=0).square_(), row.sum()]
+        return sums
+
+    def learn(self) -> None:
+        """Update the second moment, and work the unscaled update out."""
+        smallest = torch.finfo(self._own.dtype).eps
+        if self.parameter.ndim < 2:
+            variance, _ = local_rows(self._state["variance"])
+            variance.lerp_(self._gradient.square(), self._weight)
+            estimate = variance.clone()
+        else:
+            row, _ = local_rows(self._state["row_var"])
+            column, _ = local_rows(self._state["col_var"])
+            if self.parameter.ndim == 2:
+                squares, mean = self.first_sums[1][None], self.first_sums[2] / self.parameter.shape[0]
+            else:
+                squares = torch.linalg.vector_norm(self._gradient, dim=-2, keepdim=True).square_()
+                mean = row.mean(dim=-2, keepdim=True)
+            column.lerp_(squares / self.parameter.shape[-2], self._weight)
+            estimate = (row @ column).div_(mean.clamp(min=smallest))
+        self._update = estimate.clamp_(min=smallest**2).rsqrt_().mul_(self._gradient)
+        self.second_sums = [self._update.square().sum()]
+
+    def apply(self) -> None:
+        """Change the weights."""
+        rate = self._group["lr"]
+        size = (self.first_sums[0] / self._elements).sqrt().clamp(min=SMALLEST_SCALE)
+        relative = self._step.clamp(min=1).rsqrt().clamp(max=rate)
+        clipped = (self.second_sums[0] / self._elements).sqrt().clamp(min=1.0)
+        self._own.mul_(1 - self._good * (rate * self._group["weight_decay"]))
+        self._own.sub_(self._update.mul_(size * relative / clipped * self._good))
+
+
+def _sum_together(parameters: list[torch.nn.Parameter], values: list[list[torch.Tensor]]) -> None:
+    """Sum what belongs to sharded parameters over the ranks, in place and all at once."""
+    sharded = [index for index, parameter in enumerate(parameters) if is_sharded(parameter)]
+    parts = [value for index in sharded for value in values[index]]
+    if not parts:
+        return
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    sum_over_shards(flat, parameters[sharded[0]])
+    start = 0
+    for index in sharded:
+        for place, value in enumerate(values[index]):
+            values[index][place] = flat[start : start + value.numel()].view(value.shape)
+            start += value.numel()
+
+
+def _unless(bad: torch.Tensor | None, value: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+    return value if bad is None else torch.where(bad.to(value.device) > 0, otherwise, value)

@@ -1,0 +1,140 @@
+"""What each preset needs, as a page: GPUs, memory by part, expected speed. `docs/guide/presets.md` is made by it.
+
+HF_HUB_OFFLINE=1 python -m tools.presets_page > docs/guide/presets.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tools.flops import Flops, flops_per_token
+
+from finray.config.load import build_config, preset_names, preset_text, read_preset
+from finray.config.schema import Config
+from finray.planning.blueprint import build_blueprint
+from finray.planning.devices import GPUS as KINDS
+from finray.planning.plan import Plan, make_plan
+from finray.pretrained.bundled_configs import shipped_shape
+
+# A GPU on which each preset fits, with room for what an estimate does not see.
+GPUS = {
+    "bloomz-zero3": "t4-16gb",
+    "llama3-70b-fsdp": "h100-80gb",
+    "llama3-8b-lora": "a100-40gb",
+    "mistral-7b-qlora": "rtx4090-24gb",
+    "phi3-medium-lora": "a100-80gb",
+    "qwen3-8b-lora": "a100-40gb",
+    "rust-coder": "l4-24gb",
+    "smollm2-lora": "l4-24gb",
+}
+# What the speeds assume: the share of the data sheet's rate that a step reaches, and the rows.
+UTILISATION = 0.4
+ROW = 512
+LEARNED = 0.5
+GIB = 2**30
+
+
+def preset_config(name: str, *, output_dir: Path) -> Config:
+    """A preset as the configuration of a run."""
+    raw = read_preset(name)
+    raw["run"] = {**raw.get("run", {}), "output_dir": str(output_dir)}
+    return build_config(raw, source=name)
+
+
+def plan_preset(name: str, *, output_dir: Path, gpu: str | None = None) -> Plan:
+    """The offline plan of a preset on its GPU."""
+    config = preset_config(name, output_dir=output_dir)
+    return make_plan(config, gpu=gpu or GPUS[name], environ={}, offline=True)
+
+
+def preset_flops(config: Config) -> Flops:
+    """Operations per token of a preset."""
+    shape = shipped_shape(config.model)
+    assert shape is not None, f"the shape of {config.model.name} is not shipped"
+    return flops_per_token(
+        build_blueprint(shape, config.adapter),
+        row=min(ROW, config.data.max_length),
+        learned=LEARNED,
+        checkpointing=config.train.gradient_checkpointing == "full",
+    )
+
+
+def tokens_per_second(config: Config, gpu: str, flops: Flops) -> float:
+    """Expected tokens/s of all workers, were nothing but arithmetic in the way."""
+    rate = KINDS[gpu].tflops
+    assert rate is not None
+    return config.cluster.num_workers * UTILISATION * rate * 1e12 / flops.total
+
+
+def page(plans: Mapping[str, Plan]) -> str:
+    """The whole page, from the plans of all presets."""
+    return "\n".join(_lines(plans)).rstrip() + "\n"
+
+
+def _lines(plans: Mapping[str, Plan]) -> Iterator[str]:
+    yield _HEAD
+    configs = {name: preset_config(name, output_dir=Path("runs")) for name in plans}
+    flops = {name: preset_flops(config) for name, config in configs.items()}
+    yield "| preset | GPUs | parameters, million | trained, million | memory per GPU, GiB | tokens/s, estimated |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for name, plan in plans.items():
+        assert plan.model is not None, plan.problems
+        assert plan.memory is not None, plan.problems
+        speed = _rounded(tokens_per_second(configs[name], GPUS[name], flops[name]))
+        yield (
+            f"| [`{name}`](#{name}) | {configs[name].cluster.num_workers} × {GPUS[name]} "
+            f"| {plan.model.parameters / 1e6:,.0f} | {plan.model.trainable / 1e6:,.1f} "
+            f"| {plan.memory.total / GIB:.1f} of {(plan.memory.available or 0) / GIB:.1f} | {speed:,} |"
+        )
+    yield _BELOW
+    for name, plan in plans.items():
+        assert plan.memory is not None
+        yield f"## {name}\n"
+        yield preset_text(name).splitlines()[0].lstrip("# ") + "\n"
+        count = flops[name]
+        again = f", and {count.again / 1e9:.1f} to compute activations again" if count.again else ""
+        yield f"GFLOP per token: {count.useful / 1e9:.1f}{again}.\n"
+        yield "| part | GiB per GPU |"
+        yield "| --- | ---: |"
+        for part, size in sorted(plan.memory.parts.items(), key=lambda item: -item[1]):
+            yield f"| {part} | {size / GIB:.2f} |"
+        yield ""
+
+
+def _rounded(value: float) -> int:
+    """Two digits: an estimate has no more."""
+    digits = max(0, len(str(int(value))) - 2)
+    return round(value / float(10**digits)) * int(10**digits)
+
+
+_HEAD = """# Presets
+
+A preset is a configuration to begin with. `finray config presets` lists them, `finray init my-run.yaml --preset NAME`
+writes one to edit, and a line `preset: NAME` in a file of your own takes what the file does not say. If your file names
+a `data.source`, what the preset says about reading its own source is left out.
+
+```
+finray init my-run.yaml --preset llama3-8b-lora
+finray plan my-run.yaml --gpu a100-40gb --offline
+```
+
+With `--offline`, `finray plan` accepts every preset on a machine without a network and without a GPU: the shapes of
+their models come with finray. What then cannot be checked (the tokenizer, the data) is listed as `not checked`.
+
+<!-- Made by `HF_HUB_OFFLINE=1 python -m tools.presets_page`; a test compares it. -->
+"""
+_BELOW = f"""
+Memory is the plan's estimate of the peak of one worker, for packs as long as the preset allows, all of whose tokens are
+learned; shorter rows need less. Tokens/s are no measurement, but arithmetic: operations per token, with rows of
+{ROW} tokens of which half are learned, over {UTILISATION:.0%} of what the GPU's data sheet promises for 16-bit
+matrices, times the GPUs. Small models and short micro-batches keep a GPU waiting, and a slow network does too: they
+give less.
+"""
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        print(page({name: plan_preset(name, output_dir=Path(scratch)) for name in preset_names()}), end="")
