@@ -48,10 +48,15 @@ def plan(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     rows = tiny.write_chat_rows(tmp_path, 12)
 
     def make(
-        report: Report | None = None, *, gpu: str | None = None, model: Path | None = None, **sections: Any
+        report: Report | None = None,
+        *,
+        gpu: str | None = None,
+        model: Path | None = None,
+        ask: Callable[[Config], Any] = planning.no_cluster,
+        **sections: Any,
     ) -> Plan:
         plain = runs.settings(model or tiny_model_dir, rows, tmp_path / "out", **sections)
-        return make_plan(runs.config_of(plain), gpu=gpu, examine=lambda config: report or Report(), environ={})
+        return make_plan(runs.config_of(plain), gpu=gpu, examine=lambda config: report or Report(), ask=ask, environ={})
 
     return make
 
@@ -150,30 +155,28 @@ def test_workers_share_the_memory_of_a_node(plan: Planner) -> None:
     assert pair.memory.available == (alone.memory.available or 0) // 2
 
 
-def test_a_cluster_is_asked_for_its_nodes_and_gpus(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_is_asked_for_its_nodes_and_gpus(plan: Planner) -> None:
     nodes = [{"CPU": 16.0, "GPU": 4.0, "memory": 2.0**36, "accelerator_type:H100": 1.0}] * 2
-    monkeypatch.setattr(planning, "ask_cluster", lambda config: nodes)
-    found = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 8})
+    found = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 8}, ask=lambda config: nodes)
     assert found.starts, texts(found)
     assert found.placement is not None
     assert (found.placement.nodes, found.placement.gpus, found.placement.use_gpu) == (2, 8, True)
     assert found.memory is not None
     assert found.memory.device == "h100-80gb"
     assert any("must be the same on all of them" in one.message for one in found.warnings)
-    unknown = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 2})
+    unknown = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 2}, ask=lambda config: nodes)
     nodes[:] = [{"CPU": 4.0, "GPU": 2.0}]
-    unknown = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 2})
+    unknown = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 2}, ask=lambda config: nodes)
     assert unknown.memory is not None
     assert unknown.memory.fits is None
     assert any("--gpu" in one.message for one in unknown.warnings)
 
 
-def test_a_cluster_that_cannot_be_reached(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_cannot_be_reached(plan: Planner) -> None:
     def refuse(config: Config) -> Any:
         raise ClusterError("Ray cannot be reached", where="cluster.address=10.0.0.1:1")
 
-    monkeypatch.setattr(planning, "ask_cluster", refuse)
-    assert "cluster.address=10.0.0.1:1" in texts(plan(cluster={"address": "10.0.0.1:1"}))
+    assert "cluster.address=10.0.0.1:1" in texts(plan(cluster={"address": "10.0.0.1:1"}, ask=refuse))
 
 
 def test_batches_that_leave_workers_without_work(plan: Planner) -> None:
