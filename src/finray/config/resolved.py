@@ -1,0 +1,47 @@
+"""What every ``auto`` of a config comes to, worked out once by the driver and handed to everybody."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The decisions of a run that its config may leave open.
+
+    Workers that decided for themselves could differ from each other, or from those of the start before. So nothing else
+    reads an ``auto``, and nothing else takes ``cluster.num_workers`` for the world size.
+
+    Attributes:
+        precision: dtype of the forward and backward pass.
+        bits: bits of the stored weights of frozen linear layers; None for the dtype of ``precision``.
+        attention: Transformers' name of the attention over packed rows; None for the model's own.
+        packs: whether rows may share a forward pass.
+        strategy: as ``parallel.strategy``, never ``auto``.
+        world_size: training workers.
+        use_gpu: whether each worker has a GPU.
+    """
+
+    precision: Precision
+    bits: Literal[4, 8] | None
+    attention: str | None
+    packs: bool
+    strategy: str
+    world_size: int
+    use_gpu: bool
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types; :meth:`from_plain` reads it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Resolved:
+        """From what :meth:`plain` gave.
+
+        Raises:
+            TypeError: it has other fields.
+        """
+        return cls(**plain)
