@@ -4,7 +4,7 @@ MODEL  ?= .models/SmolLM2-135M-Instruct
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-# pytest-xdist workers; the tests that share one Ray cluster run in one of them, and long ones come first.
+# pytest-xdist workers; tests/conftest.py says which tests run in the same one.
 JOBS   ?= 2
 
 .PHONY: quickstart test browser check format docs bench clean help
@@ -54,7 +54,7 @@ browser:
 	@.ci/browser
 
 test: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,16 @@ def bucket(s3_server: s3.Server) -> s3.Bucket:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(s3_socket: socket.socket) -> Iterator[str]:
+def ray_cluster(s3_socket: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One local Ray for all tests of a session; its address, which `finray` processes join through RAY_ADDRESS.
 
     It has four CPUs by its own account, so that three workers can be placed on a machine with two cores.
     """
     import secrets
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # The parent is common to all processes of a session. A second start would be seen here.
+        (tmp_path_factory.getbasetemp().parent / "ray-was-started").touch(exist_ok=False)
 
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -94,16 +99,25 @@ def ray_cluster(s3_socket: socket.socket) -> Iterator[str]:
     ray.shutdown()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests run in the same one of the parallel processes.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Which of pytest-xdist's processes a test runs in: files stay together, and all files that use Ray.
 
-    Those that use Ray share one cluster. Those of a file whose fixtures take long share what these have made.
+    What the fixtures of a session or of a file make is then made once. pytest-xdist 3.8's own `xdist_group` mark does
+    nothing with pytest 9.2: it writes the group into `item._nodeid`, which pytest no longer reads.
     """
-    for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif item.path.is_relative_to(ROOT / "tests" / "unit"):
-            if item.path.parent.name == "parallel":
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        else:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return scheduling_group(nodeid.partition("::")[0])
+
+    # In the order of collection, which begins with the long ones, and not by the number of tests.
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+@cache
+def scheduling_group(file: str) -> str:
+    """The name of what runs in one process: a test file's path, or `ray`."""
+    return "ray" if "ray_cluster" in (ROOT / file).read_text(encoding="utf-8") else file
