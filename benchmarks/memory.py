@@ -153,8 +153,10 @@ def estimate_on_cpu(config: Config) -> Any:
     """What `finray plan` says of the run's memory, for a worker that is not Ray's."""
     from finray.planning.estimate import Estimate
     from finray.planning.findings import Findings
-    from finray.planning.memory import Device, Rows, plan_memory
+    from finray.planning.memory import Rows, plan_memory
     from finray.planning.model import plan_model
+    from finray.planning.placement import Device, Placement
+    from finray.planning.resolve import resolve
     from finray.planning.sample_data import examine
 
     found = Findings()
@@ -165,7 +167,9 @@ def estimate_on_cpu(config: Config) -> Any:
     steps = -(-report.packs // config.train.global_batch_size)
     rows = Rows(report.lengths, report.longest, report.supervised / report.tokens, steps)
     device = Device("cpu", "this machine", None)
-    plan = plan_memory(config, model.blueprint, model.stored, device, rows, found, ray=False)
+    placement = Placement(config.cluster.num_workers, 1, use_gpu=False)
+    resolved = resolve(config, placement, device, packing=model.packing)
+    plan = plan_memory(config, resolved, model.blueprint, model.stored, device, rows, found, ray=False)
     return Estimate(plan.parts, plan.phase, {})
 
 

@@ -20,8 +20,8 @@ from tools.volumes import Machines, across_seconds, exchanges, seconds
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.planning.blueprint import Blueprint, build_blueprint
-from finray.planning.devices import GPUS
 from finray.planning.estimate import estimate
+from finray.planning.placement import GPUS
 from finray.planning.setup import Setup, Workload
 from finray.pretrained.bundled_configs import shipped_shape
 

@@ -13,7 +13,7 @@ from tools.flops import Flops, flops_per_token
 from finray.config.load import build_config, preset_names, preset_text, read_preset
 from finray.config.schema import Config
 from finray.planning.blueprint import build_blueprint
-from finray.planning.devices import GPUS as KINDS
+from finray.planning.placement import GPUS as KINDS
 from finray.planning.plan import Plan, make_plan
 from finray.pretrained.bundled_configs import shipped_shape
 

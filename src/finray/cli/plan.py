@@ -21,6 +21,7 @@ from finray.tracking.console import duration
 
 if TYPE_CHECKING:
     # At run time these would import torch before the config is known to be right.
+    from finray.config.resolved import Resolved
     from finray.planning.findings import Finding
     from finray.planning.memory import MemoryPlan
     from finray.planning.plan import DataPlan, PlacementPlan, Plan
@@ -151,6 +152,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         yield from _data_facts(result.data)
     if result.strategy is not None:
         yield "strategy", f"{result.strategy.strategy}: {result.strategy.reason}"
+    if result.resolved is not None:
+        yield "resolved", _resolved_text(result.resolved)
     if result.placement is not None:
         yield "placement", _placement_text(result.placement)
     if result.memory is not None:
@@ -176,6 +179,12 @@ def _placement_text(placement: PlacementPlan) -> str:
         f"{'s' if placement.cpus_per_worker > 1 else ''} each on {placement.cluster} ({placement.nodes} node"
         f"{'s' if placement.nodes > 1 else ''}, {placement.cpus} CPUs, {placement.gpus} GPUs)"
     )
+
+
+def _resolved_text(resolved: Resolved) -> str:
+    stored = f", frozen layers in {resolved.bits} bits" if resolved.bits else ""
+    rows = f"packed rows ({resolved.attention})" if resolved.packs else "each row by itself, with the model's attention"
+    return f"{resolved.precision}{stored}, {rows}"
 
 
 def _memory_text(memory: MemoryPlan) -> str:

@@ -45,3 +45,23 @@ class Resolved:
             TypeError: it has other fields.
         """
         return cls(**plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Whether rows of a model may share a forward pass; :mod:`finray.models.packing_check` finds out.
+
+    Attributes:
+        safe: whether they may.
+        family: the architecture, as its configuration names it.
+        reason: why not, where they may not.
+    """
+
+    safe: bool
+    family: str
+    reason: str = ""
+
+    @property
+    def warning(self) -> str:
+        """What to tell the user of a model whose rows may not be packed."""
+        return f"{self.family} cannot be packed safely: {self.reason}; every row gets a forward pass of its own"

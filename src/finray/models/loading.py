@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import os
-import platform
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
+from finray.hardware import cpu_has_bf16
 from finray.models import attention, vocabulary
 from finray.pretrained.tokenizers import check_exists, new_tokens, not_loaded, quiet, source_options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@lru_cache(maxsize=1)
-def cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16, AMX, Arm's BF16); elsewhere fp32 is faster."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.machine() == "arm64"
-    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:

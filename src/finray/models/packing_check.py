@@ -9,11 +9,11 @@ second, gives the same answer in a plan and on every worker, and also finds atte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.models import attention
 from finray.pretrained.tokenizers import check_exists, not_loaded, quiet, source_options
@@ -44,26 +44,6 @@ _SIZES = {
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 _LAYERS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """What the trial found.
-
-    Attributes:
-        safe: whether rows may be packed.
-        family: the architecture, as its configuration names it.
-        reason: why not, where they may not.
-    """
-
-    safe: bool
-    family: str
-    reason: str = ""
-
-    @property
-    def warning(self) -> str:
-        """What to tell the user of a model whose rows may not be packed."""
-        return f"{self.family} cannot be packed safely: {self.reason}; every row gets a forward pass of its own"
 
 
 def try_packing(model: ModelConfig) -> Packing:

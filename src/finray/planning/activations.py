@@ -2,7 +2,7 @@
 
 It follows the code that keeps it: ``models/fused_lora.py`` keeps an adapted layer's input once, and the layers of a
 block that read the same tensor share it; ``models/attention.py`` attends to each row alone, and on a CPU keeps the
-attention weights of short rows; norms of Llama's kind work in fp32. `tests/unit/training/test_activations.py` compares
+attention weights of short rows; norms of Llama's kind work in fp32. `tests/unit/planning/test_activations.py` compares
 with what autograd really keeps, for several families of models.
 """
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
 
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import ConfigError
-from finray.models.loading import cpu_has_bf16
-from finray.models.quantised import resolve_bits
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.activations import kept_bytes
 from finray.planning.blueprint import Blueprint
-from finray.planning.devices import GPUS
 from finray.planning.estimate import Estimate, estimate
 from finray.planning.findings import Findings
 from finray.planning.fitting import Choice, smallest_change
-from finray.planning.placement import worker_environment
+from finray.planning.placement import GPUS, Device, worker_environment
 from finray.planning.setup import Setup, Strategy, Workload
 from finray.planning.workload import largest_workload
 from finray.pretrained.weights import StoredWeights
@@ -28,23 +25,6 @@ GIB = 2**30
 # What is left free: other programs on the device, and what an estimate does not see.
 MARGIN = 0.05
 _STORED = {"F32": "fp32", "BF16": "bf16"}
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a worker runs on.
-
-    Attributes:
-        kind: ``cpu`` or ``cuda``.
-        name: of the GPU, or of the machine.
-        memory: bytes that one worker may have, or None where that is not known.
-        bf16: whether it multiplies bf16 in hardware.
-    """
-
-    kind: Literal["cpu", "cuda"]
-    name: str
-    memory: int | None
-    bf16: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +73,7 @@ class MemoryPlan:
 
 def plan_memory(
     config: Config,
+    resolved: Resolved,
     blueprint: Blueprint,
     stored: StoredWeights | None,
     device: Device,
@@ -100,32 +81,32 @@ def plan_memory(
     found: Findings,
     *,
     ray: bool = True,
-    packs: bool = True,
 ) -> MemoryPlan:
     """Estimate a worker's peak, and look for a change where it does not fit.
 
     Args:
         config: the run's.
+        resolved: what it leaves open.
         blueprint: of the model with its adapter.
         stored: headers of the weights, where they are known.
         device: what a worker runs on.
         rows: what is known of the data.
         found: takes problems and warnings.
         ray: whether the worker is Ray's.
-        packs: whether the model's rows may be packed; else each has a forward pass of its own.
     """
-    now = _choice(config, device, found)
+    now = _choice(config, resolved)
+    _check_precision(resolved.precision, device, found)
     if device.kind == "cpu":
         for refusal in refusals_on_cpu(config):
             found.problem(refusal)
 
     @cache
     def workload(micro_batch_size: int, max_length: int) -> Workload:
-        return _workload(config, blueprint, rows, micro_batch_size, max_length, packs=packs)
+        return _workload(config, resolved, blueprint, rows, micro_batch_size, max_length)
 
     def peak(choice: Choice) -> Estimate:
         shapes = blueprint if choice.adapter == config.adapter.method else blueprint.with_lora(config.adapter.rank)
-        setup = _setup(config, choice, device, stored, ray=ray, steps=rows.steps)
+        setup = _setup(config, resolved, choice, device, stored, ray=ray, steps=rows.steps)
         return estimate(shapes, setup, workload(choice.micro_batch_size, choice.max_length))
 
     def fits(choice: Choice) -> bool:
@@ -150,11 +131,11 @@ def plan_memory(
     )
 
 
-def _choice(config: Config, device: Device, found: Findings) -> Choice:
+def _choice(config: Config, resolved: Resolved) -> Choice:
     return Choice(
         config.train.micro_batch_size,
         config.train.gradient_checkpointing,
-        _precision(config, device, found),
+        resolved.precision,
         config.data.max_length,
         config.adapter.method,
     )
@@ -162,56 +143,58 @@ def _choice(config: Config, device: Device, found: Findings) -> Choice:
 
 def worst_peak(
     config: Config,
+    resolved: Resolved,
     blueprint: Blueprint,
     stored: StoredWeights | None,
     device: Device,
     *,
-    packs: bool,
     checkpointing: bool = False,
 ) -> int:
     """Peak bytes of a worker whose rows are all as long as they may be, and all of whose tokens are learned.
 
     Args:
         config: the run's.
+        resolved: what it leaves open.
         blueprint: of the model with its adapter.
         stored: headers of the weights, where they are known.
         device: what a worker runs on.
-        packs: whether the model's rows may be packed.
         checkpointing: whether activations are computed again, whatever the config says.
     """
-    choice = _choice(config, device, Findings())
+    choice = _choice(config, resolved)
     if checkpointing:
         choice = replace(choice, gradient_checkpointing="full")
-    work = _workload(config, blueprint, Rows(), choice.micro_batch_size, choice.max_length, packs=packs)
-    return estimate(blueprint, _setup(config, choice, device, stored, ray=True, steps=None), work).total
+    work = _workload(config, resolved, blueprint, Rows(), choice.micro_batch_size, choice.max_length)
+    return estimate(blueprint, _setup(config, resolved, choice, device, stored, ray=True, steps=None), work).total
 
 
-def _precision(config: Config, device: Device, found: Findings) -> str:
-    """``auto`` as the workers will resolve it."""
-    precision = config.train.precision
-    if precision == "auto":
-        precision = "bf16" if device.kind == "cuda" or cpu_has_bf16() else "fp32"
+def _check_precision(precision: str, device: Device, found: Findings) -> None:
     if precision == "bf16" and not device.bf16:
         found.warn(f"{device.name} has no bf16 arithmetic: it is emulated, slowly", "train.precision")
     if precision == "fp16" and device.kind == "cpu":
         found.warn("a CPU works many times slower in fp16 than in bf16 or fp32", "train.precision")
-    return precision
 
 
 def _setup(
-    config: Config, choice: Choice, device: Device, stored: StoredWeights | None, *, ray: bool, steps: int | None
+    config: Config,
+    resolved: Resolved,
+    choice: Choice,
+    device: Device,
+    stored: StoredWeights | None,
+    *,
+    ray: bool,
+    steps: int | None,
 ) -> Setup:
     kept = choice.precision if choice.adapter != "none" else "fp32"
     return Setup(
-        strategy=_strategy(config),
-        workers=config.cluster.num_workers,
+        strategy=_strategy(config, resolved),
+        workers=resolved.world_size,
         shards=config.parallel.shard_size,
         reshard=config.parallel.reshard_after_forward,
         device=device.kind,
         precision="fp32" if choice.precision == "fp32" else "bf16",
         checkpointing=choice.gradient_checkpointing != "none",
         selective=choice.gradient_checkpointing == "selective",
-        storage_bits=None if choice.adapter == "none" else _bits(config, device),
+        storage_bits=None if choice.adapter == "none" else resolved.bits,
         dropout=choice.adapter != "none" and config.adapter.dropout > 0,
         ray=ray,
         optimizer=config.train.optimizer,
@@ -230,24 +213,19 @@ def _saves_behind(config: Config, steps: int | None) -> bool:
     return config.checkpoint.asynchronous and (steps is None or steps > min(intervals))
 
 
-def _strategy(config: Config) -> Strategy:
-    chosen = config.parallel.strategy
-    assert chosen != "auto", "resolved before"
-    if chosen != "deepspeed":
-        return chosen
+def _strategy(config: Config, resolved: Resolved) -> Strategy:
+    if resolved.strategy != "deepspeed":
+        return "ddp" if resolved.strategy == "ddp" else "fsdp"
     stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
     return stages[deepspeed_config.stage(deepspeed_config.load(config), config)]
 
 
-def _bits(config: Config, device: Device) -> int | None:
-    return resolve_bits(config.model.quantization, device=device.kind, workers=config.cluster.num_workers)
-
-
 def _workload(
-    config: Config, blueprint: Blueprint, rows: Rows, micro_batch_size: int, max_length: int, *, packs: bool
+    config: Config, resolved: Resolved, blueprint: Blueprint, rows: Rows, micro_batch_size: int, max_length: int
 ) -> Workload:
     per_step = -(-config.train.global_batch_size // micro_batch_size)
-    per_worker = -(-per_step // config.cluster.num_workers)
+    per_worker = -(-per_step // resolved.world_size)
+    packs = resolved.packs
     weighing = Setup(precision="bf16")
     return largest_workload(
         rows.lengths,

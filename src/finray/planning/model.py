@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finray.config.resolved import Packing
 from finray.config.schema import Config
 from finray.errors import FinrayError, ModelError
-from finray.models.packing_check import Packing, try_packing
+from finray.models.packing_check import try_packing
 from finray.planning.blueprint import Blueprint, build_meta_model, draw_blueprint
 from finray.planning.checks import check_targets
 from finray.planning.findings import Findings
@@ -62,7 +63,7 @@ class PlannedModel:
     plan: ModelPlan
     blueprint: Blueprint
     stored: StoredWeights | None
-    packs: bool = True
+    packing: Packing
 
 
 def plan_model(
@@ -100,7 +101,7 @@ def plan_model(
     if not packing.safe:
         found.warn(packing.warning, "data.packing")
     _compare_counts(blueprint, stored, found)
-    return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored, packing.safe)
+    return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored, packing)
 
 
 def _open(

@@ -1,11 +1,19 @@
-"""Whether a run's workers can be placed on a cluster, and what each of them gets."""
+"""Whether a run's workers can be placed on a cluster, and what each of them gets: CPUs, a GPU, memory. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from finray.config.schema import ClusterConfig
-from finray.errors import ClusterError
+from finray.errors import ClusterError, ConfigError
+from finray.hardware import cpu_has_bf16, machine_cpus, machine_memory
+
+# What Ray's own processes and the driver take on a machine that also trains.
+RESERVED = 2**30
+
+Node = Mapping[str, float]
 
 # For processes that are started directly; see finray.training.allocator for why workers do the rest. The first
 # one, huge pages, is the one that arrives.
@@ -26,7 +34,7 @@ class Placement:
         return {"CPU": float(self.cpus_per_worker), **({"GPU": 1.0} if self.use_gpu else {})}
 
 
-def place(cluster: ClusterConfig, nodes: list[dict[str, float]]) -> Placement:
+def place(cluster: ClusterConfig, nodes: Sequence[Node]) -> Placement:
     """How workers are placed on a cluster.
 
     Args:
@@ -63,6 +71,11 @@ def place(cluster: ClusterConfig, nodes: list[dict[str, float]]) -> Placement:
     return Placement(wanted, each, use_gpu)
 
 
+def elsewhere(cluster: ClusterConfig) -> Placement:
+    """The placement on machines of which nothing is known but that each worker has a GPU there."""
+    return Placement(cluster.num_workers, cluster.cpus_per_worker or 1, use_gpu=True)
+
+
 def _fit(cpus: list[int], each: int) -> int:
     """How many workers of ``each`` CPUs the nodes have room for."""
     return sum(count // each for count in cpus)
@@ -77,3 +90,144 @@ def worker_environment(cluster: ClusterConfig, *, threads: int) -> dict[str, str
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         **cluster.env,
     }
+
+
+# --- what a worker runs on ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A kind of GPU.
+
+    Attributes:
+        name: as it is given to ``--gpu``.
+        memory: bytes that its driver reports.
+        bf16: whether it multiplies bf16 in hardware.
+        tflops: dense products of 16-bit matrices by its data sheet, in 10^12 operations a second; None where that is
+            not known.
+    """
+
+    name: str
+    memory: int
+    bf16: bool = True
+    tflops: float | None = None
+
+
+# MiB as nvidia-smi shows them (with error correction on, where it is by default).
+GPUS: dict[str, Gpu] = {
+    name: Gpu(name, mib * 2**20, bf16, tflops)
+    for name, mib, bf16, tflops in (
+        ("t4-16gb", 15_360, False, 65),
+        ("v100-16gb", 16_160, False, 125),
+        ("v100-32gb", 32_510, False, 125),
+        ("rtx3090-24gb", 24_576, True, 71),
+        ("rtx4090-24gb", 24_564, True, 165),
+        ("rtx5090-32gb", 32_607, True, 209),
+        ("l4-24gb", 23_034, True, 121),
+        ("a10g-24gb", 23_028, True, 70),
+        ("a100-40gb", 40_960, True, 312),
+        ("l40s-48gb", 46_068, True, 362),
+        ("a100-80gb", 81_920, True, 312),
+        ("h100-80gb", 81_559, True, 989),
+        ("h200-141gb", 143_771, True, 989),
+        ("b200-180gb", 183_359, True, 2250),
+    )
+}
+
+# Ray's names of accelerators. Where one name covers several sizes, the smallest is taken.
+_ACCELERATORS = {
+    "T4": "t4-16gb",
+    "V100": "v100-16gb",
+    "L4": "l4-24gb",
+    "A10G": "a10g-24gb",
+    "A100": "a100-40gb",
+    "A100-40G": "a100-40gb",
+    "A100-80G": "a100-80gb",
+    "L40S": "l40s-48gb",
+    "H100": "h100-80gb",
+    "H200": "h200-141gb",
+    "B200": "b200-180gb",
+}
+_ACCELERATOR_KEY = "accelerator_type:"
+
+
+def gpu_named(name: str) -> Gpu:
+    """A GPU of the table.
+
+    Raises:
+        ConfigError: there is none of that name; the message lists those there are.
+    """
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
+        raise ConfigError(f"no GPU is called `{name}`", where="--gpu", repair=f"use one of: {', '.join(GPUS)}")
+    return gpu
+
+
+def gpu_of(nodes: Sequence[Node]) -> Gpu | None:
+    """The smallest GPU that a Ray cluster names among its resources; None where it names none that is known."""
+    kinds = {
+        key.removeprefix(_ACCELERATOR_KEY)
+        for node in nodes
+        if node.get("GPU")
+        for key in node
+        if key.startswith(_ACCELERATOR_KEY)
+    }
+    known = [GPUS[_ACCELERATORS[kind]] for kind in kinds if kind in _ACCELERATORS]
+    return min(known, key=lambda gpu: gpu.memory) if known and len(known) == len(kinds) else None
+
+
+def local_gpus() -> list[Gpu]:
+    """The GPUs of this machine, as torch sees them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    # Ampere (8.0) is the first with bf16 in hardware; on older ones torch emulates it.
+    return [Gpu(one.name, int(one.total_memory), one.major >= 8) for one in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one worker runs on.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        name: of the GPU, or of the machine.
+        memory: bytes that the worker may have, or None where that is not known.
+        bf16: whether it multiplies bf16 in hardware; emulated bf16 does not count.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    name: str
+    memory: int | None
+    bf16: bool = True
+
+
+def this_machine(gpus: Sequence[Gpu]) -> Node:
+    """This machine as a node of a cluster."""
+    return {"CPU": machine_cpus(), "GPU": len(gpus), "memory": machine_memory() - RESERVED}
+
+
+def device_of(placement: Placement, nodes: Sequence[Node] | None = None) -> Device:
+    """What a worker of a placement runs on.
+
+    Args:
+        placement: of the workers.
+        nodes: the nodes of the cluster; None where Ray runs on this machine alone, for the run.
+    """
+    gpus = local_gpus() if nodes is None and placement.use_gpu else []
+    nodes = [this_machine(gpus)] if nodes is None else nodes
+    if placement.use_gpu:
+        gpu = min(gpus, key=lambda one: one.memory) if gpus else gpu_of(nodes)
+        if gpu is None:
+            return Device("cuda", "the cluster's GPU", None)
+        return Device("cuda", gpu.name, gpu.memory, gpu.bf16)
+    shares = []
+    for node in nodes:
+        workers = min(int(node.get("CPU", 0)) // placement.cpus_per_worker, placement.num_workers)
+        if workers and "memory" in node:
+            shares.append(int(node["memory"]) // workers)
+    # The CPUs of other nodes are taken to be like this machine's.
+    name = "the machine" if len(nodes) == 1 else "a node"
+    return Device("cpu", name, min(shares, default=None), cpu_has_bf16())

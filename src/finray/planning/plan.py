@@ -12,22 +12,30 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from finray.config.paths import with_absolute_paths
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, DataError, FinrayError
-from finray.models.loading import cpu_has_bf16
 from finray.planning.checks import quick_problems
-from finray.planning.devices import Gpu, gpu_named, gpu_of, local_gpus, machine_cpus, machine_memory
 from finray.planning.findings import Finding, Findings
-from finray.planning.memory import Device, MemoryPlan, Rows, plan_memory
+from finray.planning.memory import MemoryPlan, Rows, plan_memory
 from finray.planning.model import ModelPlan, check_context, plan_model
-from finray.planning.placement import Placement, place
+from finray.planning.placement import (
+    Device,
+    Gpu,
+    Node,
+    Placement,
+    device_of,
+    elsewhere,
+    gpu_named,
+    local_gpus,
+    place,
+    this_machine,
+)
+from finray.planning.resolve import resolve
 from finray.planning.sample_data import examine as examine_data
-from finray.planning.strategy import resolve_strategy
 from finray.planning.strategy_choice import StrategyChoice
 
-# What Ray's own processes and the driver take on a machine that also trains.
-_BESIDE_WORKERS = 2**30
 _HERE = "this machine"
 # How `datasets` says that it has no network.
 _UNREACHABLE = ("couldn't reach", "offline", "couldn't connect", "connection error", "couldn't find cache")
@@ -82,7 +90,7 @@ class DataReport(Protocol):
 
 
 Examine = Callable[[Config], DataReport]
-Nodes = Sequence[dict[str, float]]
+Nodes = Sequence[Node]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +157,7 @@ class Plan:
         unchecked: what an offline plan could not look at.
         model: the model and its adapter.
         data: what is learned from.
+        resolved: what every ``auto`` comes to.
         strategy: what `parallel.strategy: auto` comes to, and why; None where a strategy is named.
         placement: where workers go; None where ``--gpu`` names GPUs that are not here.
         memory: what a worker needs, and whether it has it.
@@ -159,6 +168,7 @@ class Plan:
     unchecked: tuple[Finding, ...] = ()
     model: ModelPlan | None = None
     data: DataPlan | None = None
+    resolved: Resolved | None = None
     strategy: StrategyChoice | None = None
     placement: PlacementPlan | None = None
     memory: MemoryPlan | None = None
@@ -213,15 +223,29 @@ def make_plan(
     if model is not None:
         longest = data.longest if data is not None and data.complete else None
         check_context(model.blueprint, max_length=config.data.max_length, longest=longest, found=found)
-    placement, device = _place(config, named, found, environ, ask)
-    memory = choice = None
-    if model is not None and device is not None:
-        if config.parallel.strategy == "auto":
-            config, choice = resolve_strategy(config, model.blueprint, model.stored, device, packs=model.packs)
+    placed, placement, device = _place(config, named, found, environ, ask)
+    memory = resolved = None
+    choices: list[StrategyChoice] = []
+    if model is not None and device is not None and placement is not None:
+        try:
+            resolved = resolve(config, placement, device, packing=model.packing, model=model, chose=choices.append)
+        except FinrayError as error:
+            found.problem(error)
+    if model is not None and device is not None and resolved is not None:
         rows = Rows() if data is None or report is None else _rows(data, report.lengths)
-        memory = plan_memory(config, model.blueprint, model.stored, device, rows, found, packs=model.packs)
+        memory = plan_memory(config, resolved, model.blueprint, model.stored, device, rows, found)
     known = None if model is None else model.plan
-    return Plan(found.problems, found.warnings, found.unchecked, known, data, choice, placement, memory)
+    return Plan(
+        found.problems,
+        found.warnings,
+        found.unchecked,
+        known,
+        data,
+        resolved,
+        next(iter(choices), None),
+        placed,
+        memory,
+    )
 
 
 def _examined(config: Config, examine: Examine, found: Findings) -> DataReport | None:
@@ -298,25 +322,24 @@ def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
 
 def _place(
     config: Config, named: Gpu | None, found: Findings, environ: Mapping[str, str], ask: Callable[[Config], Nodes]
-) -> tuple[PlacementPlan | None, Device | None]:
+) -> tuple[PlacementPlan | None, Placement | None, Device | None]:
     """Whether the workers can be placed, and what one of them runs on."""
     address = config.cluster.address or environ.get("RAY_ADDRESS") or None
     device = None if named is None else Device("cuda", named.name, named.memory, named.bf16)
     if named is not None and address is None:
         # GPUs that are named are those of another machine, about which nothing else is known.
-        return None, device
-    gpus: list[Gpu] = []
+        return None, elsewhere(config.cluster), device
     try:
-        if address is None:
-            gpus = local_gpus()
-            nodes = _this_machine(gpus)
-        else:
-            nodes = ask(config)
-        placement = place(config.cluster, list(nodes))
+        nodes = [this_machine(local_gpus())] if address is None else ask(config)
+        placement = place(config.cluster, nodes)
     except FinrayError as error:
         found.problem(error)
-        return None, device
-    _check_shared(config, len(nodes), found)
+        return None, None if named is None else elsewhere(config.cluster), device
+    if len(nodes) > 1:
+        found.warn(
+            f"the cluster has {len(nodes)} nodes: this directory must be the same on all of them, such as one of NFS",
+            f"run.output_dir={config.run.output_dir}",
+        )
     plan = PlacementPlan(
         cluster=address or _HERE,
         nodes=len(nodes),
@@ -326,52 +349,8 @@ def _place(
         cpus_per_worker=placement.cpus_per_worker,
         use_gpu=placement.use_gpu,
     )
-    return plan, device or _device(placement, nodes, gpus, found)
-
-
-def _this_machine(gpus: Sequence[Gpu]) -> Nodes:
-    """This machine as a node."""
-    return [{"CPU": machine_cpus(), "GPU": len(gpus), "memory": machine_memory() - _BESIDE_WORKERS}]
-
-
-def device_of(config: Config, placement: Placement, nodes: Nodes, environ: Mapping[str, str]) -> Device:
-    """What a worker of a placement runs on, as a plan says it.
-
-    Args:
-        config: the run's.
-        placement: of its workers.
-        nodes: the nodes of the cluster; not used where Ray was started on this machine for the run.
-        environ: environment variables, where the address of Ray may be.
-    """
-    ours = not (config.cluster.address or environ.get("RAY_ADDRESS"))
-    gpus = local_gpus() if ours else []
-    return _device(placement, _this_machine(gpus) if ours else nodes, gpus, Findings())
-
-
-def _device(placement: Placement, nodes: Nodes, gpus: list[Gpu], found: Findings) -> Device:
-    if placement.use_gpu:
-        gpu = min(gpus, key=lambda one: one.memory) if gpus else gpu_of(list(nodes))
-        if gpu is None:
+    if device is None:
+        device = device_of(placement, None if address is None else nodes)
+        if device.kind == "cuda" and device.memory is None:
             found.warn("the cluster does not say what its GPUs are: name them with --gpu to see whether the run fits")
-            return Device("cuda", "the cluster's GPU", None)
-        return Device("cuda", gpu.name, gpu.memory, gpu.bf16)
-    return Device("cpu", "the machine" if len(nodes) == 1 else "a node", _share(placement, nodes), cpu_has_bf16())
-
-
-def _share(placement: Placement, nodes: Nodes) -> int | None:
-    """Memory of one worker on the node that has the least for each of those it may get."""
-    shares = []
-    for node in nodes:
-        room = int(node.get("CPU", 0)) // placement.cpus_per_worker
-        workers = min(room, placement.num_workers)
-        if workers and "memory" in node:
-            shares.append(int(node["memory"]) // workers)
-    return min(shares, default=None)
-
-
-def _check_shared(config: Config, nodes: int, found: Findings) -> None:
-    if nodes > 1:
-        found.warn(
-            f"the cluster has {nodes} nodes: this directory must be the same on all of them, such as one of NFS",
-            f"run.output_dir={config.run.output_dir}",
-        )
+    return plan, placement, device

@@ -1,63 +1,42 @@
-"""``parallel.strategy: auto``, resolved once for a plan and once for a run, by the same estimate."""
+"""``parallel.strategy: auto``, by an estimate of the memory that each strategy needs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.models.packing_check import try_packing
-from finray.planning.blueprint import Blueprint, build_blueprint
-from finray.planning.memory import MARGIN, Device, worst_peak
-from finray.planning.model import stored_in
+from finray.planning.blueprint import build_blueprint
+from finray.planning.memory import MARGIN, worst_peak
+from finray.planning.model import PlannedModel, stored_in
+from finray.planning.placement import Device
 from finray.planning.strategy_choice import Needs, StrategyChoice, choose_strategy
-from finray.pretrained.weights import StoredWeights
 
 
-def resolve_strategy(
-    config: Config,
-    blueprint: Blueprint,
-    stored: StoredWeights | None,
-    device: Device,
-    *,
-    packs: bool,
-    before: str | None = None,
-) -> tuple[Config, StrategyChoice]:
-    """The config with a strategy in the place of ``auto``, and the choice.
+def estimated_choice(
+    config: Config, resolved: Resolved, device: Device, model: PlannedModel | None, *, before: str | None
+) -> StrategyChoice:
+    """The strategy of a run with several workers, and why.
 
     The estimate is that of full rows, all of them learned, so that it does not depend on how much of the data is known.
 
     Args:
         config: whose strategy is ``auto``.
-        blueprint: of the model with its adapter.
-        stored: headers of the weights, where they are known.
+        resolved: the rest of what is decided.
         device: what a worker runs on.
-        packs: whether the model's rows may be packed.
+        model: as a plan has it; None builds it.
         before: the strategy with which the run began, if it goes on.
-    """
-
-    def peak(strategy: str, *, checkpointing: bool = False) -> int:
-        return worst_peak(
-            with_strategy(config, strategy), blueprint, stored, device, packs=packs, checkpointing=checkpointing
-        )
-
-    needs = Needs(peak("ddp"), peak("fsdp"), peak("fsdp", checkpointing=True))
-    available = None if device.memory is None else int((1 - MARGIN) * device.memory)
-    choice = choose_strategy(needs, workers=config.cluster.num_workers, available=available, before=before)
-    return with_strategy(config, choice.strategy), choice
-
-
-def resolve_for_run(config: Config, device: Device, *, before: str | None) -> tuple[Config, StrategyChoice]:
-    """As :func:`resolve_strategy`, for a run that is about to start.
 
     Raises:
         ModelError: the model's configuration cannot be loaded.
     """
-    if config.cluster.num_workers == 1:
-        choice = choose_strategy(Needs(0, 0, 0), workers=1, available=None)
-        return with_strategy(config, choice.strategy), choice
-    blueprint = build_blueprint(config.model, config.adapter)
-    packs = try_packing(config.model).safe
-    return resolve_strategy(config, blueprint, stored_in(config), device, packs=packs, before=before)
+    shapes = build_blueprint(config.model, config.adapter) if model is None else model.blueprint
+    stored = stored_in(config) if model is None else model.stored
 
+    def peak(strategy: str, *, checkpointing: bool = False) -> int:
+        tried = replace(resolved, strategy=strategy)
+        return worst_peak(config, tried, shapes, stored, device, checkpointing=checkpointing)
 
-def with_strategy(config: Config, strategy: str) -> Config:
-    """The config with another strategy."""
-    return config.model_copy(update={"parallel": config.parallel.model_copy(update={"strategy": strategy})})
+    needs = Needs(peak("ddp"), peak("fsdp"), peak("fsdp", checkpointing=True))
+    available = None if device.memory is None else int((1 - MARGIN) * device.memory)
+    return choose_strategy(needs, workers=resolved.world_size, available=available, before=before)

@@ -30,6 +30,11 @@ class StrategyChoice:
     strategy: Literal["ddp", "fsdp"]
     reason: str
 
+    @property
+    def note(self) -> str:
+        """What to tell the user."""
+        return f"parallel.strategy: auto is {self.strategy}: {self.reason}"
+
 
 def choose_strategy(needs: Needs, *, workers: int, available: int | None, before: str | None = None) -> StrategyChoice:
     """The strategy of a run.

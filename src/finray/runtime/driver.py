@@ -14,11 +14,13 @@ from typing import Any
 from finray.checkpoint import CheckpointStore, directory_name, manifest
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.paths import local_dir_of, with_absolute_paths
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.data.dataset.report import preparation_report
 from finray.errors import CheckpointError, FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
-from finray.planning.placement import Placement, place, worker_environment
+from finray.planning.placement import Placement, device_of, place, worker_environment
+from finray.planning.resolve import packing_of, resolve
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.prepare import prepare_on_ray
@@ -95,13 +97,20 @@ def _with_strategy(
     """The config with what ``auto`` comes to, which the run directory keeps."""
     if config.parallel.strategy != "auto":
         return config
-    # These import torch, which a driver does without otherwise.
-    from finray.planning.plan import device_of
-    from finray.planning.strategy import resolve_for_run
-
-    before = None if run.earlier is None else run.earlier.parallel.strategy
-    config, choice = resolve_for_run(config, device_of(config, placement, nodes, os.environ), before=before)
-    say(f"parallel.strategy: auto is {choice.strategy}: {choice.reason}")
+    kept = run.path / "resolved.json"
+    before = Resolved.from_plain(json.loads(kept.read_text(encoding="utf-8"))) if kept.is_file() else None
+    ours = not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
+    resolved = resolve(
+        config,
+        placement,
+        device_of(placement, None if ours else nodes),
+        packing=packing_of(config.model),
+        before=before,
+        chose=lambda choice: say(choice.note),
+    )
+    kept.write_text(json.dumps(resolved.plain()) + "\n", encoding="utf-8")
+    parallel = config.parallel.model_copy(update={"strategy": resolved.strategy})
+    config = config.model_copy(update={"parallel": parallel})
     run.keep_config(config)
     return config
 

@@ -13,6 +13,7 @@ import torch
 
 from finray.checkpoint import Checkpoint, CheckpointStore
 from finray.checkpoint.fence import Fence
+from finray.config.resolved import Packing
 from finray.config.schema import Config
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.order import Order, derive_key, total_steps
@@ -22,7 +23,7 @@ from finray.models import liger
 from finray.models.artifacts import NOTES
 from finray.models.blocks import blocks_of, change_blocks, compile_blocks
 from finray.models.loading import resolve_precision
-from finray.models.packing_check import Packing, try_packing
+from finray.models.packing_check import try_packing
 from finray.models.quantised import resolve_bits
 from finray.models.roles import roles_of
 from finray.models.sharded import materialise

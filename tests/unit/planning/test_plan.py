@@ -13,6 +13,7 @@ import pytest
 
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError, DataError, FinrayError
+from finray.planning import placement
 from finray.planning import plan as planning
 from finray.planning.plan import Plan, make_plan
 from tests.support import runs, tiny
@@ -43,8 +44,8 @@ def plan(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A plan of a tiny run on a machine of four CPUs, 8 GiB and no GPU."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(planning, "local_gpus", lambda: [])
-    monkeypatch.setattr(planning, "machine_cpus", lambda: 4)
-    monkeypatch.setattr(planning, "machine_memory", lambda: 8 * 2**30)
+    monkeypatch.setattr(placement, "machine_cpus", lambda: 4)
+    monkeypatch.setattr(placement, "machine_memory", lambda: 8 * 2**30)
     rows = tiny.write_chat_rows(tmp_path, 12)
 
     def make(
@@ -131,7 +132,7 @@ def test_a_gpu_that_is_too_small_and_the_smallest_change(plan: Planner, monkeypa
 
 
 def small(memory: int) -> Any:
-    from finray.planning.devices import Gpu
+    from finray.planning.placement import Gpu
 
     return Gpu("small", memory)
 
@@ -142,7 +143,7 @@ def test_unknown_gpus_are_named(plan: Planner) -> None:
 
 
 def test_a_machine_with_too_little_memory(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "machine_memory", lambda: 2**30 + 200 * 2**20)
+    monkeypatch.setattr(placement, "machine_memory", lambda: 2**30 + 200 * 2**20)
     found = plan()
     assert "a worker needs about" in texts(found)
     assert "the machine has 0.2 GiB for each" in texts(found)

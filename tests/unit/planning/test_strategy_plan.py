@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from finray.checkpoint.rundir import open_run, saved_config
+from finray.planning import placement
 from finray.planning import plan as planning
 from finray.planning.placement import Placement
 from finray.planning.plan import make_plan
@@ -22,7 +23,7 @@ def plain(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A run of two workers whose state is most of what they need, on a machine without GPUs."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(planning, "local_gpus", lambda: [])
-    monkeypatch.setattr(planning, "machine_cpus", lambda: 4)
+    monkeypatch.setattr(placement, "machine_cpus", lambda: 4)
     wide = tmp_path / "wide"
     tiny.save_model("llama", wide, tiny.train_tokenizer(), hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
     return runs.settings(
@@ -37,7 +38,7 @@ def plain(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def give(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
     """So much memory for each of two workers."""
-    monkeypatch.setattr(planning, "machine_memory", lambda: 2**30 + 2 * mib * MIB)
+    monkeypatch.setattr(placement, "machine_memory", lambda: 2**30 + 2 * mib * MIB)
 
 
 def test_a_plan_takes_whole_copies_where_they_fit(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +66,8 @@ def start(plain: dict[str, Any], said: list[str]) -> str:
     config = runs.config_of(plain)
     with open_run(config, fresh=False, say=said.append) as run:
         nodes = [{"CPU": 4.0, "memory": 2.0**40}]
-        placement = Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
-        return driver._with_strategy(config, run, placement, nodes, said.append).parallel.strategy
+        two = Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
+        return driver._with_strategy(config, run, two, nodes, said.append).parallel.strategy
 
 
 def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,5 +86,5 @@ def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.
 
 
 def test_a_strategy_that_is_named_is_not_looked_into(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "device_of", lambda *_: pytest.fail("nothing to choose"))
+    monkeypatch.setattr(driver, "device_of", lambda *_: pytest.fail("nothing to choose"))
     assert start({**plain, "parallel": {"strategy": "fsdp"}}, []) == "fsdp"

@@ -1,0 +1,51 @@
+"""What this machine is: its memory, its CPUs, and whether its CPU multiplies bf16. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+
+
+@lru_cache(maxsize=1)
+def cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX512-BF16, AMX, Arm's BF16); elsewhere fp32 is faster."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return platform.machine() == "arm64"
+    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def machine_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that processes here may have: the machine's, or less where a control group limits it.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    limits = [int(os.sysconf("SC_PAGE_SIZE")) * int(os.sysconf("SC_PHYS_PAGES"))]
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        groups = []
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, file = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, file = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        # A group is limited by those around it too, and a container may see its own group as the root.
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(base) and (place / file).is_file():
+                text = (place / file).read_text(encoding="utf-8").strip()
+                limits += [int(text)] if text.isdigit() else []
+    return min(limits)
+
+
+def machine_cpus() -> int:
+    """CPUs that processes here may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,209 @@
+"""What every ``auto`` of a config comes to: :func:`resolve` is the only place that reads one. Imports no torch.
+
+Except for ``parallel.strategy: auto`` with several workers, which needs an estimate of the model's memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import finray
+from finray.config.resolved import Packing, Precision, Resolved
+from finray.config.schema import Config, ModelConfig
+from finray.errors import ConfigError
+from finray.planning.placement import Device, Placement
+from finray.planning.strategy_choice import StrategyChoice
+from finray.pretrained.tokenizers import source_options
+
+if TYPE_CHECKING:
+    from finray.planning.model import PlannedModel
+
+PACKED, FLASH = "finray_packed", "flash_attention_2"
+_BITS: dict[str, Literal[4, 8] | None] = {"none": None, "4bit": 4, "8bit": 8}
+
+
+def resolve(
+    config: Config,
+    placement: Placement,
+    device: Device,
+    *,
+    packing: Packing | None,
+    before: Resolved | None = None,
+    model: PlannedModel | None = None,
+    chose: Callable[[StrategyChoice], None] = lambda choice: None,
+) -> Resolved:
+    """Decide everything that a config leaves open.
+
+    Args:
+        config: the run's, with absolute paths.
+        placement: of its workers.
+        device: what each of them runs on.
+        packing: whether rows of the model may be packed; None where that is not known, which counts as yes.
+        before: what the run began with, if it is continued. It keeps precision, bits, packing and attention, because
+            others would change what is learned; its strategy changes where that no longer fits into memory.
+        model: of which the memory is estimated where the strategy is ``auto``; None builds it from its configuration.
+        chose: told what the strategy is and why, where it is ``auto``.
+
+    Raises:
+        ConfigError: what is asked for, or what the run began with, cannot be had on this device.
+        ModelError: the model's configuration cannot be loaded.
+    """
+    precision = _precision(config, device, before)
+    bits = None
+    if config.adapter.method != "none":
+        if config.model.quantization != "auto":
+            bits = _BITS[config.model.quantization]
+        elif before is not None:
+            bits = before.bits
+        else:
+            bits = 8 if device.kind == "cuda" and placement.num_workers == 1 else None
+    packs = packing is None or packing.safe
+    if before is not None and before.packs and packing is not None and not packing.safe:
+        raise _lost("packed rows", "model.name", packing.warning)
+    packs = packs and (before is None or before.packs)
+    found = Resolved(
+        precision=precision,
+        bits=bits,
+        attention=_attention(config.model, device, precision, before) if packs else None,
+        packs=packs,
+        strategy=config.parallel.strategy,
+        world_size=placement.num_workers,
+        use_gpu=placement.use_gpu,
+    )
+    if found.strategy != "auto":
+        return found
+    if found.world_size == 1:
+        choice = StrategyChoice("ddp", "there is one worker, and nothing to share")
+    else:
+        from finray.planning.strategy import estimated_choice
+
+        choice = estimated_choice(config, found, device, model, before=None if before is None else before.strategy)
+    chose(choice)
+    return replace(found, strategy=choice.strategy)
+
+
+def _precision(config: Config, device: Device, before: Resolved | None) -> Precision:
+    wanted = config.train.precision
+    if wanted != "auto":
+        return wanted
+    if before is None:
+        return "bf16" if device.bf16 else "fp32"
+    if before.precision == "bf16" and not device.bf16:
+        raise _lost("bf16", "train.precision=auto", f"{device.name} has no bf16 arithmetic")
+    return before.precision
+
+
+def _attention(model: ModelConfig, device: Device, precision: Precision, before: Resolved | None) -> str:
+    """Transformers' name of the attention over packed rows."""
+    # FlashAttention 2 wants an Ampere GPU or a later one, as bf16 does. The driver's packages stand for the workers'.
+    works = device.kind == "cuda" and device.bf16 and precision != "fp32" and find_spec("flash_attn") is not None
+    wanted = {"packed": PACKED, FLASH: FLASH}.get(model.attention)
+    if wanted is None and before is not None:
+        wanted = before.attention
+    if wanted == FLASH and not works:
+        reason = "FlashAttention 2 needs a GPU of compute capability 8.0, bf16 or fp16, and the package flash-attn"
+        if model.attention != FLASH:
+            raise _lost("FlashAttention 2", "model.attention=auto", reason)
+        raise ConfigError(
+            reason, where="model.attention", repair="`pip install flash-attn`, or set model.attention to auto"
+        )
+    return wanted or (FLASH if works else PACKED)
+
+
+def _lost(what: str, where: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"the run began with {what}, and cannot go on with it: {reason}",
+        where=where,
+        repair="continue it on hardware and with libraries like those it began with, or start anew with --fresh",
+    )
+
+
+# --- the packing check, remembered ----------------------------------------------------------------------------------
+
+
+def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
+    """Whether rows of a model may be packed: as it was found before, else found out now, which imports torch.
+
+    Args:
+        model: the model section.
+        folder: where findings are kept; None is ``finray/packing`` in the user's cache.
+
+    Raises:
+        ModelError: the model's configuration cannot be loaded.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "finray" / "packing" if folder is None else folder
+    known = cached_packing(model, folder)
+    if known is not None:
+        return known
+    from finray.models.packing_check import try_packing
+
+    found = try_packing(model)
+    store_packing(model, folder, found)
+    return found
+
+
+def cached_packing(model: ModelConfig, folder: Path) -> Packing | None:
+    """What an earlier check of this model's configuration found; None where there was none. Imports no torch."""
+    key = _packing_key(model)
+    if key is None:
+        return None
+    try:
+        found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        return Packing(bool(found["safe"]), str(found["family"]), str(found["reason"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:
+    """Keep what a check found, for :func:`cached_packing`. A folder that cannot be written to is no error."""
+    key = _packing_key(model)
+    if key is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = folder / f".{key}.{os.getpid()}"
+        scratch.write_text(json.dumps(asdict(packing)), encoding="utf-8")
+        os.replace(scratch, folder / f"{key}.json")
+    except OSError:
+        return
+
+
+def _packing_key(model: ModelConfig) -> str | None:
+    """A digest of all that the check's answer depends on; None where that cannot be told without loading the model.
+
+    That is: the model's configuration, the code of the check and of finray's attention, and the libraries. Code that
+    comes with a model (`trust_remote_code`) may import anything, so its answer is never kept.
+    """
+    if model.trust_remote_code:
+        return None
+    name = str(source_options(model)["pretrained_model_name_or_path"])
+    try:
+        if model.name.endswith(".gguf"):
+            # Its configuration is in its header; the file is too large to be read for this.
+            stat = Path(model.name).expanduser().resolve().stat()
+            text = f"{model.name} {stat.st_size} {stat.st_mtime_ns}".encode()
+        elif Path(name).is_dir():
+            text = (Path(name) / "config.json").read_bytes()
+        else:
+            from huggingface_hub import hf_hub_download
+
+            # As Transformers does: the Hub is asked whether the cached file is the newest, if it can be reached.
+            text = Path(hf_hub_download(name, "config.json", revision=model.revision)).read_bytes()
+    except Exception:
+        # Whatever the Hub's client raises, loading the model says it better.
+        return None
+    digest = hashlib.sha256(text)
+    models = Path(finray.__file__).parent / "models"
+    for part in ("packing_check.py", "attention.py"):
+        digest.update((models / part).read_bytes())
+    digest.update(f"{version('torch')} {version('transformers')}".encode())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,117 @@
+"""Placement is a pure function of what is asked and what the nodes have; what GPUs and this machine have."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from finray.config.schema import ClusterConfig
+from finray.errors import ClusterError, ConfigError
+from finray.hardware import cpu_has_bf16, machine_memory
+from finray.planning.placement import GPUS, Device, Placement, device_of, gpu_named, gpu_of, place, worker_environment
+
+TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def asked(**fields: object) -> ClusterConfig:
+    return ClusterConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "expected"),
+    [
+        ({}, [{"CPU": 8.0}], Placement(1, 8, False)),
+        ({"num_workers": 2}, [{"CPU": 8.0}], Placement(2, 4, False)),
+        ({"num_workers": 2}, [{"CPU": 4.0}, {"CPU": 4.0}], Placement(2, 4, False)),
+        ({"num_workers": 3}, [{"CPU": 4.0}, {"CPU": 4.0}], Placement(3, 2, False)),
+        ({"num_workers": 1}, [{"CPU": 4.0}, {"CPU": 4.0}], Placement(1, 4, False)),
+        ({"num_workers": 2}, [{"CPU": 8.0, "GPU": 2.0}], Placement(2, 4, True)),
+        ({"num_workers": 2}, [{"CPU": 8.0, "GPU": 1.0}], Placement(2, 4, False)),
+        ({"num_workers": 2, "use_gpu": False}, [{"CPU": 8.0, "GPU": 2.0}], Placement(2, 4, False)),
+        ({"cpus_per_worker": 3}, [{"CPU": 8.0}], Placement(1, 3, False)),
+    ],
+)
+def test_placements(fields: dict[str, object], nodes: list[dict[str, float]], expected: Placement) -> None:
+    assert place(asked(**fields), nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "message"),
+    [
+        ({"num_workers": 9}, [{"CPU": 8.0}], "room for 8"),
+        ({"cpus_per_worker": 6}, [{"CPU": 4.0}, {"CPU": 4.0}], "the cluster has 8, which is room for 0"),
+        ({"use_gpu": True}, [{"CPU": 8.0}], "want a GPU each, the cluster has 0"),
+        ({"num_workers": 3, "use_gpu": True}, [{"CPU": 8.0, "GPU": 2.0}], "set cluster.num_workers to 2"),
+    ],
+)
+def test_what_does_not_fit(fields: dict[str, object], nodes: list[dict[str, float]], message: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        place(asked(**fields), nodes)
+    assert message in str(caught.value)
+
+
+def test_threads_follow_the_placement_and_the_users_own_variables_win() -> None:
+    env = worker_environment(asked(env={"TOKENIZERS_PARALLELISM": "true", "X": "1"}), threads=3)
+    assert env["OMP_NUM_THREADS"] == "3"
+    assert env["TOKENIZERS_PARALLELISM"] == "true"
+    assert env["X"] == "1"
+    assert "mmap_max" in env["GLIBC_TUNABLES"]
+
+
+# --- what a worker runs on ------------------------------------------------------------------------------------------
+
+
+def test_names_tell_the_memory() -> None:
+    for name, gpu in GPUS.items():
+        advertised = int(name.rsplit("-", 1)[1].removesuffix("gb"))
+        assert 0.89 < gpu.memory / (advertised * 2**30) < 1.03
+    assert gpu_named("H100-80GB") is GPUS["h100-80gb"]
+    with pytest.raises(ConfigError, match="no GPU is called `h100`"):
+        gpu_named("h100")
+
+
+def test_gpus_of_a_cluster() -> None:
+    assert gpu_of([{"GPU": 1, "accelerator_type:T4": 1}, {"GPU": 1, "accelerator_type:H100": 1}]) == GPUS["t4-16gb"]
+    assert gpu_of([{"GPU": 1, "accelerator_type:T4": 1}, {"GPU": 1, "accelerator_type:X": 1}]) is None
+    assert gpu_of([{"GPU": 1}]) is None
+    # What a node without a GPU says does not count.
+    assert gpu_of([{"accelerator_type:T4": 1}]) is None
+
+
+def group(root: Path, lines: str, files: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(lines, encoding="utf-8")
+    for name, content in files.items():
+        file = root / "sys/fs/cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
+    return root
+
+
+def test_a_control_group_limits_memory(tmp_path: Path) -> None:
+    assert machine_memory(tmp_path) == TOTAL
+    two = {"a/b/memory.max": "max\n", "a/memory.max": f"{2**30}\n"}
+    assert machine_memory(group(tmp_path / "2", "0::/a/b\n", two)) == 2**30
+    one = {"memory/docker/memory.limit_in_bytes": f"{2**29}\n", "memory/memory.limit_in_bytes": f"{2**63}\n"}
+    assert machine_memory(group(tmp_path / "1", "5:cpu,memory:/docker\n3:pids:/x\n", one)) == 2**29
+    # A container sees its own group as the root.
+    assert machine_memory(group(tmp_path / "c", "0::/hidden/path\n", {"memory.max": f"{2**28}\n"})) == 2**28
+
+
+def test_no_limit_is_the_whole_machine(tmp_path: Path) -> None:
+    assert machine_memory(group(tmp_path, "0::/a\n", {"a/memory.max": "max\n"})) == TOTAL
+
+
+def test_a_worker_has_its_share_of_the_node_with_the_least() -> None:
+    nodes = [{"CPU": 8.0, "memory": 100.0}, {"CPU": 4.0, "memory": 40.0}]
+    assert device_of(Placement(3, 4, False), nodes) == Device("cpu", "a node", 40, cpu_has_bf16())
+    assert device_of(Placement(1, 8, False), nodes).memory == 100
+
+
+def test_gpus_before_ampere_have_no_bf16() -> None:
+    two = Placement(2, 1, True)
+    assert device_of(two, [{"CPU": 4.0, "GPU": 2.0, "accelerator_type:T4": 1.0}]).bf16 is False
+    assert device_of(two, [{"CPU": 4.0, "GPU": 2.0, "accelerator_type:A100": 1.0}]).bf16 is True
+    assert device_of(two, [{"CPU": 4.0, "GPU": 2.0}]).memory is None

@@ -1,0 +1,160 @@
+"""What every `auto` comes to, when a run begins and when it goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.config.load import build_config
+from finray.config.resolved import Packing, Resolved
+from finray.config.schema import Config, ModelConfig
+from finray.errors import ConfigError
+from finray.planning import resolve as resolving
+from finray.planning.placement import GPUS, Device, Placement
+from finray.planning.resolve import cached_packing, packing_of, resolve, store_packing
+
+SAFE = Packing(True, "llama")
+UNSAFE = Packing(False, "mamba", "it carries a state from token to token")
+CPU = Device("cpu", "the machine", 2**33, bf16=False)
+ONE, TWO = (Placement(workers, 1, use_gpu=False) for workers in (1, 2))
+
+
+def gpu(name: str) -> Device:
+    return Device("cuda", name, GPUS[name].memory, GPUS[name].bf16)
+
+
+def config(**sections: Any) -> Config:
+    plain = {"run": {"name": "x"}, "model": {"name": "m"}, "data": {"source": "d"}, **sections}
+    return build_config(plain, source="test")
+
+
+def on(device: Device, placement: Placement = ONE, *, packing: Packing | None = SAFE, **sections: Any) -> Resolved:
+    return resolve(config(**sections), placement, device, packing=packing)
+
+
+def test_everything_is_decided() -> None:
+    assert on(CPU) == Resolved("fp32", None, "finray_packed", True, "ddp", 1, False)
+    assert on(CPU, packing=UNSAFE) == Resolved("fp32", None, None, False, "ddp", 1, False)
+    assert on(CPU, parallel={"strategy": "auto"}).strategy == "ddp"
+    assert on(CPU, Placement(3, 1, use_gpu=True), parallel={"strategy": "fsdp"}).world_size == 3
+    assert Resolved.from_plain(on(CPU).plain()) == on(CPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "expected"),
+    [
+        (CPU, "auto", "fp32"),
+        (replace(CPU, bf16=True), "auto", "bf16"),
+        (gpu("a100-40gb"), "auto", "bf16"),
+        # These emulate bf16, many times slower than fp32.
+        (gpu("t4-16gb"), "auto", "fp32"),
+        (gpu("v100-32gb"), "auto", "fp32"),
+        (gpu("t4-16gb"), "bf16", "bf16"),
+        (gpu("a100-40gb"), "fp16", "fp16"),
+    ],
+)
+def test_precision_is_what_the_hardware_has(device: Device, wanted: str, expected: str) -> None:
+    assert on(device, train={"precision": wanted}).precision == expected
+
+
+def test_bits_follow_device_and_workers() -> None:
+    auto = {"model": {"name": "m", "quantization": "auto"}}
+    gpus = Placement(2, 1, use_gpu=True)
+    assert on(gpu("t4-16gb"), replace(gpus, num_workers=1), **auto).bits == 8
+    assert on(gpu("t4-16gb"), gpus, **auto).bits is None
+    assert on(CPU, **auto).bits is None
+    assert on(gpu("t4-16gb"), **auto, adapter={"method": "none"}).bits is None
+    assert on(CPU, model={"name": "m", "quantization": "4bit"}).bits == 4
+
+
+def test_flash_attention_is_taken_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {"model": {"name": "m", "attention": "flash_attention_2"}}
+    with pytest.raises(ConfigError, match="pip install flash-attn"):
+        on(gpu("a100-40gb"), **named)
+    monkeypatch.setattr(resolving, "find_spec", lambda name: name)
+    assert on(gpu("a100-40gb")).attention == on(gpu("a100-40gb"), **named).attention == "flash_attention_2"
+    assert on(gpu("a100-40gb"), model={"name": "m", "attention": "packed"}).attention == "finray_packed"
+    assert on(gpu("a100-40gb"), packing=UNSAFE).attention is None
+    assert on(gpu("a100-40gb"), train={"precision": "fp32"}).attention == "finray_packed"
+    assert on(gpu("t4-16gb"), train={"precision": "fp16"}).attention == on(CPU).attention == "finray_packed"
+
+
+def test_a_run_that_goes_on_keeps_what_changes_its_arithmetic() -> None:
+    began = Resolved("fp32", 8, "finray_packed", False, "ddp", 4, False)
+    auto = config(model={"name": "m", "quantization": "auto"})
+    found = resolve(auto, TWO, replace(CPU, bf16=True), packing=SAFE, before=began)
+    assert found == Resolved("fp32", 8, None, False, "ddp", 2, False)
+    # What the config names is as it names it.
+    named = config(train={"precision": "bf16"})
+    assert resolve(named, TWO, CPU, packing=SAFE, before=began).precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("began", "packing", "message"),
+    [
+        (Resolved("bf16", None, "finray_packed", True, "ddp", 1, False), SAFE, "has no bf16 arithmetic"),
+        (Resolved("fp32", None, "flash_attention_2", True, "ddp", 1, True), SAFE, "FlashAttention 2 needs a GPU"),
+        (Resolved("fp32", None, "finray_packed", True, "ddp", 1, True), UNSAFE, "cannot be packed safely"),
+    ],
+)
+def test_what_the_hardware_cannot_go_on_with_is_an_error(began: Resolved, packing: Packing, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(config(), ONE, CPU, packing=packing, before=began)
+    assert "--fresh" in str(caught.value)
+
+
+# --- the packing check, remembered ----------------------------------------------------------------------------------
+
+
+def test_a_check_is_remembered_until_what_it_depends_on_changes(tiny_model_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    text = (tiny_model_dir / "config.json").read_text(encoding="utf-8")
+    (copy / "config.json").write_text(text, encoding="utf-8")
+    model, cache = ModelConfig(name=str(copy)), tmp_path / "cache"
+    assert cached_packing(model, cache) is None
+    found = packing_of(model, cache)
+    assert found.safe
+    assert cached_packing(model, cache) == found
+    # It is that of the configuration, whatever its name.
+    assert cached_packing(ModelConfig(name=str(tiny_model_dir)), cache) == found
+    assert cached_packing(model.model_copy(update={"trust_remote_code": True}), cache) is None
+    (copy / "config.json").write_text(text + " ", encoding="utf-8")
+    assert cached_packing(model, cache) is None
+    store_packing(model, cache, UNSAFE)
+    assert packing_of(model, cache) == UNSAFE
+
+
+def test_a_damaged_or_missing_cache_is_no_error(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = ModelConfig(name=str(tiny_model_dir))
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    store_packing(model, tmp_path / "file", SAFE)
+    store_packing(model, tmp_path, SAFE)
+    for entry in tmp_path.glob("*.json"):
+        entry.write_text("{", encoding="utf-8")
+    assert cached_packing(model, tmp_path) is None
+    assert cached_packing(ModelConfig(name=str(tmp_path / "nothing")), tmp_path) is None
+
+
+def test_a_warm_driver_imports_neither_torch_nor_transformers(tiny_model_dir: Path, tmp_path: Path) -> None:
+    store_packing(ModelConfig(name=str(tiny_model_dir)), tmp_path, SAFE)
+    script = f"""
+import sys
+from pathlib import Path
+from finray.config.load import build_config
+from finray.planning.placement import device_of, place
+from finray.planning.resolve import packing_of, resolve
+plain = {{"run": {{"name": "x"}}, "model": {{"name": {str(tiny_model_dir)!r}}}, "data": {{"source": "d"}}}}
+config = build_config(plain, source="test")
+placement = place(config.cluster, [{{"CPU": 4.0}}])
+packing = packing_of(config.model, Path({str(tmp_path)!r}))
+assert resolve(config, placement, device_of(placement), packing=packing).packs
+print([name for name in ("torch", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
