@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import finray
 from finray.config.resolved import Packing, Precision, Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.errors import ConfigError
@@ -202,7 +201,7 @@ def _packing_key(model: ModelConfig) -> str | None:
         # Whatever the Hub's client raises, loading the model says it better.
         return None
     digest = hashlib.sha256(text)
-    models = Path(finray.__file__).parent / "models"
+    models = Path(__file__).parents[1] / "models"
     for part in ("packing_check.py", "attention.py"):
         digest.update((models / part).read_bytes())
     digest.update(f"{version('torch')} {version('transformers')}".encode())
