@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from finray.config.load import load_config
+    from finray.config.load import load_config, with_overrides
     from finray.errors import FinrayError
     from finray.evaluation.compare import evaluate, export_model, generate_text
     from finray.inspection.inspect import inspect
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "load_config": ("finray.config.load", "load_config"),
+    "with_overrides": ("finray.config.load", "with_overrides"),
     "FinrayError": ("finray.errors", "FinrayError"),
     "TrainResult": ("finray.runtime.driver", "TrainResult"),
     "train": ("finray.runtime.driver", "train"),
@@ -43,6 +44,7 @@ __all__ = [
     "load_config",
     "prepare",
     "train",
+    "with_overrides",
 ]
 
 

@@ -1,7 +1,7 @@
-"""The errors finray raises on purpose.
+"""The errors that finray raises on purpose.
 
 Every message says what happened, where (dotted config path, file and row, or directory) and how to repair it. The
-command line prints the message alone and exits with :attr:`FinrayError.exit_code`; nothing else is a clean exit.
+command line prints the message without a traceback and exits with :attr:`FinrayError.exit_code`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class FinrayError(Exception):
-    """Something a user can act on.
+    """An error that the user can act on.
 
     Args:
         message: what happened, in one sentence.
@@ -31,7 +31,7 @@ class FinrayError(Exception):
         return f"{head}\n  repair: {self.repair}" if self.repair else head
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword-only arguments do not survive the default protocol, and errors cross process borders under Ray.
+        # Ray sends errors between processes. The default protocol would lose the keyword-only arguments.
         return _rebuild, (type(self), self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class FinrayError(Exception):
 
 
 class ConfigError(FinrayError):
-    """The configuration is wrong; ``problems`` lists everything that is, not only the first."""
+    """The configuration is not valid; ``problems`` lists every problem."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ConfigError(FinrayError):
 
 
 class DataError(FinrayError):
-    """A data set cannot be read, converted, or learned from."""
+    """A dataset cannot be read, converted or trained on."""
 
 
 class ModelError(FinrayError):
@@ -78,7 +78,7 @@ class ClusterError(FinrayError):
 
 
 class TrainingError(FinrayError):
-    """Training cannot go on: a loss that is not finite, or workers that fail again and again."""
+    """Training cannot continue: the loss is not finite, or workers keep failing."""
 
 
 _KINDS: dict[str, type[FinrayError]] = {
@@ -88,10 +88,8 @@ _KINDS: dict[str, type[FinrayError]] = {
 
 
 def from_dict(data: dict[str, Any]) -> FinrayError:
-    """Rebuild the error that :meth:`FinrayError.to_dict` wrote (subclasses elsewhere come back as their base)."""
-    kind = _KINDS.get(data["kind"], FinrayError)
-    extra = {"problems": tuple(data["problems"])} if kind is ConfigError else {}
-    return kind(data["message"], where=data["where"], repair=data["repair"], **extra)
+    """The error that :meth:`FinrayError.to_dict` wrote; a subclass defined elsewhere becomes a FinrayError."""
+    return _rebuild(_KINDS.get(data["kind"], FinrayError), data)
 
 
 def _rebuild(kind: type[FinrayError], data: dict[str, Any]) -> FinrayError:

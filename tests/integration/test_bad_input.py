@@ -55,7 +55,7 @@ CONFIG_PROBLEMS: list[tuple[list[str], list[str]]] = [
     (["train.epochs=1"], ["set epochs or max_steps, not both"]),
     (["evaluation.every_steps=5"], ["nothing to evaluate on"]),
     (["evaluation.early_stopping={patience: 3}"], ["evaluation.early_stopping: ", "set evaluation.every_steps"]),
-    (["run.name=../up"], ["run.name: becomes a directory"]),
+    (["run.name=../up"], ["run.name: becomes a directory name"]),
     (["cluster.env={HF_TOKEN: hf_abcdefghijklmnopqrst}"], ["HF_TOKEN looks like a secret"]),
     (
         ["train.max_steps=0", "data.max_length=x", "nonsense"],
@@ -85,7 +85,7 @@ def test_a_config_file_that_is_not_there(tmp_path: Path, finray: Callable[..., t
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("a: [1", "not valid YAML"), ("train: {}\ntrain: {}\n", "stands twice"), ("- a\n", "must hold sections")],
+    [("a: [1", "not valid YAML"), ("train: {}\ntrain: {}\n", "duplicate key"), ("- a\n", "must consist of sections")],
 )
 def test_a_config_file_that_is_not_a_configuration(
     tmp_path: Path, finray: Callable[..., tuple[int, str]], text: str, expected: str

@@ -1,4 +1,4 @@
-"""When state is saved and how long it is kept."""
+"""The ``checkpoint`` section."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from finray.config.section import PositiveInt, Section
 
 
 class CheckpointConfig(Section):
-    """When state is saved and how long it is kept."""
+    """When checkpoints are saved and how long they are kept."""
 
     every_steps: PositiveInt = Field(
-        100, description="Optimizer steps between checkpoints; the last step always has one."
+        100, description="Optimizer steps between checkpoints. The last step is always saved."
     )
-    keep_last: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    keep_last: PositiveInt = Field(2, description="How many of the newest checkpoints are kept.")
     asynchronous: bool = Field(
         True,
-        description="Write behind the training, from a copy in memory; a failure shows at the next save.",
+        description="Write checkpoints in the background, from a copy in CPU memory, while training continues. An "
+        "error is raised at the next save.",
     )
     keep_best: bool = Field(
-        True, description="Save at every evaluation with a new lowest loss too, and keep the checkpoint of the lowest."
+        True,
+        description="Also save a checkpoint at every evaluation with a new lowest loss, and keep the best one.",
     )

@@ -1,4 +1,4 @@
-"""What it learns from: sources, splits, formats, and how they are prepared."""
+"""The ``data`` section."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from finray.config.section import PositiveInt, Ratio, Section
 
 Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template"]
 
-
-# What columns can stand for, besides the names in a template of one's own.
-FIELDS = frozenset(
-    "messages conversations tools system prompt completion instruction input output history text label".split()  # noqa: SIM905
+# Fields that `field_mapping` may map a column to, besides the placeholders of `input_template` and `output_template`.
+FIELDS = frozenset(("messages", "conversations", "tools", "system", "prompt", "completion")).union(
+    ("instruction", "input", "output", "history", "text", "label")
 )
 
 
 class SourceConfig(Section):
-    """One of several sources that are mixed; what is left out is taken from the data section."""
+    """One of several sources that are mixed. A field that is not set has the value of the data section."""
 
     source: str = Field(description="As `data.source`.")
     subset: str | None = Field(None, description="As `data.subset`.")
@@ -29,7 +28,7 @@ class SourceConfig(Section):
     input_template: str | None = Field(None, description="As `data.input_template`.")
     output_template: str | None = Field(None, description="As `data.output_template`.")
     weight: float | None = Field(None, gt=0, description="Share of the mixed rows, relative to the other weights.")
-    count: PositiveInt | None = Field(None, description="Rows of this source in an epoch; replaces `weight`.")
+    count: PositiveInt | None = Field(None, description="Rows of this source per epoch, instead of `weight`.")
 
     @model_validator(mode="after")
     def _one_size(self) -> SourceConfig:
@@ -45,70 +44,76 @@ class DataConfig(Section):
 
     source: str | None = Field(
         None,
-        description="A file, directory, glob, URL (`s3://`, `gs://`, `https://`), or Hugging Face data set "
+        description="A file, directory, glob, URL (`s3://`, `gs://`, `https://`), or Hugging Face dataset "
         "(`org/name`, or `org/name:data_dir`).",
     )
     mix: list[SourceConfig] = Field(
         default_factory=list, description="Several sources instead of `data.source`, mixed by `weight` or `count`."
     )
-    subset: str | None = Field(None, description="Configuration (subset) of a Hugging Face data set.")
-    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face data set.")
+    subset: str | None = Field(None, description="Subset (configuration) of a Hugging Face dataset.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face dataset.")
     train_split: str = Field(
-        "train", description="Named split used for training, with a slice if wanted: `train[:1%]`, `train[100:200]`."
+        "train", description="Named split used for training, optionally a slice: `train[:1%]`, `train[100:200]`."
     )
-    eval_source: str | None = Field(None, description="A second source, used for evaluation only.")
+    eval_source: str | None = Field(None, description="A second source that is used for evaluation only.")
     eval_split: str | None = Field(
         None,
-        description="Named split used for evaluation: of `data.eval_source` where that is set, else of the source.",
+        description="Named split used for evaluation, of `data.eval_source` if that is set, else of `data.source`.",
     )
     eval_ratio: Ratio = Field(
         0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`."
     )
-    test_split: str | None = Field(None, description="Named split of the source kept for tests after training.")
-    test_ratio: Ratio = Field(0.0, description="Share of the training rows kept for tests after training.")
+    test_split: str | None = Field(None, description="Named split held out for tests after training.")
+    test_ratio: Ratio = Field(0.0, description="Share of the training rows held out for tests after training.")
     group_by: str | None = Field(
-        None, description="Column whose equal values stay on one side of a ratio split (a user, a document)."
+        None,
+        description="Column (a user, a document): rows with equal values stay on the same side of a ratio split.",
     )
     format: Format = Field(
-        "auto", description="How a row is read. `auto` decides from the columns and says what it decided."
+        "auto", description="Format of a row. `auto` detects it from the columns and prints what it detected."
     )
     field_mapping: dict[str, str] = Field(
         default_factory=dict,
-        description="Field to column (`prompt: question`); a dot reaches into nested columns (`data.question`).",
+        description="Field to column (`prompt: question`). A dot reaches into nested columns (`data.question`).",
     )
     input_template: str | None = Field(
-        None, description="Prompt made from columns, such as `Question: {question}\\n`. Needs `data.output_template`."
+        None,
+        description="Prompt built from columns, such as `Question: {question}\\n`. Requires `data.output_template`.",
     )
-    output_template: str | None = Field(None, description="Completion made from columns, such as `{answer}`.")
+    output_template: str | None = Field(None, description="Completion built from columns, such as `{answer}`.")
     converter: str | None = Field(
-        None, description="Your own function, `package.module:function`: from a row to a row of one of the formats."
+        None,
+        description="Your own function, `package.module:function`, that turns a row into a row of one of the formats.",
     )
     train_on: Literal["completion", "assistant", "last_assistant", "all"] = Field(
         "completion",
-        description="Supervised tokens: the completion (in a chat: every assistant message that is not part of a "
+        description="Supervised tokens: the completion (in a chat, every assistant message that is not part of a "
         "prompt), every assistant message, only the last one, or all tokens. A message with `train: false` is never "
         "supervised.",
     )
-    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Most tokens in a row, and in a pack.")
+    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Maximum tokens of a row, and of a pack.")
     on_too_long: Literal["truncate", "drop", "error"] = Field(
         "truncate",
-        description="What happens to a conversation longer than `data.max_length`. Plain text is cut into pieces.",
+        description="What to do with a conversation longer than `data.max_length`. Plain text is cut into pieces.",
     )
     packing: bool = Field(
-        True, description="Join rows into packs of up to `data.max_length` tokens. Rows never see each other."
+        True,
+        description="Join rows into packs of up to `data.max_length` tokens. Rows do not attend to each other.",
     )
     on_bad_row: Literal["error", "drop"] = Field(
-        "error", description="Stop at a row that cannot be used, or leave it out and list it in `bad-rows.jsonl`."
+        "error", description="Stop at a row that cannot be used, or drop it and list it in `bad-rows.jsonl`."
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
         if (self.source is None) == (not self.mix):
-            raise ValueError("data.source: set it, or data.mix, one of the two (`data.source: null` leaves it out)")
+            raise ValueError("data.source: set either data.source or data.mix (`data.source: null` unsets it)")
         if (self.input_template is None) != (self.output_template is None):
             raise ValueError("data.input_template and data.output_template go together")
         if self.converter is not None and (self.input_template or self.field_mapping or self.format != "auto"):
-            raise ValueError("data.converter: it reads the rows alone; leave out format, field_mapping and templates")
+            raise ValueError(
+                "data.converter: a converter replaces format, field_mapping and the templates; leave these out"
+            )
         if self.input_template is not None and self.format not in ("auto", "template"):
             raise ValueError(f"data.input_template has no effect with format {self.format}")
         for place, mapping, template in [
@@ -123,11 +128,11 @@ class DataConfig(Section):
                 known = ", ".join(sorted(FIELDS))
                 raise ValueError(f"{place}: unknown field {', '.join(unknown)}; use {known}")
         if self.format == "template" and self.input_template is None:
-            raise ValueError("data.format: template needs data.input_template and data.output_template")
+            raise ValueError("data.format: template requires data.input_template and data.output_template")
         if self.group_by is not None and not (self.eval_ratio or self.test_ratio):
             raise ValueError("data.group_by has no effect without data.eval_ratio or data.test_ratio")
         if self.eval_ratio + self.test_ratio >= 1:
             raise ValueError("data.eval_ratio and data.test_ratio leave nothing for training")
         if self.test_split is not None and self.test_ratio:
-            raise ValueError("data.test_split and data.test_ratio each choose the test rows; keep one")
+            raise ValueError("data.test_split and data.test_ratio both choose the test rows; keep one")
         return self

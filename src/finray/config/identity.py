@@ -1,7 +1,7 @@
 """Which configurations describe the same run.
 
-A run may be continued on other hardware, watched differently and saved more often; whatever changes what is
-learned makes it another run.
+A run may be continued on other hardware, with other metrics and more checkpoints. Whatever changes what is learned
+makes it a different run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 from finray.config.redact import redact
 from finray.config.schema import Config
 
-# Neither the data stream nor the arithmetic depends on these (tests/integration/test_world_size.py holds them to it).
+# Neither the order of the data nor the arithmetic depends on these fields (tested by
+# tests/integration/test_world_size.py).
 FREE = (
     "cluster",
     "parallel",
@@ -29,16 +30,9 @@ FREE = (
 )
 
 
-def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted paths; lists and free-form mappings stay values."""
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, dict) and not prefix:
-            flat.update(flatten(value, f"{path}."))
-        else:
-            flat[path] = value
-    return flat
+def flatten(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Dotted path (``section.field``) to value; lists and mappings stay values."""
+    return {f"{section}.{field}": value for section, fields in data.items() for field, value in fields.items()}
 
 
 def is_free(path: str) -> bool:
@@ -48,7 +42,7 @@ def is_free(path: str) -> bool:
 
 def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """Fields that make two configurations different runs, as ``(path, old, new)``."""
-    # What is on disk is redacted, so both sides are.
+    # The configuration on disk has its secrets masked, so both sides are compared masked.
     before, after = flatten(redact(old.plain())), flatten(redact(new.plain()))
     return [
         (path, before.get(path), after.get(path))

@@ -1,4 +1,4 @@
-"""What is trained: the model, and the adapter on it."""
+"""The ``model`` section."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ class ModelConfig(Section):
 
     name: str = Field(description="A model directory, a `.gguf` file, or a Hugging Face model id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
-    task: Literal["causal_lm"] = Field("causal_lm", description="What the model learns to do.")
+    task: Literal["causal_lm"] = Field("causal_lm", description="What the model is trained to do.")
     chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template.")
     chat_template_arguments: dict[str, Any] = Field(
         default_factory=dict,
-        description="Variables given to the chat template, in training and in serving, such as `enable_thinking`.",
+        description="Variables passed to the chat template, in training and in serving, such as `enable_thinking`.",
     )
     attention: Literal["auto", "packed", "flash_attention_2"] = Field(
         "auto",
-        description="Attention over packed rows. `auto` takes FlashAttention 2 on a GPU where it is installed, "
-        "else finray's own (`packed`).",
+        description="Attention over packed rows. `auto` is FlashAttention 2 on a GPU where it is installed, else "
+        "finray's own (`packed`).",
     )
     trust_remote_code: bool = Field(
-        False, description="Run code shipped with the model. Off unless you have read that code."
+        False, description="Run code that comes with the model. Leave it off unless you have read that code."
     )
     quantization: Literal["none", "8bit", "4bit", "auto"] = Field(
         "none",
-        description="Storage of the frozen linear layers under an adapter: as they are, int8 with a scale per row, or "
-        "NF4 with double quantisation. `auto` is 8bit on one GPU, none on several workers or a CPU.",
+        description="Storage of the frozen linear layers under an adapter: unchanged (`none`), int8 with one scale per "
+        "row (`8bit`), or NF4 with double quantisation (`4bit`). `auto` is `8bit` on a single GPU, else `none`.",
     )
     new_tokens: list[str] = Field(
         default_factory=list,
-        description="Words added to the tokenizer as one token each; their embeddings begin as the mean and are "
-        "trained and saved.",
+        description="Tokens added to the vocabulary. Their embeddings start as the mean of the others, and are trained "
+        "and saved.",
     )
 
     @field_validator("new_tokens")
     @classmethod
     def _words(cls, value: list[str]) -> list[str]:
         if any(not word.strip() for word in value) or len(set(value)) < len(value):
-            raise ValueError("each must be a word of its own, and no word may come twice")
+            raise ValueError("tokens must not be blank, and none may be listed twice")
         return value
 
     @field_validator("chat_template_arguments")
@@ -51,5 +51,5 @@ class ModelConfig(Section):
     def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
         ours = sorted(set(value) & {"messages", "tools", "documents", "add_generation_prompt"})
         if ours:
-            raise ValueError(f"{', '.join(ours)} is given by finray itself")
+            raise ValueError(f"finray sets {', '.join(ours)} itself")
         return value

@@ -1,4 +1,4 @@
-"""How work is shared between workers."""
+"""The ``parallel`` section."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from finray.config.section import PositiveInt, Section
 
 
 class ParallelConfig(Section):
-    """How the work is shared between workers."""
+    """How the work is divided between workers."""
 
     strategy: Literal["ddp", "fsdp", "deepspeed", "auto"] = Field(
         "ddp",
-        description="`ddp`: a full model per worker, gradients summed. `fsdp`: weights, gradients and optimizer state "
-        "shared between the workers (FSDP2). `deepspeed`: the same by DeepSpeed's ZeRO, in three stages. `auto`: `ddp` "
-        "where it fits into memory, else `fsdp`.",
+        description="`ddp`: a full copy of the model on each worker, gradients all-reduced. `fsdp`: weights, gradients "
+        "and optimizer state sharded across the workers (FSDP2). `deepspeed`: sharded by DeepSpeed ZeRO. `auto`: "
+        "`ddp` if the run fits into memory, else `fsdp`.",
     )
     reshard_after_forward: bool = Field(
         True,
-        description="`fsdp`: free gathered weights after the forward pass and gather them again for the backward.",
+        description="`fsdp`: free the gathered weights of a layer after its forward pass and gather them again for the "
+        "backward pass.",
     )
     shard_size: PositiveInt | None = Field(
-        None, description="`fsdp`: workers that share one copy of the weights (hybrid sharding); null for all of them."
+        None,
+        description="`fsdp`: number of workers that the weights are sharded across (hybrid sharding). null is all.",
     )
     cpu_offload: bool = Field(
         False,
-        description="`fsdp`, `deepspeed`: keep optimizer state in the memory of the CPU, and weights where they are "
-        "sharded.",
+        description="`fsdp`, `deepspeed`: keep the optimizer state, and the weights if they are sharded, in CPU "
+        "memory.",
     )
     zero_stage: Literal[1, 2, 3] | None = Field(
         None,
-        description="`deepspeed`: what is sharded. 1: optimizer state, 2: gradients too, 3: weights too; null takes "
-        "that of the JSON, else 2.",
+        description="`deepspeed`: what is sharded: 1 the optimizer state, 2 gradients too, 3 weights too. null takes "
+        "the stage of `parallel.deepspeed_config`, else 2.",
     )
     deepspeed_config: str | None = Field(
         None,
-        description='`deepspeed`: your own JSON. What it leaves out, or calls `"auto"`, follows from this file; what '
-        "it says differently is an error.",
+        description='`deepspeed`: your own JSON file. What it leaves out or sets to `"auto"` follows from this '
+        "configuration; a value that contradicts it is an error.",
     )
     keep_deepspeed_shards: bool = Field(
         True,
-        description="`deepspeed`: keep DeepSpeed's own files in every checkpoint too, with `zero_to_fp32.py`. finray "
+        description="`deepspeed`: also keep DeepSpeed's own files in every checkpoint, with `zero_to_fp32.py`. finray "
         "does not read them.",
     )
 

@@ -1,4 +1,4 @@
-"""How and where data is prepared."""
+"""The ``prepare`` section."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ class PrepareConfig(Section):
     """How and where data is prepared."""
 
     num_workers: PositiveInt | None = Field(
-        None, description="Ray workers that tokenise; null takes as many as there are CPUs or pieces of work."
+        None, description="Ray workers that tokenise. null uses one per CPU, and no more than there is work for."
     )
     dir: str | None = Field(
         None,
-        description="Directory or URL (`s3://bucket/path`) of prepared data sets; null is `run.output_dir/.prepared`.",
+        description="Directory or URL (`s3://bucket/path`) of prepared datasets. null is `<run.output_dir>/.prepared`.",
     )
     local_dir: str | None = Field(
-        None, description="Where workers keep what they fetch from a remote `prepare.dir`; null is the user's cache."
+        None,
+        description="Where workers cache files of a remote `prepare.dir`. null is the cache directory of the user.",
     )
     max_row_bytes: PositiveInt = Field(
-        8_000_000, description="A row of a JSON or CSV file that is larger is a bad row."
+        8_000_000, description="Largest row of a JSON or CSV file. A larger row is treated as a bad row."
     )
     text_rows: Literal["file", "paragraph", "line"] = Field(
-        "file", description="What is a row in a text or source file: all of it, a paragraph, or a line."
+        "file", description="What one row of a text or source file is: the whole file, a paragraph, or a line."
     )
     chunk_overlap: int = Field(
-        0, ge=0, description="Tokens of plain text repeated, unsupervised, at the start of the next piece."
+        0,
+        ge=0,
+        description="Plain text that is cut into pieces: tokens of the previous piece repeated, unsupervised, at the "
+        "start of the next.",
     )

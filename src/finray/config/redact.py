@@ -1,4 +1,4 @@
-"""Keeps secrets out of whatever is printed or written, by the name of the key and by the look of the value."""
+"""Masks secrets in everything that is printed or written, by the name of the key and by the form of the value."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)@")
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key of this name holds a secret (``HF_TOKEN``, ``api_key``; not ``max_new_tokens``)."""
+    """Whether a key of this name holds a secret: ``HF_TOKEN`` and ``api_key`` do, ``max_new_tokens`` does not."""
     return bool(_NAME.search(name))
 
 
 def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
-    """Mask secrets in free text: well-known shapes, URL passwords, and values of secret environment variables."""
+    """Mask secrets in free text: token formats, passwords in URLs, values of secret environment variables."""
     text = _URL_PASSWORD.sub(rf"\1:{MASK}@", _VALUE.sub(MASK, text))
     for name, value in environ.items():
         if len(value) >= 8 and is_secret_name(name):

@@ -1,7 +1,6 @@
-"""The configuration: its sections together, and what must agree between them.
+"""The configuration: all sections together, and the rules that hold between them.
 
-The reference page and ``finray config docs`` are generated from the ``description`` of each field, so a field that
-is not described does not exist.
+The reference page and ``finray init`` are generated from the ``description`` of each field, so every field has one.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from finray.config.evaluation import EarlyStoppingConfig, EvaluationConfig
 from finray.config.model import ModelConfig
 from finray.config.parallel import ParallelConfig
 from finray.config.prepare import PrepareConfig
-from finray.config.run import NAME_PATTERN, RunConfig
-from finray.config.section import Section
+from finray.config.run import RunConfig
+from finray.config.section import Section, section_of
 from finray.config.tracking import TrackingConfig
 from finray.config.train import ProfileConfig, TrainConfig
 
 __all__ = [
     "FIELDS",
-    "NAME_PATTERN",
     "AdapterConfig",
     "CheckpointConfig",
     "ClusterConfig",
@@ -50,40 +48,32 @@ __all__ = [
 class Config(Section):
     """The whole configuration of a run."""
 
-    run: RunConfig = Field(default_factory=RunConfig, description="Names the run and says where it is kept.")
+    run: RunConfig = Field(default_factory=RunConfig, description="The name of the run and where it is kept.")
     model: ModelConfig = Field(description="Which model is trained.")
     adapter: AdapterConfig = Field(default_factory=AdapterConfig, description="Which weights are trained.")
     data: DataConfig = Field(description="Where examples come from and how they become tokens.")
     prepare: PrepareConfig = Field(default_factory=PrepareConfig, description="How and where data is prepared.")
-    train: TrainConfig = Field(default_factory=TrainConfig, description="The optimisation.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="How work is shared between workers.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When state is saved and kept.")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="Optimisation.")
+    parallel: ParallelConfig = Field(
+        default_factory=ParallelConfig, description="How the work is divided between workers."
+    )
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="When checkpoints are saved and how long they are kept."
+    )
     evaluation: EvaluationConfig = Field(
         default_factory=EvaluationConfig, description="Evaluation during and after training."
     )
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where metrics go.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="What the run asks of Ray.")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where metrics are written.")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Resources that the run asks Ray for.")
 
     @model_validator(mode="after")
-    def _strategy_can(self) -> Config:
+    def _sections_agree(self) -> Config:
+        data, evaluation = self.data, self.evaluation
         if self.parallel.strategy == "deepspeed" and self.train.optimizer in ("adafactor", "muon"):
             raise ValueError(
-                f"train.optimizer: {self.train.optimizer} needs whole matrices, DeepSpeed flattens them; take adamw "
-                "or an 8-bit one, or set parallel.strategy to fsdp"
+                f"train.optimizer: {self.train.optimizer} needs whole matrices, but DeepSpeed flattens them; use adamw "
+                "or an 8-bit optimizer, or set parallel.strategy to fsdp"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _can_stop_early(self) -> Config:
-        if self.evaluation.early_stopping is not None and self.evaluation.every_steps is None:
-            raise ValueError(
-                "evaluation.early_stopping: the loss is looked at once, at the end; set evaluation.every_steps"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_evaluation_set(self) -> Config:
-        data = self.data
         if self.adapter.method == "none":
             if self.model.quantization in ("4bit", "8bit"):
                 raise ValueError(
@@ -92,25 +82,25 @@ class Config(Section):
                 )
             if self.adapter.start_from is not None:
                 raise ValueError(
-                    "adapter.start_from has no effect with adapter.method: none; to train all weights, export the "
-                    "merged model first and name it as model.name"
+                    "adapter.start_from has no effect with adapter.method none; to train all weights, export the "
+                    "merged model first and set model.name to it"
                 )
         if self.prepare.chunk_overlap > data.max_length // 2:
             raise ValueError("prepare.chunk_overlap: must be at most half of data.max_length")
-        named = [
-            name
-            for name, value in (
-                ("eval_source or eval_split", data.eval_source or data.eval_split),
-                ("eval_ratio", data.eval_ratio),
-            )
-            if value
-        ]
-        if len(named) > 1:
-            raise ValueError(f"data: {' and '.join(named)} each choose the evaluation rows; keep one")
-        if self.evaluation.every_steps is not None and not named:
+        by_name = data.eval_source is not None or data.eval_split is not None
+        if by_name and data.eval_ratio:
             raise ValueError(
-                "evaluation.every_steps: there is nothing to evaluate on; "
-                "set data.eval_ratio, data.eval_split or data.eval_source"
+                "data: eval_ratio and eval_source or eval_split both choose the evaluation rows; keep one of them"
+            )
+        if evaluation.every_steps is not None and not (by_name or data.eval_ratio):
+            raise ValueError(
+                "evaluation.every_steps: there is nothing to evaluate on; set data.eval_ratio, data.eval_split or "
+                "data.eval_source"
+            )
+        if evaluation.early_stopping is not None and evaluation.every_steps is None:
+            raise ValueError(
+                "evaluation.early_stopping: without evaluation.every_steps the loss is evaluated only once, at the "
+                "end; set evaluation.every_steps"
             )
         return self
 
@@ -121,5 +111,5 @@ class Config(Section):
 
 def sections() -> dict[str, type[Section]]:
     """Section name to its model, in the order of the file."""
-    kinds = ((name, field.annotation) for name, field in Config.model_fields.items())
-    return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Section)}
+    kinds = {name: section_of(field.annotation) for name, field in Config.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if kind is not None}

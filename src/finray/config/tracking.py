@@ -1,4 +1,4 @@
-"""Where metrics go."""
+"""The ``tracking`` section."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from finray.config.section import PositiveInt, Section
 
 
 class TrackingConfig(Section):
-    """Where metrics go. `metrics.jsonl` is always written."""
+    """Where metrics are written. `metrics.jsonl` is always written."""
 
     tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
-    log_every: PositiveInt = Field(1, description="Optimizer steps between records; metrics in between are averaged.")
+    log_every: PositiveInt = Field(
+        1, description="Optimizer steps between records. Metrics are averaged over these steps."
+    )
     record_samples: bool = Field(
-        False, description="Record the ids of the rows seen in each step (a digest of them is always recorded)."
+        False, description="Record the ids of the rows of every step. A digest of them is always recorded."
     )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.config.identity import FREE, differences, flatten, is_free
-from finray.config.load import build_config, load_config, preset_names, read_preset
+from finray.config.load import build_config, load_config, preset_names, read_preset, with_overrides
 from finray.config.redact import is_secret_name, redact, redact_text
 from finray.config.reference import reference_markdown, starter_yaml
 from finray.config.schema import Config, sections
@@ -120,6 +120,56 @@ def test_secrets_are_masked_by_key_by_shape_and_by_environment() -> None:
 def test_reading_an_override_twice_changes_nothing() -> None:
     once = load_config(None, ["model.name=m", "data.source=d", "train.epochs=2"])
     assert load_config(None, ["model.name=m", "data.source=d", "train.epochs=3", "train.epochs=2"]) == once
+
+
+def test_overrides_of_a_config_give_the_config_that_the_file_with_them_gives(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("preset: smollm2-lora\ntrain: {learning_rate: 1e-3}\nadapter: {rank: 4}\n")
+    overrides = ["train.learning_rate=5e-4", "adapter.target_modules=[q_proj]", "evaluation.early_stopping=null"]
+    config = load_config(path)
+    changed = with_overrides(config, overrides)
+    assert changed == load_config(path, overrides)
+    assert changed.train.learning_rate == 5e-4
+    assert (config.train.learning_rate, config.adapter.target_modules) == (
+        1e-3,
+        load_config(path).adapter.target_modules,
+    )
+    # What was left at its default stays so: an adapter that is continued fills in these fields.
+    assert changed.adapter.model_fields_set == config.adapter.model_fields_set | {"target_modules"}
+    assert "dropout" not in changed.adapter.model_fields_set
+    assert with_overrides(config, []) == config
+
+
+def test_overrides_of_a_config_are_checked() -> None:
+    config = build_config(SMALL, source="test")
+    with pytest.raises(ConfigError) as caught:
+        with_overrides(config, ["train.max_stps=1", "adapter.rank=0", "nonsense"])
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "`nonsense` is not an override",
+        "adapter.rank",
+        "train.max_stps",
+    ]
+
+
+def test_an_override_reaches_into_a_list() -> None:
+    raw: dict[str, Any] = {"model": {"name": "m"}, "data": {"mix": [{"source": "a"}, {"source": "b"}]}}
+    config = build_config(raw, source="test", overrides=["data.mix.1.weight=3"])
+    assert [one.weight for one in config.data.mix] == [None, 3]
+    assert with_overrides(config, ["data.mix.0.source=c"]).data.mix[0].source == "c"
+    assert raw["data"]["mix"][1] == {"source": "b"}
+    for wrong in ("data.mix.2.weight=3", "data.mix.last.weight=3"):
+        with pytest.raises(ConfigError, match=r"`data\.mix` is a list of 2"):
+            with_overrides(config, [wrong])
+
+
+def test_problems_of_nested_fields_have_their_whole_path() -> None:
+    overrides = ["data.mix=[{source: a, wieght: 1}]", "data.source=null", "evaluation.early_stopping={patence: 1}"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["model.name=m", "train.profile={steps: [1, x]}", *overrides])
+    problems = "\n".join(caught.value.problems)
+    assert "data.mix.0.wieght: unknown key (did you mean `weight`?)" in problems
+    assert "evaluation.early_stopping.patence: unknown key (did you mean `patience`?)" in problems
+    assert "train.profile.steps.1: " in problems
 
 
 @given(st.text(max_size=30))
