@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from finray import compat
 
 # Reads rows of a tensor: the first, and the one after the last.
 Read = Callable[[int, int], torch.Tensor]
@@ -89,9 +90,8 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The rows of a tensor that this rank holds, and the number of the first; all rows of one that is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     local: torch.Tensor = tensor.to_local()
-    return local, offset[0] if offset else 0
+    return local, compat.shard_offset(tensor)[0] if tensor.ndim else 0
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from finray import compat
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.paths import PREPARED, local_dir_of
@@ -255,7 +256,7 @@ def _loss(model: Any, rows: list[tuple[Any, Any]], *, progress: Callable[[int], 
     """Mean loss per target, by the code that trains."""
     device = _device()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    usual = inner.config._attn_implementation
+    usual = compat.attention_implementation(inner)
     inner.set_attn_implementation(attention.NAME)
     task = CausalLM(
         model,

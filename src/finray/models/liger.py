@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from finray import compat
 from finray.errors import ModelError
 
 PACKAGE = "liger_kernel"
@@ -28,12 +29,11 @@ def apply(model: Any) -> None:
         ModelError: Liger is not installed.
     """
     try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+        patch, known = compat.liger_patcher()
     except ImportError:
         raise ModelError(
             "Liger is not installed", where="train.liger", repair="pip install 'finray[liger]', or set it to auto"
         ) from None
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if inner.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        _apply_liger_kernel_to_instance(inner, **_NOT_ITS_LOSS)
+    if inner.config.model_type in known:
+        patch(inner, **_NOT_ITS_LOSS)

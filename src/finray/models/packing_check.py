@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from finray import compat
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.models import attention
@@ -150,8 +151,9 @@ def _enough_layers(kinds: Any) -> int:
 def _build(config: Any, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
-    config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="eager"
+    )
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             # New weights are so small that attention is nearly uniform, and a wrong position would hardly show.
@@ -179,9 +181,9 @@ def _by_class(config: Any) -> str:
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         return ""
-    if kind._is_stateful:
+    if compat.carries_state(kind):
         return "it carries a state from token to token"
-    return "" if kind._can_set_attn_implementation() else "its attention is its own and cannot be told where rows end"
+    return "" if compat.accepts_attention(kind) else "its attention is its own and cannot be told where rows end"
 
 
 def _first_line(error: Exception) -> str:

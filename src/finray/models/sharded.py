@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters, vocabulary
@@ -92,15 +93,15 @@ def folder_of(model: ModelConfig) -> Path | None:
 
 def _compute_buffers(model: Any, module: torch.nn.Module) -> None:
     """Fill the buffers of a module. Its weights stay out of it: of a share, what initialises them finds no rows."""
-    weights = dict(module._parameters)
+    weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     try:
         for name, weight in weights.items():
-            if weight is not None:
-                shape = getattr(weight, "ds_shape", weight.shape)
-                module._parameters[name] = torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
-        model._init_weights(module)
+            shape = getattr(weight, "ds_shape", weight.shape)
+            setattr(module, name, torch.nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False))
+        compat.init_module(model, module)
     finally:
-        module._parameters.update(weights)
+        for name, weight in weights.items():
+            setattr(module, name, weight)
 
 
 @torch.no_grad()
@@ -168,13 +169,12 @@ def _give_memory(model: Any, device: torch.device) -> None:
     """Memory for tensors on the meta device; those that are tied stay tied, which torch does not see to."""
     places: dict[int, list[tuple[Any, str]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
     model.to_empty(device=device)
     for (first, own), *others in places.values():
         for module, name in others:
-            module._parameters[name] = first._parameters[own]
+            setattr(module, name, getattr(first, own))
 
 
 def _gathered(read: Read, rows: list[int]) -> torch.Tensor:

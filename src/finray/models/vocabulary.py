@@ -22,8 +22,8 @@ def table_weights(model: Any) -> list[str]:
         f"{name}.{own}"
         for name, module in model.named_modules()
         if id(module) in inside
-        for own in ("weight", "bias")
-        if module._parameters.get(own) is not None
+        for own, _ in module.named_parameters(recurse=False)
+        if own in ("weight", "bias")
     ]
 
 

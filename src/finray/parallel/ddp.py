@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from finray import compat
 from finray.parallel.base import Updates
 from finray.sharding import local_rows
 
@@ -87,7 +88,7 @@ class DataParallel:
     def unscale(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
         """Divide this rank's gradients, or its rows of them, in place."""
         gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
-        torch._foreach_mul_(gradients, scale.reciprocal())
+        compat.foreach_mul_(gradients, scale.reciprocal())
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""

@@ -345,7 +345,7 @@ class _Inventory:
     def _parameters(self, layer: str) -> int:
         # The names were taken before adapters were added, and PEFT keeps the wrapped layers as they were.
         parts = (module for name, module in self._names.items() if name == layer or name.startswith(f"{layer}."))
-        return sum(tensor.numel() for module in parts for tensor in module._parameters.values() if tensor is not None)
+        return sum(tensor.numel() for module in parts for tensor in module.parameters(recurse=False))
 
     def _norms(self, blocks: tuple[Block, ...]) -> tuple[Norms, ...]:
         attention = next((block for block in blocks if block.kind == "attention"), None)
@@ -374,7 +374,7 @@ class _Inventory:
             type(module).__name__
             for name, module in self._names.items()
             if self._in_layer(name)
-            and any(tensor is not None for tensor in module._parameters.values())
+            and any(True for _ in module.parameters(recurse=False))
             and not (_is_linear(module) or _is_norm(module) or isinstance(module, torch.nn.Embedding))
         }
         return tuple(sorted(kinds))

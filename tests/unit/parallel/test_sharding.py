@@ -49,7 +49,7 @@ def test_no_rank_reads_the_whole_model(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the whole model was read")
 
-    monkeypatch.setattr("finray.tasks.causal_lm.load_causal_lm", refuse)
+    monkeypatch.setattr("finray.models.build.load_causal_lm", refuse)
     monkeypatch.setattr(sharded, "load_causal_lm", refuse)
     plain = {**plain, "adapter": {**plain["adapter"], "method": method}}
     found = alone(plain, tmp_path / "run")

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from finray import compat
 from finray.data.sources.resolve import Source
 from finray.errors import DataError
 
@@ -78,12 +79,14 @@ def digest(source: Source) -> str:
     """A digest of what identifies the rows: the fingerprint that ``datasets`` keeps, their number, and local files."""
     dataset, state = load(source), _state(source)
     asked = [source.subset, source.revision, source.split, source.data_dir]
-    return hashlib.sha256(json.dumps([*asked, dataset._fingerprint, len(dataset), state]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([*asked, compat.dataset_fingerprint(dataset), len(dataset), state]).encode()
+    ).hexdigest()
 
 
 def share_rows(one: Source, other: Source) -> bool:
     """Whether two splits of a data set have rows in common, as far as their names and slices tell."""
-    if load(one)._fingerprint == load(other)._fingerprint:
+    if compat.dataset_fingerprint(load(one)) == compat.dataset_fingerprint(load(other)):
         return True
     if (one.subset, one.revision, one.data_dir) != (other.subset, other.revision, other.data_dir):
         return False

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from finray import compat
 from finray.data.formats.examples import Chat, Message
 from finray.data.tokenize.template_cache import Outlines
 from finray.errors import DataError
@@ -280,9 +281,7 @@ class ChatRenderer:
     def _template(self, with_tools: bool) -> Any:
         """The template, compiled as Transformers does; its own way to it costs as much again as a rendering."""
         if with_tools not in self._compiled:
-            from transformers.utils.chat_template_utils import _compile_jinja_template
-
-            self._compiled[with_tools] = _compile_jinja_template(self._source(with_tools))
+            self._compiled[with_tools] = compat.compile_chat_template(self._source(with_tools))
         return self._compiled[with_tools]
 
     def _source(self, with_tools: bool) -> str:

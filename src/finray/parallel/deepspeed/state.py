@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from finray import compat
 from finray.errors import CheckpointError
 from finray.parallel.base import StateReader
 from finray.sharding import Elements, Read, keep, read_elements
@@ -264,7 +265,7 @@ def _places(engine: Any) -> dict[torch.nn.Parameter, Place]:
         return found
     for flat, group in zip(_flats(engine), zero.bit16_groups, strict=True):
         for parameter in group:
-            own = parameter._hp_mapping
+            own = compat.zero_fragment(parameter)
             if own is None:
                 found[parameter] = Place(flat, 0, 0, 0)
             else:

@@ -10,13 +10,13 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from finray import compat
 from finray.config.schema import Config
 from finray.parallel.base import Updates
 from finray.parallel.ddp import DataParallel
@@ -109,10 +109,8 @@ class ZeroRedundancy(DataParallel):
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:  # noqa: ARG002
         """The norm of the gradients; they are scaled in the update, by the same rule and to the same limit."""
-        from deepspeed.runtime.utils import combine_grad_norm_groups
-
         zero = self._engine.optimizer
-        norm = combine_grad_norm_groups(zero._get_norm_groups()) if self.stage == 3 else zero.scaled_global_norm()
+        norm = compat.zero3_gradient_norm(zero) if self.stage == 3 else zero.scaled_global_norm()
         # DeepSpeed says -1 where the norm is not finite.
         return torch.where(norm < 0, torch.full_like(norm, torch.nan), norm / zero.loss_scale)
 
@@ -146,16 +144,14 @@ class _OneByOne(torch.nn.Module):
         """Every parameter once; those that are tied stay tied."""
         made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
         for part in self._module[0].modules():
-            for name, old in list(part._parameters.items()):
-                if old is None:
-                    continue
+            for name, old in list(part.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(old) in made:
-                    part._parameters[name] = made[id(old)][1]
+                    setattr(part, name, made[id(old)][1])
                     continue
                 data = torch.empty(old.shape, dtype=self._dtype or old.dtype, device=self._device)
                 new = torch.nn.Parameter(data, requires_grad=old.requires_grad)
                 made[id(old)] = old, new
-                part._parameters[name] = new
+                setattr(part, name, new)
                 yield new
 
 
@@ -170,13 +166,9 @@ def _library(device: torch.device, *, fp16: bool) -> Any:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # On a CPU it would compile an operation of its own first: for minutes, only where there is a compiler, and waiting
-    # for ever where a process that compiled it was killed. (As an attribute, `deepspeed.comm.torch` is torch itself.)
-    backend: Any = import_module("deepspeed.comm.torch")
-    backend.build_shm_op = lambda: None
+    compat.without_compiled_collectives()
     if fp16 and device.type == "cpu":
-        # It asks for fp16 in hardware; torch can do without, slowly.
-        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        compat.allow_fp16_on_cpu()
     deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=False, verbose=False)
     return deepspeed
 

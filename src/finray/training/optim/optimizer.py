@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from finray import compat
 from finray.config.schema import TrainConfig
 from finray.errors import CheckpointError
 from finray.parallel.base import StateReader
@@ -128,7 +129,7 @@ class Optimizer:
         """
         for group in self._inner.param_groups:
             group["lr"] = learning_rate * group["factor"]
-        self._inner.found_inf = bad
+        compat.set_found_inf(self._inner, bad)
         self._inner.step()
         self._inner.zero_grad(set_to_none=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from finray import compat
 from finray.sharding import is_sharded, local_rows, rows_like, sum_over_shards, whole
 
 MOMENTUM = 0.95
@@ -58,7 +59,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(group, parameter)
         if self._adam is not None:
-            self._adam.found_inf = self.found_inf  # type: ignore[attr-defined]
+            compat.set_found_inf(self._adam, self.found_inf)
             self._adam.step()
 
     def _update(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:

@@ -1,0 +1,128 @@
+"""Every private name of another library that finray relies on, each with the version that it was last checked in.
+
+A new version of a library that breaks finray breaks it here. Libraries are imported inside the functions, because this
+module lies below all rooms and most of them must not pay for torch. Public but undocumented attributes of DeepSpeed's
+engine and of bitsandbytes' optimizers are read in :mod:`finray.parallel.deepspeed` and :mod:`finray.training.optim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+# --- torch 2.13.0 ---------------------------------------------------------------------------------------------------
+
+
+def shard_offset(tensor: Any) -> tuple[int, ...]:
+    """Index in the whole DTensor of the first element of this rank's shard, per dimension."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
+
+
+def foreach_mul_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply many tensors by one scalar tensor in place, in few kernels."""
+    import torch
+
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def set_found_inf(optimizer: Any, found_inf: torch.Tensor | None) -> None:
+    """Make a fused optimizer's next step change nothing where ``found_inf`` is one, without waiting for the device.
+
+    ``torch.amp.GradScaler`` sets the same attribute; it has no public setter.
+    """
+    optimizer.found_inf = found_inf
+
+
+# --- transformers 5.23.0 --------------------------------------------------------------------------------------------
+
+
+def attention_implementation(model: Any) -> str:
+    """Name of the attention that a model runs with; public is only the setter."""
+    name: str = model.config._attn_implementation
+    return name
+
+
+def carries_state(model_class: Any) -> bool:
+    """Whether a model class keeps a recurrent state from token to token (Mamba, RecurrentGemma)."""
+    return bool(model_class._is_stateful)
+
+
+def accepts_attention(model_class: Any) -> bool:
+    """Whether a model class calls Transformers' attention interface, so that its attention can be replaced."""
+    return bool(model_class._can_set_attn_implementation())
+
+
+def init_module(model: Any, module: torch.nn.Module) -> None:
+    """Let a model initialise one of its modules, buffers included."""
+    model._init_weights(module)
+
+
+def compile_chat_template(source: str) -> Any:
+    """The jinja template that ``apply_chat_template`` renders, compiled once by its cache."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(source)
+
+
+# --- datasets 4.5 ---------------------------------------------------------------------------------------------------
+
+
+def dataset_fingerprint(dataset: Any) -> str:
+    """Digest that ``datasets`` keeps of a data set and of what was done to it."""
+    fingerprint: str = dataset._fingerprint
+    return fingerprint
+
+
+# --- liger-kernel 0.6 -----------------------------------------------------------------------------------------------
+
+
+def liger_patcher() -> tuple[Callable[..., None], frozenset[str]]:
+    """The function that gives Liger's layers to a loaded model, and the model types that it knows.
+
+    Raises:
+        ImportError: Liger is not installed.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return _apply_liger_kernel_to_instance, frozenset(MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
+# --- deepspeed 0.19.8 -----------------------------------------------------------------------------------------------
+
+
+def zero_fragment(parameter: Any) -> Any | None:
+    """Under stages 1 and 2: where this rank's fp32 optimizer vector holds elements of a parameter; None where not."""
+    return parameter._hp_mapping
+
+
+def zero3_gradient_norm(optimizer: Any) -> torch.Tensor:
+    """Under stage 3: norm of the summed gradients, still multiplied by the loss scale; -1 where it is not finite."""
+    from deepspeed.runtime.utils import combine_grad_norm_groups
+
+    norm: torch.Tensor = combine_grad_norm_groups(optimizer._get_norm_groups())
+    return norm
+
+
+def without_compiled_collectives() -> None:
+    """Keep DeepSpeed from compiling a shared-memory collective for CPUs when it starts.
+
+    That takes minutes, needs a compiler, and waits for ever on the lock of a process that was killed while compiling.
+    """
+    from importlib import import_module
+
+    # As an attribute, `deepspeed.comm.torch` is torch itself.
+    backend: Any = import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
+
+
+def allow_fp16_on_cpu() -> None:
+    """DeepSpeed asks for fp16 in hardware; torch computes it without, slowly."""
+    import deepspeed
+
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
