@@ -39,7 +39,7 @@ def run_one(model: Path, folder: Path, *, behind: bool, saves: int) -> dict[str,
 
     from finray.config.load import build_config
     from finray.data.dataset.prepare import prepare_here
-    from finray.parallel.ddp import DataParallel
+    from finray.parallel.ddp import DDPStrategy
     from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble
 
@@ -61,7 +61,7 @@ def run_one(model: Path, folder: Path, *, behind: bool, saves: int) -> dict[str,
     run_dir = folder / "run"
     run_dir.mkdir()
     loop = assemble(
-        config, prepared=prepare_here(config), run_dir=run_dir, strategy=DataParallel(torch.device("cpu"))
+        config, prepared=prepare_here(config), run_dir=run_dir, strategy=DDPStrategy(torch.device("cpu"))
     ).loop
     stalls: dict[int, float] = {}
     steps: list[float] = []

@@ -265,9 +265,9 @@ def gpu_batches(case: Case, vocabulary: int) -> list[Any]:
 def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> None:
     """Steps of two micro-batches, as a run does them."""
     from finray.models import adapters, attention, fused_lora
-    from finray.models.blocks import change_blocks
+    from finray.models.blocks import wrap_blocks
     from finray.models.loading import choose_attention
-    from finray.parallel.ddp import DataParallel
+    from finray.parallel.ddp import DDPStrategy
     from finray.pretrained.tokenizers import quiet
     from finray.tasks.causal_lm import CausalLM
     from finray.training.loader import StepData
@@ -289,7 +289,7 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
     model.config.use_cache = False
     task = CausalLM(model.to(device), precision="bf16", attention_name=name, device=device)
     if case.checkpointing != "none":
-        change_blocks(task.model, checkpointing=case.checkpointing)
+        wrap_blocks(task.model, checkpointing=case.checkpointing)
     task.model.train()
     optimizer = Optimizer(task.trainable(), TrainConfig())
     for start in range(0, len(batches), 2):
@@ -303,7 +303,7 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
         )
         state = TrainState()
         watch = Watch(state, device, scaled=False)
-        train_step(task, DataParallel(device), optimizer, data, state, watch, learning_rate=1e-5, max_grad_norm=1.0)
+        train_step(task, DDPStrategy(device), optimizer, data, state, watch, learning_rate=1e-5, max_grad_norm=1.0)
 
 
 # --- the table ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from finray.config.schema import TrainConfig
-from finray.parallel.ddp import DataParallel
+from finray.parallel.ddp import DDPStrategy
 from finray.tasks.causal_lm import CausalLM
 from finray.training.loader import StepData
 from finray.training.loop import peak_memory
@@ -63,7 +63,7 @@ def unless_full(action: Callable[[], Result], device: torch.device) -> Result:
 
 def stepper(task: CausalLM, device: torch.device) -> Callable[[StepData], torch.Tensor]:
     """finray's optimizer step on a process of its own; gives the loss, unread."""
-    strategy = DataParallel(device)
+    strategy = DDPStrategy(device)
     train = TrainConfig(learning_rate=1e-4)
     optimizer = Optimizer(task.trainable(), train)
     state = TrainState(random_key=1)

@@ -9,7 +9,7 @@ import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, attention, fused_lora
-from finray.models.blocks import change_blocks, compile_blocks
+from finray.models.blocks import compile_blocks, wrap_blocks
 from finray.models.loading import choose_attention
 from finray.models.quantised import QuantisedLinear, quantise_layers
 from finray.pretrained.tokenizers import quiet
@@ -117,7 +117,7 @@ def build_task(shape: Shape, setup: Setup, device: torch.device, *, seed: int) -
         # A trial on a CPU goes without the compiler, which takes minutes.
         compile_blocks(task.model, backend="inductor" if device.type == "cuda" else "aot_eager")
     if setup.checkpointing != "none":
-        change_blocks(task.model, checkpointing=setup.checkpointing)
+        wrap_blocks(task.model, checkpointing=setup.checkpointing)
     task.model.train()
     return task
 

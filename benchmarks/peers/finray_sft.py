@@ -218,7 +218,7 @@ def run_here(config: Config, prepared: str, options: argparse.Namespace) -> Outc
         raise RuntimeError("Ray was imported in a run that is to be without it")
     cpu_seconds = watch.cpu_marks[-1] - watch.cpu_marks[options.warmup_steps - 1]
     settings = _settings_used(assembled)
-    strategy.share(None)  # Nobody reads the records, or times anything, before everybody is done.
+    strategy.broadcast_object(None)  # Nobody reads the records, or times anything, before everybody is done.
     limit = limit_of(config, prepared, assembled, run_dir, warmup=options.warmup_steps) if options.limit else {}
     return Outcome(run_dir, watch.startup_seconds, cpu_seconds, watch.peak_rss_bytes, settings, {}, limit)
 

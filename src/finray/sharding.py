@@ -18,7 +18,7 @@ Read = Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Elements:
+class FlatShard:
     """A part of a tensor that was flattened before it was shared.
 
     Attributes:
@@ -32,45 +32,45 @@ class Elements:
     shape: tuple[int, ...]
 
 
-class Keeper(Protocol):
+class ParameterStore(Protocol):
     """Knows the value of a parameter that does not hold it itself."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def whole(self) -> torch.Tensor:
+    def full_tensor(self) -> torch.Tensor:
         """All of it, on every rank; a collective."""
 
-    def fill(self, read: Read) -> None:
+    def load_local(self, read: Read) -> None:
         """Copy what this rank keeps of it from a function that reads rows; no collective."""
 
 
-_KEEPER = "_finray_keeper"
+_STORE = "_finray_store"
 
 
-def keep(parameter: torch.Tensor, keeper: Keeper) -> None:
+def attach_store(parameter: torch.Tensor, store: ParameterStore) -> None:
     """Say who knows the value of a parameter."""
-    setattr(parameter, _KEEPER, keeper)
+    setattr(parameter, _STORE, store)
 
 
-def keeper_of(tensor: torch.Tensor) -> Keeper | None:
+def store_of(tensor: torch.Tensor) -> ParameterStore | None:
     """Who knows the value of a parameter; None for a tensor that holds its own."""
-    found: Keeper | None = getattr(tensor, _KEEPER, None)
+    found: ParameterStore | None = getattr(tensor, _STORE, None)
     return found
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor."""
-    keeper = keeper_of(tensor)
-    return tuple(tensor.shape) if keeper is None else keeper.shape
+    store = store_of(tensor)
+    return tuple(tensor.shape) if store is None else store.shape
 
 
-def bytes_of(tensor: torch.Tensor | Elements) -> int:
+def bytes_of(tensor: torch.Tensor | FlatShard) -> int:
     """Size of the whole tensor as it is saved."""
-    if isinstance(tensor, Elements):
+    if isinstance(tensor, FlatShard):
         return math.prod(tensor.shape) * tensor.local.element_size()
-    keeper = keeper_of(tensor)
-    dtype = tensor.dtype if keeper is None else keeper.dtype
+    store = store_of(tensor)
+    dtype = tensor.dtype if store is None else store.dtype
     return math.prod(shape_of(tensor)) * dtype.itemsize
 
 
@@ -99,7 +99,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
-def is_first_copy(tensor: torch.Tensor) -> bool:
+def is_first_replica(tensor: torch.Tensor) -> bool:
     """Whether this rank is the first of those that hold the same rows (hybrid sharding has several)."""
     if not isinstance(tensor, DTensor):
         return True
@@ -107,10 +107,10 @@ def is_first_copy(tensor: torch.Tensor) -> bool:
     return all(at == 0 for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All rows of a tensor, on every rank; a collective where it is sharded."""
-    if (keeper := keeper_of(tensor)) is not None:
-        return keeper.whole()
+    if (store := store_of(tensor)) is not None:
+        return store.full_tensor()
     if not isinstance(tensor, DTensor):
         return tensor
     full: torch.Tensor = tensor.full_tensor()
@@ -118,10 +118,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fill(tensor: torch.Tensor, read: Read) -> None:
+def load_local(tensor: torch.Tensor, read: Read) -> None:
     """Copy rows into a tensor: those that this rank holds."""
-    if (keeper := keeper_of(tensor)) is not None:
-        keeper.fill(read)
+    if (store := store_of(tensor)) is not None:
+        store.load_local(read)
         return
     local, start = local_rows(tensor)
     if local.ndim == 0:

@@ -23,7 +23,7 @@ from finray.data.sampling.collate import Batch
 from finray.data.sampling.order import permutation
 from finray.models import adapters, attention, fused_lora
 from finray.models.head import Head, loss_sum
-from finray.parallel.ddp import DataParallel
+from finray.parallel.ddp import DDPStrategy
 from finray.tasks.causal_lm import CausalLM
 from finray.training.assemble import Assembled, assemble
 from tests.integration.test_reference import naive_rows
@@ -239,7 +239,7 @@ def run_on_gpu(plain: dict[str, Any], run_dir: Path, before: Callable[[Assembled
     """Run (or continue) in this process, on the GPU."""
     config = runs.config_of(plain)
     run_dir.mkdir(parents=True, exist_ok=True)
-    assembled = assemble(config, prepared=prepare_here(config), run_dir=run_dir, strategy=DataParallel(DEVICE))
+    assembled = assemble(config, prepared=prepare_here(config), run_dir=run_dir, strategy=DDPStrategy(DEVICE))
     if before is not None:
         before(assembled)
     assembled.loop.run()

@@ -16,7 +16,7 @@ import yaml
 from finray.config.load import build_config
 from finray.config.schema import Config
 from finray.data.dataset.prepare import prepare_here
-from finray.parallel.ddp import DataParallel
+from finray.parallel.ddp import DDPStrategy
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble
 
@@ -62,7 +62,7 @@ def assemble_alone(
         config,
         prepared=prepare_here(config),
         run_dir=run_dir,
-        strategy=DataParallel(torch.device("cpu")),
+        strategy=DDPStrategy(torch.device("cpu")),
         notify=notify,
     )
 

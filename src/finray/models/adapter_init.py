@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 # The principal part that a PiSSA adapter began with; frozen, and subtracted from what is trained.
-START = "start"
+PISSA_RESIDUAL = "pissa_residual"
 # Power iterations of the search for principal parts (Halko et al. 2011), with twice the rank and some more directions.
 _ITERATIONS = 8
 _EXTRA = 8
@@ -43,7 +43,7 @@ def principal_part(weight_OI: torch.Tensor, rank: int, random: torch.Generator) 
     return columns * root, rows * root[:, None]
 
 
-class FirstValues:
+class AdapterInit:
     """First values of the tensors of an adapter, by name.
 
     Args:
@@ -77,7 +77,7 @@ class FirstValues:
             up, down = self._principal(module, min(shape))
             if kind.startswith("A."):
                 return down
-            return -up if f".{START}." in name else up
+            return -up if f".{PISSA_RESIDUAL}." in name else up
         value = torch.zeros(shape)
         if kind.startswith("A."):
             # As in PEFT.

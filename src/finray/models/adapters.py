@@ -18,16 +18,12 @@ import torch
 
 from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
-from finray.models.adapter_init import START, FirstValues
+from finray.models.adapter_init import PISSA_RESIDUAL, AdapterInit
+from finray.sharding import load_local, shape_of
 
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 NAME = "default"
-
-# Copies rows into a tensor that may be sharded: (tensor, function of first row and the one after the last).
-Fill = Callable[[torch.Tensor, Callable[[int, int], torch.Tensor]], None]
-# The shape of a whole tensor, of which this rank may hold nothing.
-ShapeOf = Callable[[torch.Tensor], tuple[int, ...]]
 
 
 def add_lora(model: Any, adapter: AdapterConfig, *, seed: int, new_tokens: tuple[int, ...] = ()) -> Any:
@@ -66,7 +62,7 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int, new_tokens: tuple
     if any(parameter.is_meta for parameter in wrapped.parameters()):
         return wrapped
     if adapter.start_from is not None:
-        load_start(wrapped, Path(adapter.start_from), _copy, lambda tensor: tuple(tensor.shape))
+        load_start(wrapped, Path(adapter.start_from))
     else:
         draw(wrapped, adapter.method, seed=seed)
     return wrapped
@@ -120,19 +116,19 @@ def _keep_start(wrapped: Any, config: Any) -> None:
 
     second = copy.copy(config)
     second.lora_dropout, second.modules_to_save, second.trainable_token_indices = 0.0, None, None
-    wrapped.add_adapter(START, second)
+    wrapped.add_adapter(PISSA_RESIDUAL, second)
     for module in wrapped.modules():
         if isinstance(module, LoraLayer):
-            module.set_adapter([NAME, START])
+            module.set_adapter([NAME, PISSA_RESIDUAL])
     for name, parameter in wrapped.named_parameters():
-        if f".{START}." in name:
+        if f".{PISSA_RESIDUAL}." in name:
             parameter.requires_grad_(False)
 
 
-def first_values(model: Any, method: str, *, seed: int, base: Callable[[str], torch.Tensor]) -> FirstValues:
+def adapter_init(model: Any, method: str, *, seed: int, base: Callable[[str], torch.Tensor]) -> AdapterInit:
     """First values of a model's adapter; ``base`` gives the base weight (out, in) of a module by name."""
     modules = dict(model.named_modules())
-    return FirstValues(method, seed=seed, scaling=lambda name: float(modules[name].scaling[NAME]), base=base)
+    return AdapterInit(method, seed=seed, scaling=lambda name: float(modules[name].scaling[NAME]), base=base)
 
 
 @torch.no_grad()
@@ -144,7 +140,7 @@ def draw(model: Any, method: str, *, seed: int) -> None:
         weight: torch.Tensor = modules[name].base_layer.weight.detach()
         return weight.T if modules[name].fan_in_fan_out else weight
 
-    values = first_values(model, method, seed=seed, base=base)
+    values = adapter_init(model, method, seed=seed, base=base)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.copy_(values(name, parameter.shape))
@@ -166,8 +162,8 @@ def linear_names(model: Any) -> list[str]:
 def adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors of an adapter, which may be shards, under the names that PEFT gives them in its file.
 
-    Those of the frozen start of a PiSSA adapter have ``:start`` behind their names; :func:`joined` makes a file's
-    tensors of all of them, and :func:`part_of` finds them there.
+    Those of the frozen residual of a PiSSA adapter have ``:pissa_residual`` behind their names; :func:`joined` makes a
+    file's tensors of all of them, and :func:`part_of` finds them there.
     """
     from peft import get_peft_model_state_dict
 
@@ -175,20 +171,22 @@ def adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = get_peft_model_state_dict(
         model, state_dict=tensors, adapter_name=NAME, save_embedding_layers=False
     )
-    if START in model.peft_config:
-        start = get_peft_model_state_dict(model, state_dict=tensors, adapter_name=START, save_embedding_layers=False)
-        found = found | {f"{name}:{START}": tensor for name, tensor in start.items()}
+    if PISSA_RESIDUAL in model.peft_config:
+        residual: dict[str, torch.Tensor] = get_peft_model_state_dict(
+            model, state_dict=tensors, adapter_name=PISSA_RESIDUAL, save_embedding_layers=False
+        )
+        found = found | {f"{name}:{PISSA_RESIDUAL}": tensor for name, tensor in residual.items()}
     return found
 
 
 def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors of an adapter's file, of whole tensors."""
     return {
-        name: torch.cat([tensor, tensors[f"{name}:{START}"]], dim=_rank_dimension(name))
-        if f"{name}:{START}" in tensors
+        name: torch.cat([tensor, tensors[f"{name}:{PISSA_RESIDUAL}"]], dim=_rank_dimension(name))
+        if f"{name}:{PISSA_RESIDUAL}" in tensors
         else tensor
         for name, tensor in tensors.items()
-        if not name.endswith(f":{START}")
+        if not name.endswith(f":{PISSA_RESIDUAL}")
     }
 
 
@@ -234,17 +232,13 @@ def part_of(name: str, has_start: bool) -> tuple[str, Callable[[Any], Half] | No
 def saved_settings(model: Any) -> Any:
     """PEFT's configuration of the adapter as it is saved."""
     config = copy.copy(model.peft_config[NAME])
-    if START in model.peft_config:
+    if PISSA_RESIDUAL in model.peft_config:
         config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
     return config
 
 
-def _copy(tensor: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
-    tensor.copy_(read(0, len(tensor)))
-
-
 @torch.no_grad()
-def load_start(model: Any, folder: Path, fill: Fill, shape_of: ShapeOf) -> None:
+def load_start(model: Any, folder: Path) -> None:
     """Put the values of a saved adapter into a model's.
 
     Raises:
@@ -269,7 +263,7 @@ def load_start(model: Any, folder: Path, fill: Fill, shape_of: ShapeOf) -> None:
                         where=where,
                         repair="name the base model of that adapter as model.name",
                     )
-                fill(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
+                load_local(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
     except OSError as error:
         raise ModelError(f"the adapter cannot be read: {error}", where=where) from None
 

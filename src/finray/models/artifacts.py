@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +82,5 @@ def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
     adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=settings.get("modules_to_save") or [])
     device = torch.device("cpu")
     model, _ = build_model(artifact.base, adapter, precision="fp32", seed=0, device=device, packs=False, bits=bits)
-
-    def fill(tensor: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> None:
-        tensor.copy_(read(0, len(tensor)) if tensor.ndim else read(0, 1))
-
-    materialise(model, artifact.base, adapter, device=device, seed=0, fill=fill, shape_of=lambda one: one.shape)
+    materialise(model, artifact.base, adapter, device=device, seed=0)
     return model.eval()

@@ -31,9 +31,7 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
     return found
 
 
-def change_blocks(
-    model: Any, *, checkpointing: str = "none", offload: bool = False, smallest: int | None = None
-) -> None:
+def wrap_blocks(model: Any, *, checkpointing: str = "none", offload: bool = False, smallest: int | None = None) -> None:
     """Give every block a forward pass that keeps less on the device; numbers stay the same.
 
     Args:
@@ -46,7 +44,7 @@ def change_blocks(
         forward = block.forward
         if checkpointing != "none":
             if checkpointing == "selective":
-                fused_lora.keep_apart(block)
+                fused_lora.disable_inplace(block)
             forward = _checkpointed(block, forward, selective=checkpointing == "selective")
         if offload:
             forward = _offloaded(block, forward, SMALLEST_OFFLOAD if smallest is None else smallest)
@@ -56,7 +54,7 @@ def change_blocks(
 def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
     """Compile every block, for any number of tokens; blocks of one kind share what is compiled.
 
-    Before :func:`change_blocks`, so that a layer is computed again by what was compiled.
+    Before :func:`wrap_blocks`, so that a layer is computed again by what was compiled.
 
     Attention over packed rows is left out: it would be compiled anew for each way to cut tokens into rows.
     """

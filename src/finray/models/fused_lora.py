@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from finray.models.adapter_init import START
+from finray.models.adapter_init import PISSA_RESIDUAL
 from finray.models.quantised import QuantisedLinear
 
 ADAPTER = "default"
 # Marks layers whose output must not be written twice.
-_APART = "_finray_apart"
+_NO_INPLACE = "_finray_no_inplace"
 
 
 def fuse(model: Any) -> int:
@@ -38,11 +38,11 @@ def fuse(model: Any) -> int:
     return count
 
 
-def keep_apart(module: torch.nn.Module) -> None:
+def disable_inplace(module: torch.nn.Module) -> None:
     """Let the layers of a module write no tensor twice: selective checkpointing cannot keep one that changed."""
     for part in module.modules():
         if hasattr(part, "lora_A"):
-            setattr(part, _APART, True)
+            setattr(part, _NO_INPLACE, True)
 
 
 def _is_plain(module: Any) -> bool:
@@ -51,7 +51,7 @@ def _is_plain(module: Any) -> bool:
     return (
         type(module.base_layer) in (torch.nn.Linear, QuantisedLinear)
         # With dropout, the two adapters of PiSSA read different inputs.
-        and (names == [ADAPTER] or (names == [ADAPTER, START] and not getattr(dropout, "p", 0.0)))
+        and (names == [ADAPTER] or (names == [ADAPTER, PISSA_RESIDUAL] and not getattr(dropout, "p", 0.0)))
         and not module.use_dora.get(ADAPTER)
         and not module.fan_in_fan_out
         and module.lora_A[ADAPTER].bias is None
@@ -70,9 +70,9 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     dropped = F.dropout(x, dropout.p) if isinstance(dropout, torch.nn.Dropout) and self.training else None
     base = self.base_layer
     down, up = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
-    if START in self.lora_A:
-        down = torch.cat([down, self.lora_A[START].weight])
-        up = torch.cat([up, self.lora_B[START].weight], dim=1)
+    if PISSA_RESIDUAL in self.lora_A:
+        down = torch.cat([down, self.lora_A[PISSA_RESIDUAL].weight])
+        up = torch.cat([up, self.lora_B[PISSA_RESIDUAL].weight], dim=1)
     with torch.autocast(device, enabled=False):
         result: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
             x,
@@ -83,7 +83,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             up,
             self.scaling[ADAPTER],
             base.unpack if isinstance(base, QuantisedLinear) else None,
-            getattr(self, _APART, False),
+            getattr(self, _NO_INPLACE, False),
         )
     return result
 

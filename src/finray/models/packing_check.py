@@ -47,7 +47,7 @@ _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention
 _LAYERS = 8
 
 
-def try_packing(model: ModelConfig) -> Packing:
+def check_packing(model: ModelConfig) -> Packing:
     """Try out whether rows of a model may be packed.
 
     Args:
@@ -67,12 +67,12 @@ def try_packing(model: ModelConfig) -> Packing:
         config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise not_loaded("model's configuration", model, error) from None
-    return try_packing_of(config, trust_remote_code=model.trust_remote_code)
+    return check_packing_of(config, trust_remote_code=model.trust_remote_code)
 
 
 @torch.no_grad()
-def try_packing_of(config: Any, *, trust_remote_code: bool = False) -> Packing:
-    """As :func:`try_packing`, of a Transformers configuration; no random state is used up."""
+def check_packing_of(config: Any, *, trust_remote_code: bool = False) -> Packing:
+    """As :func:`check_packing`, of a Transformers configuration; no random state is used up."""
     family = str(config.model_type)
     known = _by_class(config)
     if known:

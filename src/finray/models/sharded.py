@@ -8,7 +8,6 @@ the whole model is read first.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters, vocabulary
-from finray.models.adapters import Fill, ShapeOf
 from finray.models.loading import load_causal_lm
 from finray.models.quantised import QuantisedLinear
 from finray.pretrained.tokenizers import new_tokens
-
-Read = Callable[[int, int], torch.Tensor]
+from finray.sharding import Read, load_local, shape_of
 
 
 def base_name(name: str) -> str:
@@ -112,8 +109,6 @@ def materialise(
     *,
     device: torch.device,
     seed: int,
-    fill: Fill,
-    shape_of: ShapeOf,
 ) -> bool:
     """Give memory and values to a model on the meta device; returns whether the whole model had to be read for it.
 
@@ -123,8 +118,6 @@ def materialise(
         adapter: the adapter section.
         device: of this rank.
         seed: of the adapter.
-        fill: copies the rows that this rank holds.
-        shape_of: the shape of a whole tensor, of which this rank may hold nothing.
 
     Raises:
         ModelError: a weight is nowhere to be found.
@@ -146,22 +139,22 @@ def materialise(
         weight = source.whole(f"{base_name(name)}.weight")
         return weight.T if modules[name].fan_in_fan_out else weight
 
-    values = adapters.first_values(model, adapter.method, seed=seed, base=base)
+    values = adapters.adapter_init(model, adapter.method, seed=seed, base=base)
     for name, tensor in tensors.items():
         if name in packed:
             content = packed[name].pack(source.whole(base_name(name)).to(device))
-            fill(tensor, lambda start, stop, content=content: content[start:stop])  # type: ignore[misc]
+            load_local(tensor, lambda start, stop, content=content: content[start:stop])  # type: ignore[misc]
         elif ".trainable_tokens_" in name:
             table = source.reader(base_name(name.split(".token_adapter.")[0]) + ".weight")
             rows = adapters.token_rows(model)
-            fill(tensor, lambda start, stop, read=table, rows=rows: _gathered(read, rows[start:stop]))  # type: ignore[misc]
+            load_local(tensor, lambda start, stop, read=table, rows=rows: _gathered(read, rows[start:stop]))  # type: ignore[misc]
         elif ".lora_" not in name:
-            fill(tensor, source.reader(base_name(name)))
+            load_local(tensor, source.reader(base_name(name)))
         elif adapter.start_from is None:
             value = values(name, torch.Size(shape_of(tensor)))
-            fill(tensor, lambda start, stop, value=value: value[start:stop])  # type: ignore[misc]
+            load_local(tensor, lambda start, stop, value=value: value[start:stop])  # type: ignore[misc]
     if adapter.start_from is not None:
-        adapters.load_start(model, Path(adapter.start_from), fill, shape_of)
+        adapters.load_start(model, Path(adapter.start_from))
     return source.is_whole
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from finray.errors import FinrayError, from_dict
-from finray.sharding import Elements
+from finray.sharding import FlatShard
 
 T = TypeVar("T")
 
@@ -23,19 +23,19 @@ class StateReader(Protocol):
         """Rows of a tensor; all of it when nothing else is said."""
 
 
-class Updates(Protocol):
+class NamedOptimizer(Protocol):
     """An optimizer as the loop sees it."""
 
     parameters: dict[str, torch.nn.Parameter]
 
-    def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
-        """One update from the gradients, which are freed; none where ``bad`` (fp32 scalar on the device) is one."""
+    def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
+        """One update from the gradients, which are then freed; none where ``found_inf`` (fp32 scalar) is one."""
 
-    def state(self) -> Mapping[str, torch.Tensor | Elements]:
+    def sharded_state(self) -> Mapping[str, torch.Tensor | FlatShard]:
         """The moments and update counts as ``<parameter>/<kind>`` tensors, or this rank's part of them."""
 
-    def restore(self, reader: StateReader) -> None:
-        """Put back what :meth:`state` gave, this rank's part of it."""
+    def load_sharded_state(self, reader: StateReader) -> None:
+        """Put back what :meth:`sharded_state` gave, this rank's part of it."""
 
 
 class Strategy(Protocol):
@@ -52,51 +52,51 @@ class Strategy(Protocol):
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Share the weights of a module between the ranks, block by block and then the rest; or leave it as it is."""
 
-    def optimizer(
+    def prepare(
         self,
         module: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
-        own: Callable[[], Updates],
-        client: Callable[[], torch.optim.Optimizer],
-    ) -> tuple[torch.nn.Module, Updates]:
+        make_optimizer: Callable[[], NamedOptimizer],
+        make_torch_optimizer: Callable[[], torch.optim.Optimizer],
+    ) -> tuple[torch.nn.Module, NamedOptimizer]:
         """The optimizer, and the module to call for a forward pass.
 
         Args:
             module: that :meth:`shard` was given.
             parameters: that are trained, by name.
-            own: makes finray's optimizer, where the strategy has none of its own.
-            client: makes a torch optimizer over the trained parameters, for a strategy that drives it itself.
+            make_optimizer: makes finray's optimizer, where the strategy has none of its own.
+            make_torch_optimizer: makes a torch optimizer of them, for a strategy that drives it itself.
         """
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add a micro-batch's gradients; ``last`` says that no more come before the update."""
 
-    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
+    def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
         """Make weights that every rank has made for itself equal, before the first step."""
 
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
+    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks in place, and return the sum of ``extra`` (1-D fp64)."""
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the ranks."""
 
-    def unscale(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
+    def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
         """Divide summed gradients by the loss's ``scale`` (fp32 scalar on the device) before they are clipped."""
 
-    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
 
     def save_own(self, folder: Path) -> bool:
         """Write what the strategy's library keeps of its own; a collective. Returns whether there is such a thing."""
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank (plain Python values)."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank (plain Python values)."""
 
 
-def together(strategy: Strategy, action: Callable[[], T]) -> T:
+def on_all_ranks(strategy: Strategy, action: Callable[[], T]) -> T:
     """Do something on every rank, and fail on all when it fails on any, so that no rank waits for one that is gone.
 
     ``action`` may use no collective itself.
@@ -110,7 +110,7 @@ def together(strategy: Strategy, action: Callable[[], T]) -> T:
         result.append(action())
     except FinrayError as error:
         failure = error.to_dict()
-    failures = [item for item in strategy.gather(failure) if item is not None]
+    failures = [item for item in strategy.all_gather_object(failure) if item is not None]
     if failures:
         raise from_dict(failures[0])
     return result[0]

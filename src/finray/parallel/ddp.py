@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from finray import compat
-from finray.parallel.base import Updates
+from finray.parallel.base import NamedOptimizer
 from finray.sharding import local_rows
 
 BUCKET_ELEMENTS = 8 * 2**20
 
 
-class DataParallel:
+class DDPStrategy:
     """One process of a data-parallel group; of a group of one when torch.distributed is not initialised."""
 
     lockstep = False
@@ -36,21 +36,21 @@ class DataParallel:
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Nothing: every rank has all weights."""
 
-    def optimizer(
+    def prepare(
         self,
         module: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],  # noqa: ARG002
-        own: Callable[[], Updates],
-        client: Callable[[], torch.optim.Optimizer],  # noqa: ARG002
-    ) -> tuple[torch.nn.Module, Updates]:
+        make_optimizer: Callable[[], NamedOptimizer],
+        make_torch_optimizer: Callable[[], torch.optim.Optimizer],  # noqa: ARG002
+    ) -> tuple[torch.nn.Module, NamedOptimizer]:
         """finray's own optimizer over the module as it is."""
-        return module, own()
+        return module, make_optimizer()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:  # noqa: ARG002
         """An ordinary backward pass."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
+    def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
         """Broadcast rank 0's: decompositions may differ in the last bits from one kind of machine to another."""
         if self._alone:
             return
@@ -58,7 +58,7 @@ class DataParallel:
             for weight in weights:
                 dist.broadcast(weight, src=0)
 
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
+    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks in place, in buckets of fixed layout; see :class:`Strategy`."""
         for parameter in parameters:
             if parameter.grad is None:
@@ -78,19 +78,19 @@ class DataParallel:
                 start += parameter.numel()
         return extra
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the ranks."""
         if not self._alone:
             dist.all_reduce(values)
         return values
 
     @torch.no_grad()
-    def unscale(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
+    def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
         """Divide this rank's gradients, or its rows of them, in place."""
         gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
         compat.foreach_mul_(gradients, scale.reciprocal())
 
-    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
         limit = float("inf") if max_norm is None else max_norm
         return torch.nn.utils.clip_grad_norm_(parameters, limit)
@@ -99,7 +99,7 @@ class DataParallel:
         """Nothing."""
         return False
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self._alone:
             return value
@@ -107,7 +107,7 @@ class DataParallel:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in order of rank."""
         if self._alone:
             return [value]

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from finray.config.schema import ParallelConfig
-from finray.parallel.ddp import DataParallel
-from finray.sharding import whole
+from finray.parallel.ddp import DDPStrategy
+from finray.sharding import full_tensor
 
 
-class FullySharded(DataParallel):
+class FSDPStrategy(DDPStrategy):
     """One process of a group that shares the weights.
 
     Args:
@@ -35,7 +35,7 @@ class FullySharded(DataParallel):
         self._parallel = parallel
         self._precision = precision
 
-    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
+    def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
         """Nothing: every rank read its own rows from the same files."""
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
@@ -55,17 +55,17 @@ class FullySharded(DataParallel):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
 
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
+    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Gradients are summed already; the sum of ``extra`` is not."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return self.sum(extra)
+        return self.all_reduce(extra)
 
-    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = whole(torch.nn.utils.get_total_norm(gradients))
+        norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm

@@ -11,7 +11,7 @@ from typing import Any
 from finray.config.resolved import Packing
 from finray.config.schema import Config
 from finray.errors import FinrayError, ModelError
-from finray.models.packing_check import try_packing
+from finray.models.packing_check import check_packing
 from finray.planning.blueprint import Blueprint, build_meta_model, draw_blueprint
 from finray.planning.checks import check_targets
 from finray.planning.findings import Findings
@@ -112,7 +112,7 @@ def _open(
     Where the Hub does not give them, a shape that comes with finray stands in, without a tokenizer.
     """
     try:
-        return build_meta_model(config.model), load_tokenizer(config.model), try_packing(config.model)
+        return build_meta_model(config.model), load_tokenizer(config.model), check_packing(config.model)
     except FinrayError as error:
         known = explained(error, config, environ)
     if offline and known.message == _OUT_OF_REACH:
@@ -123,7 +123,7 @@ def _open(
     if shape is None:
         return None
     found.warn("its shape is the one that comes with finray, not read from the Hub", "model.name")
-    return build_meta_model(shape), None, try_packing(shape)
+    return build_meta_model(shape), None, check_packing(shape)
 
 
 def _drawn(config: Config, model: Any, new_tokens: tuple[int, ...], found: Findings) -> Blueprint:

@@ -143,9 +143,9 @@ def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
     known = cached_packing(model, folder)
     if known is not None:
         return known
-    from finray.models.packing_check import try_packing
+    from finray.models.packing_check import check_packing
 
-    found = try_packing(model)
+    found = check_packing(model)
     store_packing(model, folder, found)
     return found
 

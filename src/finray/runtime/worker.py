@@ -25,7 +25,7 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     import ray.train.torch
     import torch
 
-    from finray.parallel.base import together
+    from finray.parallel.base import on_all_ranks
     from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble, summary
     from finray.training.strategies import strategy_of
@@ -35,7 +35,7 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
     keep_freed_memory(but_large=config.parallel.strategy != "ddp")
     strategy = strategy_of(config, ray.train.torch.get_device())
     run_dir = Path(payload["run_dir"])
-    attempt = strategy.share(uuid.uuid4().hex)
+    attempt = strategy.broadcast_object(uuid.uuid4().hex)
     mailbox = payload["mailbox"]
 
     def notify(record: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
 
     step = attempts.LOADING
     try:
-        together(strategy, lambda: attempts.check(run_dir, attempts.LOADING))
+        on_all_ranks(strategy, lambda: attempts.check(run_dir, attempts.LOADING))
         assembled = assemble(
             config,
             prepared=str(payload["prepared"]),
@@ -53,7 +53,7 @@ def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
             reported=_report,
         )
         step = assembled.loop.state.step
-        together(strategy, lambda: attempts.check(run_dir, step))
+        on_all_ranks(strategy, lambda: attempts.check(run_dir, step))
         _record_processes(run_dir, strategy)
         try:
             assembled.loop.run()
@@ -88,6 +88,6 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
 
 def _record_processes(run_dir: Path, strategy: Any) -> None:
     """Write who the workers are: host and process id by rank, for whoever has to look into or end one."""
-    processes = strategy.gather({"rank": strategy.rank, "host": socket.gethostname(), "pid": os.getpid()})
+    processes = strategy.all_gather_object({"rank": strategy.rank, "host": socket.gethostname(), "pid": os.getpid()})
     if strategy.rank == 0:
         (run_dir / "workers.json").write_text(json.dumps(processes, indent=2) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, attention
-from finray.models.adapter_init import START
+from finray.models.adapter_init import PISSA_RESIDUAL
 from finray.models.build import build_model
 from finray.models.head import Head, loss_sum, plain_head
 from finray.models.loading import DTYPES
@@ -131,7 +131,7 @@ class CausalLM:
         """The parameters that are trained, by name, in a fixed order."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
-    def made(self) -> list[torch.nn.Parameter]:
+    def initialised_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that were given their values here: trained ones, and those of a frozen adapter."""
         named = self.model.named_parameters()
         return [parameter for name, parameter in named if parameter.requires_grad or ".lora_" in name]
@@ -161,7 +161,7 @@ class CausalLM:
         """Name in the file of a tensor of :meth:`weights`, and which part of what is there, if not all."""
         if self.model is self._inner:
             return name, None
-        return adapters.part_of(name, START in self.model.peft_config)
+        return adapters.part_of(name, PISSA_RESIDUAL in self.model.peft_config)
 
     def save_settings(self, folder: Path) -> None:
         """Write what PEFT or Transformers needs beside the weights."""

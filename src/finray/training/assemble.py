@@ -21,15 +21,14 @@ from finray.data.sampling.packing import PackPlan, one_row_each, plan_packs
 from finray.errors import DataError
 from finray.models import liger
 from finray.models.artifacts import NOTES
-from finray.models.blocks import blocks_of, change_blocks, compile_blocks
+from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.loading import resolve_precision
-from finray.models.packing_check import try_packing
+from finray.models.packing_check import check_packing
 from finray.models.quantised import resolve_bits
 from finray.models.roles import roles_of
 from finray.models.sharded import materialise
-from finray.parallel.base import Strategy, Updates, together
+from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.sharding import fill, shape_of
 from finray.tasks.causal_lm import CausalLM
 from finray.tracking.base import Tracker
 from finray.tracking.jsonl import FILE as METRICS_FILE
@@ -83,29 +82,29 @@ def assemble(
     if first:
         fence.take()
     precision = resolve_precision(config.train.precision, strategy.device)
-    packing = together(strategy, lambda: try_packing(config.model))
+    packing = on_all_ranks(strategy, lambda: check_packing(config.model))
     if first and not packing.safe:
         notify({"kind": "warning", "step": 0, "message": packing.warning})
-    task = together(strategy, lambda: _task(config, precision, strategy, packing))
+    task = on_all_ranks(strategy, lambda: _task(config, precision, strategy, packing))
     # ZeRO gives empty tensors some memory when it shards them, and no values.
     empty = task.is_empty
     strategy.shard(task.module, blocks_of(task.model))
     if empty:
-        together(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
+        on_all_ranks(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
     extra: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
-    task.module, optimizer = strategy.optimizer(
+    task.module, optimizer = strategy.prepare(
         task.module,
         task.trainable(),
         lambda: Optimizer(task.trainable(), config.train, **extra),
         lambda: torch_optimizer(task.trainable(), config.train, **extra),
     )
-    found = together(strategy, lambda: _find(store, notify) if first else None)
-    source = strategy.share(None if found is None else str(found.path))
-    dataset = together(strategy, lambda: _dataset(config, prepared))
-    state = together(strategy, lambda: _restore(config, dataset, source, task, optimizer))
-    strategy.align(task.made())
-    data = together(strategy, lambda: _data(config, dataset, strategy, packing, position=state.position))
-    extras = together(
+    found = on_all_ranks(strategy, lambda: _find(store, notify) if first else None)
+    source = strategy.broadcast_object(None if found is None else str(found.path))
+    dataset = on_all_ranks(strategy, lambda: _dataset(config, prepared))
+    state = on_all_ranks(strategy, lambda: _restore(config, dataset, source, task, optimizer))
+    strategy.broadcast_parameters(task.initialised_parameters())
+    data = on_all_ranks(strategy, lambda: _data(config, dataset, strategy, packing, position=state.position))
+    extras = on_all_ranks(
         strategy, lambda: _extras(config, dataset, _bits(config, strategy)) if first else lambda folder: None
     )
     loop = Loop(
@@ -223,7 +222,7 @@ def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) 
         liger.apply(task.model)
     if train.compile:
         compile_blocks(task.model)
-    change_blocks(task.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
+    wrap_blocks(task.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
     return task
 
 
@@ -246,8 +245,6 @@ def _fill(config: Config, task: CausalLM, strategy: Strategy, notify: Callable[[
         config.adapter,
         device=strategy.device,
         seed=_adapter_seed(config),
-        fill=fill,
-        shape_of=shape_of,
     )
     if whole:
         notify(
@@ -270,7 +267,7 @@ def _find(store: CheckpointStore, notify: Callable[[dict[str, Any]], None]) -> C
 
 
 def _restore(
-    config: Config, dataset: PreparedDataset, source: str | None, task: CausalLM, optimizer: Updates
+    config: Config, dataset: PreparedDataset, source: str | None, task: CausalLM, optimizer: NamedOptimizer
 ) -> TrainState:
     """Read the chosen checkpoint; without one, the state of a run that begins."""
     if source is None:
@@ -372,7 +369,7 @@ def _device_name(device: torch.device) -> str:
 def summary(assembled: Assembled) -> dict[str, Any]:
     """What a finished run says of itself; collective, so called on every rank."""
     loop = assembled.loop
-    peaks = loop.strategy.gather(peak_memory(loop.strategy.device))
+    peaks = loop.strategy.all_gather_object(peak_memory(loop.strategy.device))
     state = loop.state
     return {
         "step": state.step,

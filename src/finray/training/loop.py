@@ -14,7 +14,7 @@ import torch
 from finray.config.schema import Config
 from finray.data.sampling.collate import Batch
 from finray.errors import TrainingError
-from finray.parallel.base import Strategy, Updates
+from finray.parallel.base import NamedOptimizer, Strategy
 from finray.tracking.base import Tracker
 from finray.training.loader import Ahead, Feed, StepData
 from finray.training.nonfinite import Watch
@@ -57,7 +57,7 @@ class Loop:
     config: Config
     task: TrainedTask
     strategy: Strategy
-    optimizer: Updates
+    optimizer: NamedOptimizer
     feed: Feed
     evaluation: list[tuple[Batch, bool]] | None
     total_steps: int

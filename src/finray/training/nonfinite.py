@@ -55,7 +55,7 @@ class Watch:
     def unscale(self, strategy: Strategy, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Take the scale out of summed gradients, wherever the strategy has them."""
         if self._scaled:
-            strategy.unscale(parameters, self._scale)
+            strategy.unscale_gradients(parameters, self._scale)
 
     @torch.no_grad()
     def look(self, step: int, loss: torch.Tensor, norm: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 from finray.checkpoint import CheckpointStore
 from finray.config.schema import CheckpointConfig
 from finray.errors import FinrayError, from_dict
-from finray.parallel.base import Strategy, together
+from finray.parallel.base import Strategy, on_all_ranks
 from finray.training.snapshot import Snapshot
 
 
@@ -79,8 +79,8 @@ class Saver:
         """
         assert self._pending is None
         first = self._strategy.rank == 0
-        scratch = together(self._strategy, lambda: str(self._store.begin(step)) if first else "")
-        folder = Path(self._strategy.share(scratch))
+        scratch = on_all_ranks(self._strategy, lambda: str(self._store.begin(step)) if first else "")
+        folder = Path(self._strategy.broadcast_object(scratch))
         # A collective, and of what training changes: it cannot be done behind the training.
         library = folder / f".library-{self._strategy.rank}"
         snapshot.library = library if self._strategy.save_own(library) else None
@@ -98,8 +98,8 @@ class Saver:
         pending, self._pending = self._pending, None
         started = self._clock()
         try:
-            entries = together(self._strategy, pending.written.result)
-            everyone = [entry for own in self._strategy.gather(entries) for entry in own]
+            entries = on_all_ranks(self._strategy, pending.written.result)
+            everyone = [entry for own in self._strategy.all_gather_object(entries) for entry in own]
             path = self._commit(pending, everyone)
         finally:
             if self._strategy.rank == 0:
@@ -117,7 +117,7 @@ class Saver:
             except FinrayError as error:
                 failure = error.to_dict()
         # A failed write must stop every rank: a rank that went on would wait for this one for ever.
-        path, failure = self._strategy.share((path, failure))
+        path, failure = self._strategy.broadcast_object((path, failure))
         if failure is not None:
             raise from_dict(failure)
         return Path(str(path))

@@ -19,8 +19,17 @@ from safetensors.torch import save_file
 
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.errors import CheckpointError
-from finray.parallel.base import Strategy, Updates
-from finray.sharding import Elements, bytes_of, fill, is_first_copy, is_sharded, local_rows, shape_of, whole
+from finray.parallel.base import NamedOptimizer, Strategy
+from finray.sharding import (
+    FlatShard,
+    bytes_of,
+    full_tensor,
+    is_first_replica,
+    is_sharded,
+    load_local,
+    local_rows,
+    shape_of,
+)
 from finray.training.state import COUNTERS, FOLDER, TrainState
 
 MOMENTS = "optimizer"
@@ -86,7 +95,7 @@ class Snapshot:
 
 def take(
     task: SavedTask,
-    optimizer: Updates,
+    optimizer: NamedOptimizer,
     state: TrainState,
     strategy: Strategy,
     *,
@@ -118,7 +127,7 @@ def take(
     own: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         # Collective where sharded, so every rank asks for every tensor; only the owner keeps it.
-        full = whole(tensor)
+        full = full_tensor(tensor)
         if owners[name] == rank:
             own[name] = held(name, full)
     files = {} if rank >= writers else {_weights_file(task.weights_stem, rank, writers): task.in_file(own)}
@@ -137,18 +146,18 @@ def take(
     return Snapshot(files, moments, moments_file, texts, rest)
 
 
-def _pieces(optimizer: Updates, strategy: Strategy) -> Iterator[Piece]:
+def _pieces(optimizer: NamedOptimizer, strategy: Strategy) -> Iterator[Piece]:
     """What this rank writes of the optimizer's state."""
-    state = optimizer.state()
-    parts = {key: part for key, part in state.items() if isinstance(part, Elements)}
+    state = optimizer.sharded_state()
+    parts = {key: part for key, part in state.items() if isinstance(part, FlatShard)}
     for key, part in parts.items():
         if part.local.numel():
             yield Piece(key, part.local, part.start, part.shape, flat=True)
-    tensors = {key: tensor for key, tensor in state.items() if not isinstance(tensor, Elements)}
+    tensors = {key: tensor for key, tensor in state.items() if not isinstance(tensor, FlatShard)}
     owners = _owners({key: tensor for key, tensor in tensors.items() if not is_sharded(tensor)}, strategy.world_size)
     for key, tensor in tensors.items():
         local, start = local_rows(tensor)
-        own = owners.get(key, strategy.rank) == strategy.rank and is_first_copy(tensor)
+        own = owners.get(key, strategy.rank) == strategy.rank and is_first_replica(tensor)
         if own and (local.numel() or not start):
             yield Piece(key, local, start, tuple(tensor.shape))
 
@@ -174,7 +183,7 @@ def _index(weights: Mapping[str, torch.Tensor], owners: Mapping[str, int], stem:
     return json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n"
 
 
-def restore(folder: Path, task: SavedTask, optimizer: Updates) -> TrainState:
+def restore(folder: Path, task: SavedTask, optimizer: NamedOptimizer) -> TrainState:
     """Put a checkpoint back into a model and optimizer of any strategy and any number of ranks.
 
     Raises:
@@ -182,7 +191,7 @@ def restore(folder: Path, task: SavedTask, optimizer: Updates) -> TrainState:
     """
     state = TrainState.load(folder)
     restore_weights(folder, task)
-    optimizer.restore(PieceReader(folder / FOLDER, MOMENTS))
+    optimizer.load_sharded_state(PieceReader(folder / FOLDER, MOMENTS))
     return state
 
 
@@ -207,7 +216,7 @@ def restore_weights(folder: Path, task: SavedTask) -> None:
             part = file.get_slice(place) if view is None else view(file.get_slice(place))
             if tuple(part.get_shape()) != shape_of(tensor):
                 raise CheckpointError(f"{name} has another shape than in the model", where=str(folder))
-            fill(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
+            load_local(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
 
 
 def _stored(folder: Path, stem: str) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from finray.data.sampling.collate import Batch
-from finray.parallel.base import Strategy, Updates
+from finray.parallel.base import NamedOptimizer, Strategy
 from finray.training.loader import StepData
 from finray.training.nonfinite import Watch
 from finray.training.profile import Parts, no_parts
@@ -41,7 +41,7 @@ class StepResult:
 def train_step(
     task: Task,
     strategy: Strategy,
-    optimizer: Updates,
+    optimizer: NamedOptimizer,
     data: StepData,
     state: TrainState,
     watch: Watch,
@@ -73,13 +73,13 @@ def train_step(
         strategy.backward(task.loss_sum(batch.to(strategy.device)) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
     with parts("sum over ranks"):
-        total = strategy.sum_gradients(parameters, total)
+        total = strategy.all_reduce_gradients(parameters, total)
     with parts("clip"):
         watch.unscale(strategy, parameters)
-        norm = strategy.clip(parameters, max_grad_norm)
+        norm = strategy.clip_grad_norm(parameters, max_grad_norm)
     mean = total[0] / data.supervised
     with parts("optimizer"):
-        optimizer.update(learning_rate, bad=watch.look(state.step + 1, mean, norm, data.samples))
+        optimizer.step(learning_rate, found_inf=watch.look(state.step + 1, mean, norm, data.samples))
     return StepResult(mean, norm.detach(), total[1])
 
 
@@ -92,5 +92,5 @@ def evaluate(task: Task, strategy: Strategy, batches: list[tuple[Batch, bool]]) 
         if counts:
             sums[0] += loss
             sums[1] += len(batch.targets_K)
-    strategy.sum(sums)
+    strategy.all_reduce(sums)
     return float(sums[0] / sums[1]), int(sums[1])

@@ -7,16 +7,16 @@ import torch
 from finray.config.schema import Config
 from finray.models.loading import resolve_precision
 from finray.parallel.base import Strategy
-from finray.parallel.ddp import DataParallel
-from finray.parallel.fsdp import FullySharded
+from finray.parallel.ddp import DDPStrategy
+from finray.parallel.fsdp import FSDPStrategy
 
 
 def strategy_of(config: Config, device: torch.device) -> Strategy:
     """The strategy that a config names, for this process of a group."""
     if config.parallel.strategy == "deepspeed":
-        from finray.parallel.deepspeed.strategy import ZeroRedundancy
+        from finray.parallel.deepspeed.strategy import DeepSpeedStrategy
 
-        return ZeroRedundancy(device, config, precision=resolve_precision(config.train.precision, device))
+        return DeepSpeedStrategy(device, config, precision=resolve_precision(config.train.precision, device))
     if config.parallel.strategy == "fsdp":
-        return FullySharded(device, config.parallel, precision=resolve_precision(config.train.precision, device))
-    return DataParallel(device)
+        return FSDPStrategy(device, config.parallel, precision=resolve_precision(config.train.precision, device))
+    return DDPStrategy(device)

@@ -12,7 +12,7 @@ import torch
 from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
 from finray.models import adapters, attention, blocks, fused_lora, liger
-from finray.models.blocks import change_blocks, is_kept
+from finray.models.blocks import is_kept, wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.unit.models.test_packing_families import batch_of, gradients, packed_model, rows
 
@@ -69,7 +69,7 @@ def kept_bytes(task: CausalLM) -> tuple[int, dict[str, torch.Tensor]]:
 def test_gradients_are_the_same_to_the_bit(family: str, lora: bool, how: dict[str, Any]) -> None:
     _, expected = kept_bytes(task_of(family, lora=lora))
     task = task_of(family, lora=lora)
-    change_blocks(task.model, **how, **({"smallest": 1} if "offload" in how else {}))
+    wrap_blocks(task.model, **how, **({"smallest": 1} if "offload" in how else {}))
     _, found = kept_bytes(task)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -106,13 +106,13 @@ def counts(task: CausalLM) -> tuple[int, int]:
 def test_selective_repeats_no_matrix_product(lora: bool) -> None:
     task = task_of("llama", lora=lora)
     plain = counts(task)
-    change_blocks(task.model, checkpointing="selective")
+    wrap_blocks(task.model, checkpointing="selective")
     selective = counts(task)
     # What is added to the adapter's product is a product either way.
     assert selective[0] == plain[0] + (14 if lora else 0)
     assert selective[1] > plain[1]
     again = task_of("llama", lora=lora)
-    change_blocks(again.model, checkpointing="full")
+    wrap_blocks(again.model, checkpointing="full")
     # Full checkpointing repeats those of the forward pass.
     assert counts(again)[0] > plain[0]
 
@@ -136,18 +136,18 @@ def moved_bytes(task: CausalLM, monkeypatch: pytest.MonkeyPatch) -> tuple[int, s
 def test_activations_are_moved_and_weights_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_of("llama", lora=True)
     weights = {one.untyped_storage().data_ptr() for one in task.model.parameters()}
-    change_blocks(task.model, offload=True, smallest=1)
+    wrap_blocks(task.model, offload=True, smallest=1)
     size, moved = moved_bytes(task, monkeypatch)
     assert size > 0
     assert not moved & weights
     # With checkpointing it is the inputs of the two blocks, once each.
     both = task_of("llama", lora=True)
-    change_blocks(both.model, checkpointing="full", offload=True, smallest=1)
+    wrap_blocks(both.model, checkpointing="full", offload=True, smallest=1)
     tokens = batch_of(rows()).tokens
     less, _ = moved_bytes(both, monkeypatch)
     assert 2 * tokens * 64 * 4 <= less < size / 3
     large = task_of("llama", lora=True)
-    change_blocks(large.model, offload=True)
+    wrap_blocks(large.model, offload=True)
     assert moved_bytes(large, monkeypatch) == (0, set())
 
 
@@ -191,7 +191,7 @@ def test_compiled_blocks_serve_every_way_to_cut_tokens_into_rows(checkpointing: 
     """Traced, and run as traced: what a compiler would be given once. Other lengths must not trace anew."""
     plain, compiled = task_of("llama", lora=True), task_of("llama", lora=True)
     blocks.compile_blocks(compiled.model, backend="eager")
-    change_blocks(compiled.model, checkpointing=checkpointing)
+    wrap_blocks(compiled.model, checkpointing=checkpointing)
     graphs = []
     try:
         for items in (rows(), rows()[:2], rows()[1:]):

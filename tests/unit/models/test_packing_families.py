@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from finray.config.schema import AdapterConfig
 from finray.data.sampling.collate import Batch, collate
 from finray.models import adapters, attention
-from finray.models.blocks import change_blocks
+from finray.models.blocks import wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
 
@@ -142,7 +142,7 @@ def test_lora_and_checkpointed_activations_give_the_same_gradients(family: str) 
                 torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(len(name)))
         task = task_of(model)
         if checkpointed:
-            change_blocks(task.model, checkpointing="full")
+            wrap_blocks(task.model, checkpointing="full")
         model.train()
         task.loss_sum(batch_of(rows())).backward()
         results.append(gradients(model))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from finray.config.load import build_config
 from finray.errors import ConfigError, TrainingError
 from finray.parallel.deepspeed import config as deepspeed_config
-from finray.sharding import whole
+from finray.sharding import full_tensor
 from tests.support import runs, tiny
 from tests.support.group import run_all
 
@@ -92,13 +92,13 @@ def poison(loop: Any, run_dir: Path) -> None:
         return loss * torch.nan if len(seen) == 1 and loop.strategy.rank == 1 else loss
 
     def run() -> None:
-        before = {name: whole(tensor).clone() for name, tensor in loop.task.weights().items()}
+        before = {name: full_tensor(tensor).clone() for name, tensor in loop.task.weights().items()}
         said = "nothing"
         try:
             real_run()
         except TrainingError as error:
             said = str(error)
-        same = all(torch.equal(whole(tensor), before[name]) for name, tensor in loop.task.weights().items())
+        same = all(torch.equal(full_tensor(tensor), before[name]) for name, tensor in loop.task.weights().items())
         (run_dir / f"end-{loop.strategy.rank}.json").write_text(json.dumps([said, same, len(seen)]))
 
     loop.run, loop.task.loss_sum = run, loss_sum
@@ -107,11 +107,11 @@ def poison(loop: Any, run_dir: Path) -> None:
 def overheat(loop: Any, run_dir: Path) -> None:
     """Begin with a scale that is too large, and write down what each step leaves on this rank."""
     loop._watch._scale.fill_(FIRST_SCALE)
-    before = {name: whole(tensor).clone() for name, tensor in loop.task.weights().items()}
+    before = {name: full_tensor(tensor).clone() for name, tensor in loop.task.weights().items()}
     real, found = loop._after_step, []
 
     def after(*args: Any) -> None:
-        same = all(torch.equal(whole(tensor), before[name]) for name, tensor in loop.task.weights().items())
+        same = all(torch.equal(full_tensor(tensor), before[name]) for name, tensor in loop.task.weights().items())
         found.append((float(loop._watch._scale), int(loop._watch._skipped), same))
         (run_dir / f"steps-{loop.strategy.rank}.json").write_text(json.dumps(found))
         real(*args)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
-from finray.sharding import is_first_copy, is_sharded, local_rows, whole
+from finray.sharding import full_tensor, is_first_replica, is_sharded, local_rows
 from finray.training.optim.optimizer import Optimizer
 from tests.support import processes
 from tests.support.optimizing import ROLES, gradients, new_parameters, train_config
@@ -35,20 +35,20 @@ def run(kind: str, folder: Path, *, mesh: DeviceMesh | None = None, start_from: 
         parameters[name] = torch.nn.Parameter(own if mesh is None else distribute_tensor(own, mesh, [Shard(0)]))
     optimizer = Optimizer(parameters, train_config(kind), roles=ROLES)
     if start_from is not None and any(start_from.glob("optimizer-*")):
-        optimizer.restore(PieceReader(start_from, "optimizer"))
+        optimizer.load_sharded_state(PieceReader(start_from, "optimizer"))
     for number in range(HALF if start_from else 0, STEPS):
         for name, value in gradients(number).items():
             parameters[name].grad = value if mesh is None else distribute_tensor(value, mesh, [Shard(0)])
-        optimizer.update(0.02, bad=torch.zeros(()))
+        optimizer.step(0.02, found_inf=torch.zeros(()))
         if number == HALF - 1:
             pieces = []
-            for name, value in optimizer.state().items():
+            for name, value in optimizer.sharded_state().items():
                 local, start = local_rows(value)
-                if is_first_copy(value) and (rank == 0 or is_sharded(value)) and (local.numel() or not start):
+                if is_first_replica(value) and (rank == 0 or is_sharded(value)) and (local.numel() or not start):
                     pieces.append(Piece(name, local, start, tuple(value.shape)))
             write_pieces(folder / file_name("optimizer", rank=rank, world_size=ranks), pieces)
         if number in (HALF - 1, STEPS - 1):
-            full = {name: whole(one.detach()) for name, one in parameters.items()}
+            full = {name: full_tensor(one.detach()) for name, one in parameters.items()}
             if rank == 0:
                 save_file(full, folder / ("half.safetensors" if number == HALF - 1 else "end.safetensors"))
     if mesh is not None:

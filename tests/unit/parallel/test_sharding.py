@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from finray.data.dataset.prepare import prepare_here
 from finray.models import sharded
 from finray.models.blocks import blocks_of
-from finray.parallel.fsdp import FullySharded
+from finray.parallel.fsdp import FSDPStrategy
 from finray.training.assemble import Assembled, assemble
 from tests.support import runs, tiny
 from tests.support.group import run_group
@@ -38,7 +38,7 @@ def group() -> Iterator[None]:
 def alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
     config = runs.config_of(plain)
     run_dir.mkdir()
-    strategy = FullySharded(torch.device("cpu"), config.parallel, precision="fp32")
+    strategy = FSDPStrategy(torch.device("cpu"), config.parallel, precision="fp32")
     return assemble(config, prepared=prepare_here(config), run_dir=run_dir, strategy=strategy)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finray.config.schema import TrainConfig
-from finray.training.optim.optimizer import Optimizer, treatment
+from finray.training.optim.optimizer import Optimizer, param_group_options
 
 TRAIN = TrainConfig(learning_rate=0.01, weight_decay=0.1, adam_epsilon=1e-12)
 
@@ -21,7 +21,7 @@ TRAIN = TrainConfig(learning_rate=0.01, weight_decay=0.1, adam_epsilon=1e-12)
     ],
 )
 def test_treatment(name: str, dimensions: int, expected: tuple[float, float]) -> None:
-    assert treatment(name, dimensions, TRAIN, lora_plus_ratio=16.0) == expected
+    assert param_group_options(name, dimensions, TRAIN, lora_plus_ratio=16.0) == expected
 
 
 def test_b_matrices_move_by_the_ratio() -> None:
@@ -32,6 +32,6 @@ def test_b_matrices_move_by_the_ratio() -> None:
     optimizer = Optimizer(parameters, TRAIN.model_copy(update={"weight_decay": 0.0}), lora_plus_ratio=4.0)
     for parameter in parameters.values():
         parameter.grad = torch.full((2, 2), 3.0)
-    optimizer.update(0.005)
+    optimizer.step(0.005)
     moved = [1.0 - float(parameter.detach()[0, 0]) for parameter in parameters.values()]
     assert moved == pytest.approx([0.005, 0.02], rel=1e-4)

@@ -37,7 +37,7 @@ def moved(
 def push(optimizer: Optimizer, step: int, *, bad: float | None = 0.0, poison: bool = False) -> None:
     for name, value in gradients(step).items():
         optimizer.parameters[name].grad = value * float("nan") if poison else value
-    optimizer.update(0.02 / (1 + step), bad=None if bad is None else torch.tensor(bad))
+    optimizer.step(0.02 / (1 + step), found_inf=None if bad is None else torch.tensor(bad))
 
 
 def muon_by_torch() -> dict[str, torch.nn.Parameter]:
@@ -120,10 +120,10 @@ def test_the_weights_are_those_of_the_reference(
 def test_a_bad_step_changes_neither_weights_nor_state(kind: str) -> None:
     parameters, optimizer = moved(kind, range(2))
     weights = {name: one.detach().clone() for name, one in parameters.items()}
-    state = copy.deepcopy(optimizer.state())
+    state = copy.deepcopy(optimizer.sharded_state())
     push(optimizer, 2, bad=1.0, poison=True)
     assert all(torch.equal(parameters[name], weights[name]) for name in weights)
-    after = optimizer.state()
+    after = optimizer.sharded_state()
     assert after.keys() == state.keys()
     assert all(torch.equal(after[key], state[key]) for key in state)
     # Without the flag the same gradients are the end of the weights.
@@ -132,7 +132,7 @@ def test_a_bad_step_changes_neither_weights_nor_state(kind: str) -> None:
 
 
 def written(optimizer: Optimizer, folder: Path) -> PieceReader:
-    pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in optimizer.state().items()]
+    pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in optimizer.sharded_state().items()]
     write_pieces(folder / file_name("optimizer", rank=0, world_size=1), pieces)
     return PieceReader(folder, "optimizer")
 
@@ -144,7 +144,7 @@ def test_state_that_was_saved_and_restored_goes_on_to_the_bit(kind: str, tmp_pat
     reader = written(optimizer, tmp_path)
 
     def resume(fresh: Optimizer) -> None:
-        fresh.restore(reader)
+        fresh.load_sharded_state(reader)
         with torch.no_grad():
             for name, one in fresh.parameters.items():
                 one.copy_(half[name])
@@ -165,12 +165,12 @@ def test_the_state_of_another_optimizer_is_refused(kind: str, tmp_path: Path) ->
     other = "muon" if kind != "muon" else "adamw_8bit"
     reader = written(moved(other, range(1))[1], tmp_path)
     with pytest.raises(CheckpointError, match="another optimizer"):
-        Optimizer(new_parameters(), train_config(kind), roles=ROLES).restore(reader)
+        Optimizer(new_parameters(), train_config(kind), roles=ROLES).load_sharded_state(reader)
 
 
 def bytes_per_element(kind: str) -> tuple[float, set[torch.dtype]]:
     _, optimizer = moved(kind, range(1))
-    own = {key: value for key, value in optimizer.state().items() if key.startswith("matrix/")}
+    own = {key: value for key, value in optimizer.sharded_state().items() if key.startswith("matrix/")}
     size = sum(value.numel() * value.element_size() for value in own.values())
     return size / 96 / 64, {value.dtype for value in own.values() if value.numel() == 96 * 64}
 
@@ -188,7 +188,7 @@ def test_the_state_is_as_small_as_it_should_be() -> None:
 
 def test_bytes_are_unpacked_and_packed_again() -> None:
     _, optimizer = moved("adamw_8bit", range(1))
-    shared = optimizer.state()
+    shared = optimizer.sharded_state()
     for number, sign in (("1", 1.0), ("2", 0.0)):
         quantisation = shared[f"shared/qmap{number}"]
         values = torch.randn(7, 130, generator=torch.Generator().manual_seed(2))
@@ -220,7 +220,7 @@ def test_embeddings_heads_and_norms_are_known() -> None:
     assert roles["transformer.h.0.ln_1.weight"] == "norm"
     assert "transformer.h.0.mlp.c_fc.weight" not in roles
     groups = torch_optimizer(dict(model.named_parameters()), train_config("muon"), roles=roles).param_groups
-    hidden = {id(one) for group in groups if group["hidden"] for one in group["params"]}
+    hidden = {id(one) for group in groups if group["use_muon"] for one in group["params"]}
     assert hidden == {id(one) for name, one in model.named_parameters() if one.ndim == 2 and name not in roles}
     for group in groups:
         for one in group["params"]:

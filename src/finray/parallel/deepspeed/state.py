@@ -17,7 +17,7 @@ import torch.distributed as dist
 from finray import compat
 from finray.errors import CheckpointError
 from finray.parallel.base import StateReader
-from finray.sharding import Elements, Read, keep, read_elements
+from finray.sharding import FlatShard, Read, attach_store, read_elements
 
 # Before the names of state that belongs to no parameter alone.
 SHARED = "shared"
@@ -53,7 +53,7 @@ class Partition:
         self.shape: tuple[int, ...] = tuple(parameter.ds_shape)
         self.dtype: torch.dtype = parameter.dtype if place is None else torch.float32
 
-    def fill(self, read: Read) -> None:
+    def load_local(self, read: Read) -> None:
         """Copy what this rank holds."""
         share = self._parameter.ds_tensor
         start, count = _share(self._parameter)
@@ -66,7 +66,7 @@ class Partition:
             # Small ones stay whole on every rank while there is training.
             self._parameter.data.copy_(read(0, self.shape[0]) if self.shape else read(0, 1))
 
-    def whole(self) -> torch.Tensor:
+    def full_tensor(self) -> torch.Tensor:
         """All of it; in fp32 where it is trained."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
@@ -88,14 +88,14 @@ class Replica:
         self.shape: tuple[int, ...] = tuple(parameter.shape)
         self.dtype = torch.float32
 
-    def fill(self, read: Read) -> None:
+    def load_local(self, read: Read) -> None:
         """Copy all of it, and this rank's elements in fp32."""
         values = read(0, self.shape[0] if self.shape else 1)
         self._parameter.data.copy_(values.reshape(self.shape))
         own = values.reshape(-1)[self._place.start : self._place.start + self._place.count]
         self._place.of(self._place.flat.data).copy_(own)
 
-    def whole(self) -> torch.Tensor:
+    def full_tensor(self) -> torch.Tensor:
         """All of it, in fp32."""
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -105,9 +105,9 @@ class Replica:
 
 def keep_trained(engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
     """Say where trained weights are once there is an engine, which has them in fp32."""
-    keeper = Partition if engine.zero_optimization_stage() == 3 else Replica
+    store = Partition if engine.zero_optimization_stage() == 3 else Replica
     for parameter, place in _places(engine).items():
-        keep(parameter, keeper(parameter, place))
+        attach_store(parameter, store(parameter, place))
     assert _places(engine).keys() == set(parameters.values())
 
 
@@ -127,15 +127,15 @@ class ZeroOptimizer:
         self._inner = engine.optimizer.optimizer
         self._layout = engine.zero_optimization_stage(), dist.get_world_size()
 
-    def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
+    def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
         """Clip, update, and give the new weights to all ranks; gradients are freed.
 
-        DeepSpeed waits for the device in every step, so looking at ``bad`` costs nothing.
+        DeepSpeed waits for the device in every step, so looking at ``found_inf`` costs nothing.
         """
         zero = self._engine.optimizer
         for group in zero.param_groups:
-            group["lr"] = learning_rate * group.get("factor", 1.0)
-        left_out = bad is not None and bool(bad)
+            group["lr"] = learning_rate * group.get("lr_scale", 1.0)
+        left_out = found_inf is not None and bool(found_inf)
         if left_out:
             # DeepSpeed does what else belongs to a step: it forgets the gradients.
             self._inner.step = lambda closure=None: None
@@ -149,9 +149,9 @@ class ZeroOptimizer:
             # Otherwise it would multiply the next loss, which comes with its scale.
             zero.loss_scaler.cur_scale = 1.0
 
-    def state(self) -> dict[str, torch.Tensor | Elements]:
+    def sharded_state(self) -> dict[str, torch.Tensor | FlatShard]:
         """This rank's elements of the moments, and the update counts, as ``<parameter>/<kind>``."""
-        found: dict[str, torch.Tensor | Elements] = {}
+        found: dict[str, torch.Tensor | FlatShard] = {}
         held: dict[torch.Tensor, Mapping[str, Any]] = {}
         for number, flat in enumerate(_flats(self._engine)):
             held[flat] = self._inner.state.get(flat, {})
@@ -160,20 +160,20 @@ class ZeroOptimizer:
                 for kind, own in scales.items():
                     ranks = self._layout[1]
                     key = f"{SHARED}/{kind}.{self._label(number)}"
-                    found[key] = Elements(own, dist.get_rank() * len(own), (ranks * len(own),))
+                    found[key] = FlatShard(own, dist.get_rank() * len(own), (ranks * len(own),))
         for name, parameter in self.parameters.items():
             place = self._places[parameter]
             shape = _shape(parameter)
             for kind, value in held[place.flat].items():
                 if torch.is_tensor(value) and value.shape == place.flat.shape:
-                    found[f"{name}/{kind}"] = Elements(place.of(value), place.start, shape)
+                    found[f"{name}/{kind}"] = FlatShard(place.of(value), place.start, shape)
                 else:
                     found[f"{name}/{kind}"] = torch.as_tensor(value, dtype=torch.float32).reshape(()).clone()
         return found
 
     @torch.no_grad()
-    def restore(self, reader: StateReader) -> None:
-        """Put back what :meth:`state` gave under any strategy.
+    def load_sharded_state(self, reader: StateReader) -> None:
+        """Put back what :meth:`sharded_state` gave under any strategy.
 
         Raises:
             CheckpointError: the state belongs to other parameters.

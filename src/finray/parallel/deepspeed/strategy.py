@@ -18,18 +18,18 @@ import torch.distributed as dist
 
 from finray import compat
 from finray.config.schema import Config
-from finray.parallel.base import Updates
-from finray.parallel.ddp import DataParallel
+from finray.parallel.base import NamedOptimizer
+from finray.parallel.ddp import DDPStrategy
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.deepspeed.state import Partition, ZeroOptimizer, keep_trained
-from finray.sharding import keep
+from finray.sharding import attach_store
 
 # Where DeepSpeed's own files lie in what it is told to write.
 _TAG = "shards"
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class ZeroRedundancy(DataParallel):
+class DeepSpeedStrategy(DDPStrategy):
     """One process of a group that DeepSpeed drives.
 
     Args:
@@ -62,22 +62,22 @@ class ZeroRedundancy(DataParallel):
         one_by_one = _OneByOne(module, self.device, _HALVES.get(self._precision))
         self._deepspeed.zero.Init(module=one_by_one, config_dict_or_path=self._settings(module))
         for parameter in module.parameters():
-            keep(parameter, Partition(parameter))
+            attach_store(parameter, Partition(parameter))
 
-    def optimizer(
+    def prepare(
         self,
         module: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
-        own: Callable[[], Updates],  # noqa: ARG002
-        client: Callable[[], torch.optim.Optimizer],
-    ) -> tuple[torch.nn.Module, Updates]:
+        make_optimizer: Callable[[], NamedOptimizer],  # noqa: ARG002
+        make_torch_optimizer: Callable[[], torch.optim.Optimizer],
+    ) -> tuple[torch.nn.Module, NamedOptimizer]:
         """DeepSpeed's engine around the module, with the optimizer of the JSON or, without one, with finray's."""
         settings = self._settings(module)
         theirs = "optimizer" in settings
-        optimizer = client()
+        optimizer = make_torch_optimizer()
         # The groups say which parameters have no weight decay, whoever makes the optimizer.
         groups = [
-            {key: group[key] for key in ("params", "lr", "weight_decay", "factor") if key in group}
+            {key: group[key] for key in ("params", "lr", "weight_decay", "lr_scale") if key in group}
             for group in optimizer.param_groups
         ]
         self._engine, *_ = self._deepspeed.initialize(
@@ -96,18 +96,18 @@ class ZeroRedundancy(DataParallel):
         # DeepSpeed takes the mean over the ranks. The loss is divided by the targets of the whole step already.
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
-    def align(self, weights: Sequence[torch.nn.Parameter]) -> None:
+    def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
         """Nothing: DeepSpeed copies rank 0's weights, and checkpoints are the same for all."""
 
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Gradients are summed already; the sum of ``extra`` is not."""
-        return self.sum(extra)
+        return self.all_reduce(extra)
 
-    def unscale(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:  # noqa: ARG002
+    def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:  # noqa: ARG002
         """Tell DeepSpeed the scale: its update divides by it, and then has none again."""
         self._engine.optimizer.loss_scaler.cur_scale = float(scale)
 
-    def clip(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:  # noqa: ARG002
+    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:  # noqa: ARG002
         """The norm of the gradients; they are scaled in the update, by the same rule and to the same limit."""
         zero = self._engine.optimizer
         norm = compat.zero3_gradient_norm(zero) if self.stage == 3 else zero.scaled_global_norm()

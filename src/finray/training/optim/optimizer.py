@@ -11,7 +11,7 @@ from finray import compat
 from finray.config.schema import TrainConfig
 from finray.errors import CheckpointError
 from finray.parallel.base import StateReader
-from finray.sharding import fill, shape_of
+from finray.sharding import load_local, shape_of
 from finray.training.optim.sharded import Adafactor, MuonAndAdamW
 
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
@@ -21,7 +21,7 @@ SHARED = "shared"
 Roles = Mapping[str, str]
 
 
-def treatment(
+def param_group_options(
     name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float = 1.0, role: str = ""
 ) -> tuple[float, float]:
     """Factor of the learning rate and weight decay of a parameter.
@@ -42,16 +42,22 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Parameters that are treated alike, as torch's optimizers take them.
 
-    ``factor`` is of the learning rate; ``hidden`` marks matrices that are neither embedding nor head.
+    ``lr_scale`` is of the learning rate; ``use_muon`` marks matrices that are neither embedding nor head.
     """
     groups: dict[tuple[float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in parameters.items():
         role, dimensions = (roles or {}).get(name, ""), len(shape_of(parameter))
-        treated = treatment(name, dimensions, train, lora_plus_ratio=lora_plus_ratio, role=role)
+        treated = param_group_options(name, dimensions, train, lora_plus_ratio=lora_plus_ratio, role=role)
         groups.setdefault((*treated, dimensions == 2 and not role), []).append(parameter)
     return [
-        {"params": own, "factor": factor, "lr": factor * train.learning_rate, "weight_decay": decay, "hidden": hidden}
-        for (factor, decay, hidden), own in groups.items()
+        {
+            "params": own,
+            "lr_scale": lr_scale,
+            "lr": lr_scale * train.learning_rate,
+            "weight_decay": decay,
+            "use_muon": use_muon,
+        }
+        for (lr_scale, decay, use_muon), own in groups.items()
     ]
 
 
@@ -120,20 +126,20 @@ class Optimizer:
         self.parameters = dict(parameters)
         self._inner: Any = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
 
-    def update(self, learning_rate: float, *, bad: torch.Tensor | None = None) -> None:
+    def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
         """One update from the gradients, which are freed.
 
         Args:
             learning_rate: of groups whose factor is one.
-            bad: fp32 scalar on the device; where it is one, nothing is changed.
+            found_inf: fp32 scalar on the device; where it is one, nothing is changed.
         """
         for group in self._inner.param_groups:
-            group["lr"] = learning_rate * group["factor"]
-        compat.set_found_inf(self._inner, bad)
+            group["lr"] = learning_rate * group["lr_scale"]
+        compat.set_found_inf(self._inner, found_inf)
         self._inner.step()
         self._inner.zero_grad(set_to_none=True)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def sharded_state(self) -> dict[str, torch.Tensor]:
         """The moments and update counts as ``<parameter>/<kind>`` tensors, which may be shards."""
         own = {
             f"{name}/{kind}": value
@@ -149,8 +155,8 @@ class Optimizer:
             return saved
         return dict(self._inner.state.get(parameter, {}))
 
-    def restore(self, reader: StateReader) -> None:
-        """Put back what :meth:`state` gave, this rank's rows of it.
+    def load_sharded_state(self, reader: StateReader) -> None:
+        """Put back what :meth:`sharded_state` gave, this rank's rows of it.
 
         Raises:
             CheckpointError: the state belongs to other parameters, or to another optimizer.
@@ -191,4 +197,4 @@ def _fresh(inner: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]
 def _read(reader: StateReader, key: str, value: torch.Tensor) -> None:
     if reader.shapes[key] != tuple(value.shape):
         raise CheckpointError(f"{key} has another shape than in the optimizer")
-    fill(value, lambda start, stop: reader.read(key, start, stop))
+    load_local(value, lambda start, stop: reader.read(key, start, stop))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from finray import compat
-from finray.sharding import is_sharded, local_rows, rows_like, sum_over_shards, whole
+from finray.sharding import full_tensor, is_sharded, local_rows, rows_like, sum_over_shards
 
 MOMENTUM = 0.95
 # Coefficients of the quintic Newton-Schulz iteration, and how often it is done; as in torch.
@@ -24,7 +24,7 @@ SMALLEST_SCALE = 1e-3
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for groups marked ``hidden``, fused AdamW for the others; one object with one state.
+    """Muon for groups marked ``use_muon``, fused AdamW for the others; one object with one state.
 
     Updates are scaled to the size of AdamW's (``match_rms_adamw``), so that one learning rate serves both.
     """
@@ -33,8 +33,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self._hidden = {one for group in self.param_groups if group["hidden"] for one in group["params"]}
-        others = [group for group in self.param_groups if not group["hidden"]]
+        self._use_muon = {one for group in self.param_groups if group["use_muon"] for one in group["params"]}
+        others = [group for group in self.param_groups if not group["use_muon"]]
         self._adam = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
         if self._adam is not None:
             # Its groups are the same dictionaries, so that a learning rate that is set here is set there.
@@ -42,7 +42,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def fresh(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The state before the first update."""
-        if parameter in self._hidden:
+        if parameter in self._use_muon:
             return {"momentum_buffer": torch.zeros_like(parameter)}
         return {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -55,7 +55,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         """One update."""
         assert closure is None
         for group in self.param_groups:
-            for parameter in group["params"] if group["hidden"] else ():
+            for parameter in group["params"] if group["use_muon"] else ():
                 if parameter.grad is not None:
                     self._update(group, parameter)
         if self._adam is not None:
@@ -73,7 +73,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         kept.lerp_(gradient, 1 - MOMENTUM)
         update = gradient.lerp(kept, MOMENTUM)
         # The whole matrix on every rank: what is orthogonal cannot be told from some of its rows.
-        full = orthogonal(whole(rows_like(update, parameter, tuple(parameter.shape))))
+        full = orthogonal(full_tensor(rows_like(update, parameter, tuple(parameter.shape))))
         rate = 0.2 * max(parameter.shape) ** 0.5 * group["lr"]
         own, start = local_rows(parameter)
         full = full[start : start + len(own)]

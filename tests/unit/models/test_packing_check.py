@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from finray.models.packing_check import shrunk, try_packing_of
+from finray.models.packing_check import check_packing_of, shrunk
 
 LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
 
@@ -32,7 +32,7 @@ LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 
     ],
 )
 def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
-    found = try_packing_of(AutoConfig.for_model(kind, **fields))
+    found = check_packing_of(AutoConfig.for_model(kind, **fields))
     assert found.safe, found.reason
 
 
@@ -54,7 +54,7 @@ def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
     ],
 )
 def test_families_that_may_not(kind: str, fields: dict[str, Any], reason: str) -> None:
-    found = try_packing_of(AutoConfig.for_model(kind, **fields))
+    found = check_packing_of(AutoConfig.for_model(kind, **fields))
     assert not found.safe
     assert reason in found.reason
     assert kind in found.warning
@@ -62,7 +62,7 @@ def test_families_that_may_not(kind: str, fields: dict[str, Any], reason: str) -
 
 def test_a_model_that_cannot_be_tried_out_is_not_packed() -> None:
     config = AutoConfig.for_model("llama", hidden_act="nothing")
-    found = try_packing_of(config)
+    found = check_packing_of(config)
     assert not found.safe
     assert "can be tried out" in found.reason
 
@@ -81,5 +81,5 @@ def test_no_random_state_is_used_up() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    try_packing_of(AutoConfig.for_model("llama"))
+    check_packing_of(AutoConfig.for_model("llama"))
     assert torch.equal(torch.rand(2), expected)
