@@ -156,8 +156,8 @@ def test_a_bad_step_stops_the_run_and_changes_no_weight(
     assert not all(torch.equal(one, expected[name]) for name, one in weights_of(rows).items())
     let_through = poisoned(steady, tmp_path / "through", step=3, factor=factor)
     optimizer = let_through.loop.optimizer
-    real = optimizer.update
-    optimizer.update = lambda rate, bad=None: real(rate)  # type: ignore[method-assign]
+    real = optimizer.step
+    optimizer.step = lambda rate, found_inf=None: real(rate)  # type: ignore[method-assign]
     with pytest.raises(TrainingError):
         let_through.loop.run()
     assert not all(torch.equal(one, expected[name]) for name, one in weights_of(let_through).items())
