@@ -188,7 +188,7 @@ def input_gradients(task: CausalLM, batch: Batch) -> tuple[torch.Tensor, ...]:
     handle.remove()
     grad = leaves[-1].grad
     assert grad is not None
-    lengths = np.diff(batch.starts_S1.cpu().numpy()).tolist()
+    lengths = np.diff(batch.cu_seqlens.cpu().numpy()).tolist()
     return grad[0].split(lengths)
 
 
@@ -223,7 +223,7 @@ def test_the_perturbation_can_see_a_leak() -> None:
         batch = batch_of(items)
         first, second, *rest = batch.lengths
         return dataclasses.replace(
-            batch, lengths=(first + second, *rest), starts_S1=torch.cat([batch.starts_S1[:1], batch.starts_S1[2:]])
+            batch, lengths=(first + second, *rest), cu_seqlens=torch.cat([batch.cu_seqlens[:1], batch.cu_seqlens[2:]])
         )
 
     before, after = (

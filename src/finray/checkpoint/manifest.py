@@ -74,7 +74,17 @@ def verify(folder: Path) -> dict[str, Any]:
         CheckpointError: names the first file that is missing, cut off or changed.
     """
     content = read(folder)
-    for entry in content["files"]:
+    verify_files(folder, content["files"])
+    return content
+
+
+def verify_files(folder: Path, entries: Iterable[dict[str, Any]]) -> None:
+    """Compare files of a directory with their entries in a manifest.
+
+    Raises:
+        CheckpointError: names the first file that is missing, cut off or changed.
+    """
+    for entry in entries:
         path = folder / entry["path"]
         if not path.is_file():
             raise CheckpointError("is missing", where=str(path))
@@ -83,4 +93,3 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"has {size} bytes instead of {entry['bytes']}", where=str(path))
         if file_digest(path) != entry["sha256"]:
             raise CheckpointError("has other bytes than were written", where=str(path))
-    return content

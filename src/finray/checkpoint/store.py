@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,6 @@ from finray.checkpoint import manifest
 from finray.errors import CheckpointError
 
 _NAME = re.compile(r"^checkpoint-(\d{6,})$")
-BEST_METRIC = "eval_loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +52,6 @@ class CheckpointStore:
         self.run_dir = run_dir
         self._fence = fence
         self._sync = _fsync if sync is None else sync
-
-    def write(self, step: int, fill: Callable[[Path], None], *, metrics: dict[str, float]) -> Path:
-        """Write a checkpoint at once: :meth:`begin`, :meth:`fill`, :meth:`commit`.
-
-        Raises:
-            CheckpointError: it could not be written; nothing of it is left, and earlier checkpoints are untouched.
-        """
-        scratch = self.begin(step)
-        try:
-            return self.commit(scratch, step, self.fill(scratch, step, fill), metrics=metrics)
-        finally:
-            self.abandon(scratch)
 
     def begin(self, step: int) -> Path:
         """A directory to fill, by one rank or many.
@@ -146,27 +133,41 @@ class CheckpointStore:
         matches = (_NAME.match(path.name) for path in self.run_dir.iterdir() if path.is_dir())
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def latest(self, warn: Callable[[str], None], *, set_aside: bool = False) -> Checkpoint | None:
+    def path_of(self, step: int) -> Path:
+        """The directory of a step's checkpoint."""
+        return self.run_dir / directory_name(step)
+
+    def latest(
+        self,
+        warn: Callable[[str], None],
+        *,
+        steps: Sequence[int] | None = None,
+        verify: Callable[[Path], dict[str, Any]] = manifest.verify,
+        set_aside: bool = False,
+    ) -> Checkpoint | None:
         """The newest checkpoint whose every file is as it was written.
 
         Args:
             warn: told about each newer checkpoint that had to be passed over, by file.
-            set_aside: rename those that were passed over to ``damaged-...``, so that retention does not count them.
+            steps: to choose from, ascending; those on disk when None.
+            verify: gives the manifest of a checkpoint, or raises; a group of ranks shares the work.
+            set_aside: rename those that were passed over to ``damaged-...``, so that retention does not count them and
+                delete good ones in their place.
 
         Raises:
             CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
         """
         damage: dict[int, str] = {}
-        for step in reversed(self.steps()):
-            path = self.run_dir / directory_name(step)
+        for step in reversed(self.steps() if steps is None else steps):
+            path = self.path_of(step)
             try:
-                content = manifest.verify(path)
+                content = verify(path)
             except CheckpointError as error:
                 damage[step] = str(error)
                 warn(f"damaged checkpoint passed over: {error}")
                 continue
             for bad in damage if set_aside else ():
-                self._set_aside(bad)
+                os.replace(self.path_of(bad), self.run_dir / f"damaged-{directory_name(bad)}-{uuid.uuid4().hex[:8]}")
             return Checkpoint(path, step, content["metrics"])
         if damage:
             raise CheckpointError(
@@ -176,32 +177,35 @@ class CheckpointStore:
             )
         return None
 
-    def best(self) -> int | None:
-        """The step with the lowest evaluation loss, of those that have one."""
+    def best(self, metric: str, mode: str) -> int | None:
+        """The step with the best value of a metric, of those that have one; the earliest of equals.
+
+        Args:
+            metric: a name in the manifests' metrics.
+            mode: ``min`` or ``max``.
+        """
         scored = []
         for step in self.steps():
-            metrics = self._metrics(step)
-            if BEST_METRIC in metrics:
-                scored.append((metrics[BEST_METRIC], step))
+            try:
+                metrics = manifest.read(self.path_of(step))["metrics"]
+            except CheckpointError:
+                continue
+            if metric in metrics:
+                scored.append((metrics[metric] if mode == "min" else -metrics[metric], step))
         return min(scored)[1] if scored else None
 
-    def prune(self, *, keep_last: int, keep_best: bool) -> list[int]:
-        """Delete checkpoints that neither rule keeps; returns their steps."""
-        doomed = to_delete(self.steps(), keep_last=keep_last, best=self.best() if keep_best else None)
+    def prune(self, *, keep_last: int, best: tuple[str, str] | None) -> list[int]:
+        """Delete checkpoints that no rule keeps; returns their steps.
+
+        Args:
+            keep_last: newest checkpoints kept.
+            best: the metric whose best checkpoint is kept, and its mode; None keeps none for that.
+        """
+        kept = None if best is None else self.best(*best)
+        doomed = to_delete(self.steps(), keep_last=keep_last, best=kept)
         for step in doomed:
-            shutil.rmtree(self.run_dir / directory_name(step), ignore_errors=True)
+            shutil.rmtree(self.path_of(step), ignore_errors=True)
         return doomed
-
-    def _set_aside(self, step: int) -> None:
-        path = self.run_dir / directory_name(step)
-        os.replace(path, self.run_dir / f"damaged-{path.name}-{uuid.uuid4().hex[:8]}")
-
-    def _metrics(self, step: int) -> dict[str, Any]:
-        try:
-            metrics: dict[str, Any] = manifest.read(self.run_dir / directory_name(step))["metrics"]
-        except CheckpointError:
-            return {}
-        return metrics
 
     def _publish(self, scratch: Path, target: Path) -> None:
         if target.exists():

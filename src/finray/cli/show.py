@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from finray.errors import DataError
 from finray.tracking.console import ConsoleTracker, PrepareView, duration
+from finray.tracking.records import Note, PrepareProgress, Record, RunHeader
 
 if TYPE_CHECKING:
     # At run time these would import torch, which `finray config show` has no use for.
@@ -45,53 +46,42 @@ class RunView:
         if self._preparing is not None:
             self._preparing.close()
 
-    def handle(self, record: dict[str, Any]) -> None:
+    def handle(self, record: Record) -> None:
         """Show one record."""
-        if record["kind"] == "header":
-            self._header(record)
-        elif record["kind"] == "prepare":
-            self._preparing = self._preparing or PrepareView(self._console, total=record["total"])
-            self._preparing.show(record)
-        elif record["kind"] in ("train", "eval"):
+        if isinstance(record, RunHeader):
             if self._progress is not None:
-                self._progress.log(record)
-        else:
-            style = "bold yellow" if "warning" in record["kind"] or record["message"].startswith("warning") else None
-            text = record["message"] if record["kind"] == "note" else f"{record['kind']}: {record['message']}"
-            self._console.print(text, style=style, highlight=False, soft_wrap=True)
+                self._progress.close()
+                self._console.print("the workers were restarted", style="bold yellow", highlight=False)
+            for line in header_lines(record):
+                self._console.print(line, highlight=False, soft_wrap=True)
+            self._progress = ConsoleTracker(self._console, total_steps=record.total_steps)
+            self._progress.__enter__()
+        elif isinstance(record, PrepareProgress):
+            self._preparing = self._preparing or PrepareView(self._console, total=record.total)
+            self._preparing.show(record)
+        elif isinstance(record, Note):
+            is_warning = record.level == "warning"
+            text = f"warning: {record.message}" if is_warning else record.message
+            self._console.print(text, style="bold yellow" if is_warning else None, highlight=False, soft_wrap=True)
+        elif self._progress is not None:
+            self._progress.log(record)
 
-    def _header(self, record: dict[str, Any]) -> None:
-        if self._progress is not None:
-            self._progress.close()
-            self._console.print("the workers were restarted", style="bold yellow", highlight=False)
-        for line in header_lines(record):
-            self._console.print(line, highlight=False, soft_wrap=True)
-        self._progress = ConsoleTracker(self._console, total_steps=record["total_steps"])
-        self._progress.__enter__()
 
-
-def header_lines(record: dict[str, Any]) -> list[str]:
+def header_lines(header: RunHeader) -> list[str]:
     """The run header: model, trainable share, data, placement, effective batch, and where the run stands."""
-    share = record["trainable"] / record["parameters"]
-    unit = "packs" if record["packing"] else "rows"
     lines = [
-        f"model      {record['model']}  {record['parameters'] / 1e6:,.1f} M parameters, "
-        f"{record['trainable'] / 1e6:,.2f} M trained ({share:.2%}), {record['precision']}",
-        f"data       {record['rows']:,} rows, {record['tokens']:,} tokens "
-        f"({record['supervised'] / record['tokens']:.0%} learned)"
-        + (f" in {record['packs']:,} packs ({record['fill']:.1%} full)" if record["packing"] else "")
-        + (f"; {record['eval_rows']:,} rows held out" if record["eval_rows"] else ""),
-        f"placement  {record['world_size']} x {record['device']}"
-        + (
-            f", {record['threads']} thread{'s' if record['threads'] > 1 else ''} each"
-            if record["device"] == "CPU"
-            else ""
-        ),
-        f"batch      {record['global_batch_size']} {unit} = {record['world_size']} workers "
-        f"x {record['micro_batch_size']} micro-batch x {record['accumulation']} accumulation",
+        f"model      {header.model}  {header.parameters / 1e6:,.1f} M parameters, "
+        f"{header.trainable / 1e6:,.2f} M trained ({header.trainable / header.parameters:.2%}), {header.precision}",
+        f"data       {header.rows:,} rows, {header.tokens:,} tokens ({header.supervised / header.tokens:.0%} learned)"
+        + (f" in {header.packs:,} packs ({header.fill:.1%} full)" if header.packing else "")
+        + (f"; {header.eval_rows:,} rows held out" if header.eval_rows else ""),
+        f"placement  {header.world_size} x {header.device}"
+        + (f", {header.threads} thread{'s' if header.threads > 1 else ''} each" if header.device == "CPU" else ""),
+        f"batch      {header.global_batch_size} {'packs' if header.packing else 'rows'} = {header.world_size} workers "
+        f"x {header.micro_batch_size} micro-batch x {header.accumulation} accumulation",
     ]
-    if record["step"]:
-        lines.append(f"resuming   at step {record['step']} of {record['total_steps']}")
+    if header.step:
+        lines.append(f"resuming   at step {header.step} of {header.total_steps}")
     return lines
 
 

@@ -1,15 +1,176 @@
-"""What a tracker is."""
+"""What a tracker is, and how several of them are kept from disturbing a run."""
 
 from __future__ import annotations
 
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
+
+from finray.config.extensions import load_named
+from finray.tracking.records import Metrics, RunHeader
+
+# Records a slow tracker may be behind before the oldest are given up.
+BACKLOG = 10_000
+# Seconds that a call may take before the tracker counts as hanging, and that the end of a run waits for each.
+PATIENCE_S = 60.0
+# A tracker is a file in this room and a line here.
+TRACKERS = {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a tracker is told of a run when it starts.
+
+    Attributes:
+        run_id: the same at every start of the run.
+        run_dir: the run directory.
+        resume_step: optimizer steps done; what was logged after it will be logged again.
+        config: plain, secrets masked.
+        header: what is trained on what.
+    """
+
+    run_id: str
+    run_dir: Path
+    resume_step: int
+    config: Mapping[str, Any]
+    header: RunHeader
 
 
 class Tracker(Protocol):
-    """Takes records: flat dictionaries of plain values with ``kind`` (train, eval) and ``step``."""
+    """A place where metrics go. Made without arguments, on rank 0 only; called from one thread."""
 
-    def log(self, record: dict[str, Any]) -> None:
+    def start(self, run: RunInfo) -> None:
+        """A start of the workers, the first or a later one."""
+
+    def log(self, record: Metrics) -> None:
         """Take one record."""
 
-    def close(self) -> None:
-        """Finish writing."""
+    def finish(self) -> None:
+        """Flush and close; the run is over, or ends here for now."""
+
+
+def make_tracker(name: str) -> Tracker:
+    """The tracker of a name in ``tracking.trackers``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    tracker: Tracker = load_named(name, TRACKERS, group="finray.trackers", where="tracking.trackers")()
+    return tracker
+
+
+class Trackers:
+    """Hands records to trackers such that none of them can stop a run.
+
+    A tracker that raises is named once and left out from then on. Those in ``background`` have a thread each, because a
+    service may hang; one that does is named once too.
+
+    Args:
+        inline: called at once, in order: what must be on disk before a checkpoint is.
+        background: by name.
+        warn: told of a tracker that is left out, in the caller's thread.
+        clock: seconds, monotonic.
+        patience_s: after which a call hangs.
+    """
+
+    def __init__(
+        self,
+        inline: Mapping[str, Tracker],
+        background: Mapping[str, Tracker],
+        *,
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._inline = dict(inline)
+        self._background = {name: _Background(tracker, clock) for name, tracker in background.items()}
+        self._warn = warn
+        self._clock = clock
+        self._patience_s = patience_s
+
+    def start(self, run: RunInfo) -> None:
+        """Tell all of them that the run starts here."""
+        self._each(lambda tracker: tracker.start(run))
+
+    def log(self, record: Metrics) -> None:
+        """Hand a record to all of them."""
+        self._each(lambda tracker: tracker.log(record))
+
+    def finish(self) -> None:
+        """Wait for what is under way, but not for ever."""
+        self._each(lambda tracker: tracker.finish())
+        until = self._clock() + self._patience_s
+        for name, one in list(self._background.items()):
+            one.stop(max(0.0, until - self._clock()))
+            self._look_at(name, one, patience_s=0.0)
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._inline.items()):
+            try:
+                call(tracker)
+            except Exception as error:
+                # Whatever a tracker raises: a run is worth more than its records.
+                del self._inline[name]
+                self._leave_out(name, f"failed: {type(error).__name__}: {error}")
+        for name, one in list(self._background.items()):
+            one.put(call)
+            self._look_at(name, one, patience_s=self._patience_s)
+
+    def _look_at(self, name: str, one: _Background, *, patience_s: float) -> None:
+        if one.error is not None:
+            reason = f"failed: {type(one.error).__name__}: {one.error}"
+        elif one.busy_for() > patience_s:
+            reason = f"has not answered for {one.busy_for():.0f} s"
+        else:
+            return
+        del self._background[name]
+        self._leave_out(name, reason)
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self._warn(f"the tracker {name} {reason}; training goes on without it, and metrics.jsonl has every record")
+
+
+class _Background:
+    """A tracker with a thread and a queue of its own."""
+
+    def __init__(self, tracker: Tracker, clock: Callable[[], float]) -> None:
+        self.error: Exception | None = None
+        self._tracker = tracker
+        self._clock = clock
+        self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(BACKLOG)
+        self._since: float | None = None
+        self._thread = threading.Thread(target=self._work, name="finray-tracker", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[Tracker], None] | None) -> None:
+        while True:
+            try:
+                self._calls.put_nowait(call)
+                return
+            except queue.Full:
+                self._calls.get_nowait()
+
+    def busy_for(self) -> float:
+        since = self._since
+        return 0.0 if since is None else self._clock() - since
+
+    def stop(self, timeout_s: float) -> None:
+        self.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._since = self._clock()
+            try:
+                call(self._tracker)
+            except Exception as error:
+                self.error = error
+                return
+            finally:
+                self._since = None
+
+

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from finray.tracking.records import EvalRecord, Metrics, Note, PrepareProgress, TrainRecord
 
 PLAIN_EVERY_S = 2.0
 
@@ -50,29 +51,25 @@ class ConsoleTracker:
     ) -> None:
         self.close()
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Metrics) -> None:
         """Show one record; lines that come faster than one can read are left out, the last step's never."""
-        if record["kind"] == "eval":
-            self._console.print(
-                f"step {record['step']}/{self._total}  eval loss {record['eval_loss']:.4f}  "
-                f"perplexity {record['perplexity']:.3f}",
-                highlight=False,
-            )
+        if isinstance(record, EvalRecord):
+            numbers = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.metrics.items())
+            self._console.print(f"step {record.step}/{self._total}  {numbers}", highlight=False)
             return
-        if record["kind"] != "train":
-            self._console.print(str(record.get("message", "")), highlight=False)
+        if isinstance(record, Note):
+            self._console.print(record.message, highlight=False)
             return
         line = describe(record)
         now = self._clock()
-        if self._first is None or record["step"] < self._first[0]:
-            self._first = (record["step"], now)
+        if self._first is None or record.step < self._first[0]:
+            self._first = (record.step, now)
         if self._progress is not None:
-            self._progress.update(self._task, completed=record["step"], line=line)
-        elif now - self._last_line >= PLAIN_EVERY_S or record["step"] == self._total:
+            self._progress.update(self._task, completed=record.step, line=line)
+        elif now - self._last_line >= PLAIN_EVERY_S or record.step == self._total:
             self._last_line = now
-            self._console.print(
-                f"step {record['step']}/{self._total}  {line}  {self._eta(record['step'], now)}", highlight=False
-            )
+            eta = self._eta(record.step, now)
+            self._console.print(f"step {record.step}/{self._total}  {line}  {eta}", highlight=False)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -86,10 +83,10 @@ class ConsoleTracker:
         return f"eta {duration(left)}"
 
 
-def describe(record: dict[str, Any]) -> str:
+def describe(record: TrainRecord) -> str:
     """The numbers of a training record in one line."""
-    norm = "too large for fp16" if record["grad_norm"] is None else f"{record['grad_norm']:.3f}"
-    return f"loss {record['loss']:.4f}  lr {record['lr']:.2e}  grad norm {norm}  {record['tokens_per_s']:,.0f} tokens/s"
+    norm = "too large for fp16" if record.grad_norm is None else f"{record.grad_norm:.3f}"
+    return f"loss {record.loss:.4f}  lr {record.lr:.2e}  grad norm {norm}  {record.tokens_per_s:,.0f} tokens/s"
 
 
 def duration(seconds: float) -> str:
@@ -126,16 +123,15 @@ class PrepareView:
             self._task = self._progress.add_task("preparing", total=total, line="")
             self._progress.start()
 
-    def show(self, record: dict[str, Any]) -> None:
+    def show(self, record: PrepareProgress) -> None:
         """Show one record of progress."""
-        seconds = max(record["seconds"], 1e-9)
-        line = f"{record['rows']:,} rows  {record['tokens'] / seconds:,.0f} tokens/s"
-        done, total = record["done"], record["total"]
+        line = f"{record.rows:,} rows  {record.tokens / max(record.seconds, 1e-9):,.0f} tokens/s"
+        done, total = record.done, record.total
         if self._progress is not None:
             self._progress.update(self._task, completed=done, line=line)
         elif done == total or self._clock() - self._last_line >= PLAIN_EVERY_S:
             self._last_line = self._clock()
-            left = duration(seconds / done * (total - done))
+            left = duration(record.seconds / done * (total - done))
             self._console.print(f"preparing {done}/{total} parts  {line}  {left} left", highlight=False)
         if done == total:
             self.close()

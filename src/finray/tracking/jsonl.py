@@ -8,34 +8,35 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finray.tracking.base import RunInfo
+from finray.tracking.records import Metrics
+
 FILE = "metrics.jsonl"
 
 
 class JsonlTracker:
-    """Appends records to a file.
+    """Appends records to ``<run>/metrics.jsonl``."""
 
-    Args:
-        path: the file.
-        resume_step: records after this step are dropped first: those steps will be done again. The file is replaced,
-            not cut, so that a process that was left over keeps writing to the old one.
-    """
+    def start(self, run: RunInfo) -> None:
+        """Drop what was logged after the step to resume at: those steps will be done again.
 
-    def __init__(self, path: Path, *, resume_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        The file is replaced, not cut, so that a process left over from an earlier start keeps writing to the old one.
+        """
+        path = run.run_dir / FILE
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
         with scratch.open("w", encoding="utf-8") as stream:
             for record in read_records(path):
-                if record.get("step", 0) <= resume_step:
+                if record.get("step", 0) <= run.resume_step:
                     stream.write(json.dumps(record) + "\n")
         os.replace(scratch, path)
         self._stream = path.open("a", encoding="utf-8")
 
-    def log(self, record: dict[str, Any]) -> None:
-        """Append one record; it is on its way to the disk when this returns."""
-        self._stream.write(json.dumps(record) + "\n")
+    def log(self, record: Metrics) -> None:
+        """Append one record; it is the operating system's when this returns."""
+        self._stream.write(json.dumps(record.json()) + "\n")
         self._stream.flush()
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Close the file."""
         self._stream.close()
 

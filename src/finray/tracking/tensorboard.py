@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
+
+from finray.tracking.base import RunInfo
+from finray.tracking.records import Metrics
+
+FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Writes the numbers of each record as scalars ``<kind>/<name>``.
+    """Writes the numbers of each record as scalars ``<kind>/<name>`` to ``<run>/tensorboard/``."""
 
-    Args:
-        folder: the log directory.
-        resume_step: TensorBoard hides what an earlier attempt wrote after this step.
-    """
-
-    def __init__(self, folder: Path, *, resume_step: int) -> None:
+    def start(self, run: RunInfo) -> None:
+        """Open the event files; TensorBoard hides what an earlier start wrote after the step to resume at."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
+        self._writer: Any = SummaryWriter(str(run.run_dir / FOLDER), purge_step=run.resume_step + 1)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Metrics) -> None:
         """Write one record."""
-        for name, value in record.items():
+        plain = record.json()
+        for name, value in plain.items():
             if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+                self._writer.add_scalar(f"{plain['kind']}/{name}", value, plain["step"])
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Flush and close."""
         self._writer.close()

@@ -1,17 +1,19 @@
-"""The data of each optimizer step, worked out one step ahead in a thread of its own."""
+"""The data of each optimizer step, made one step ahead in a thread of its own."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from finray.data.dataset.prepared import PreparedSplit
-from finray.data.sampling.collate import Batch, collate
 from finray.data.sampling.order import Order, micro_batches
 from finray.data.sampling.packing import PackPlan
+from finray.training.task import Batch, IntArray
+
+Collate = Callable[[Sequence[int]], Batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +21,20 @@ class StepData:
     """One rank's share of an optimizer step, and what is known of the whole.
 
     Attributes:
-        shares: (index of the micro-batch within the step, batch).
-        fillers: batches that are passed through the model for nothing, where all ranks must do the same number.
-        supervised: targets of the whole step, over all ranks: what the loss is divided by.
+        micro_batches: (index of the micro-batch within the step, batch).
+        dummy_batches: batches passed through the model for nothing, where all ranks must do the same number.
+        weight: of the whole step, over all ranks: what the loss is divided by.
         tokens: tokens of the whole step.
         samples: rows of the whole step, in order.
         items: packs (or rows) of the whole step; the cursor moves by this much.
     """
 
-    shares: list[tuple[int, Batch]]
-    supervised: int
+    micro_batches: list[tuple[int, Batch]]
+    weight: int
     tokens: int
     samples: tuple[int, ...]
     items: int
-    fillers: tuple[Batch, ...] = ()
+    dummy_batches: tuple[Batch, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -40,13 +42,15 @@ class StepData:
         return hashlib.sha256(",".join(map(str, self.samples)).encode()).hexdigest()[:16]
 
 
-class Feed:
-    """Makes :class:`StepData` from the prepared rows.
+class StepLoader:
+    """Makes :class:`StepData` from prepared rows: a pure function of the position in the stream.
 
     Args:
         split: the training rows.
         plan: how rows form packs.
         order: the stream of packs.
+        collate: makes a batch of rows of the split.
+        weight: of each row in the loss.
         global_batch_size: packs per step.
         micro_batch_size: packs per forward pass.
         rank: this process.
@@ -54,7 +58,7 @@ class Feed:
         lockstep: whether every process must do the same number of forward passes.
         rows_apart: whether each row gets a forward pass of its own (see ``finray.models.packing_check``). What a step
             consists of does not change.
-        pin: put batches where a GPU can fetch them by itself.
+        pin: whether batches are put in page-locked memory.
     """
 
     def __init__(
@@ -63,6 +67,8 @@ class Feed:
         plan: PackPlan,
         order: Order,
         *,
+        collate: Collate,
+        weight: IntArray,
         global_batch_size: int,
         micro_batch_size: int,
         rank: int,
@@ -71,16 +77,18 @@ class Feed:
         rows_apart: bool = False,
         pin: bool = False,
     ) -> None:
-        self._lockstep = lockstep
-        self._pin = pin
-        self._rows_apart = rows_apart
-        self._split = split
+        self._lengths = split.lengths
         self._plan = plan
         self._order = order
+        self._collate = collate
+        self._weight = weight
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
+        self._lockstep = lockstep
+        self._rows_apart = rows_apart
+        self._pin = pin
 
     def rows_from(self, position: int) -> Iterator[int]:
         """The rows that will be read from a position of the stream on, through one epoch."""
@@ -88,58 +96,45 @@ class Feed:
             yield from self._plan.pack(item)
 
     def at(self, position: int) -> StepData:
-        """The step that starts at a position of the stream: a pure function of it."""
+        """The step that starts at a position of the stream."""
         items = self._order.batch(position, self._global_batch_size)
-        samples = tuple(row for item in items for row in self._plan.pack(item))
-        passes = self._passes(items)
-        missing = self._most_passes(items) - len(passes) if self._lockstep else 0
-        filler = self._batch(samples[:1] if self._rows_apart else self._plan.pack(items[0])) if missing else None
+        packs = [self._plan.pack(item) for item in items]
+        samples = [row for pack in packs for row in pack]
+        # Every rank works out the passes of all ranks, so that no rank has to be asked how many it has.
+        passes = [self._passes(packs, rank) for rank in range(self._world_size)]
+        own = passes[self._rank]
+        missing = max(map(len, passes)) - len(own) if self._lockstep else 0
+        dummy = [self._batch(samples[:1] if self._rows_apart else packs[0])] * missing if missing else []
         return StepData(
-            fillers=() if filler is None else (filler,) * missing,
-            shares=[(index, self._batch(rows)) for index, rows in passes],
-            supervised=int(self._split.supervised[list(samples)].sum()),
-            tokens=int(self._split.lengths[list(samples)].sum()),
-            samples=samples,
+            micro_batches=[(index, self._batch(rows)) for index, rows in own],
+            weight=int(self._weight[samples].sum()),
+            tokens=int(self._lengths[samples].sum()),
+            samples=tuple(samples),
             items=len(items),
+            dummy_batches=tuple(dummy),
         )
 
-    def _passes(self, items: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """This rank's forward passes: a number that no other of the step has, over all ranks, and rows."""
-        shares = micro_batches(
-            items, micro_batch_size=self._micro_batch_size, rank=self._rank, world_size=self._world_size
-        )
-        found: list[tuple[int, tuple[int, ...]]] = []
-        for one in shares:
-            rows = tuple(row for item in one.items for row in self._plan.pack(item))
-            if not self._rows_apart:
+    def _passes(self, packs: list[tuple[int, ...]], rank: int) -> list[tuple[int, tuple[int, ...]]]:
+        """A rank's forward passes: a number that no other of the step has, over all ranks, and rows."""
+        size, found = self._micro_batch_size, []
+        for one in micro_batches(
+            list(range(len(packs))), micro_batch_size=size, rank=rank, world_size=self._world_size
+        ):
+            rows = tuple(row for at in one.items for row in packs[at])
+            if self._rows_apart:
+                before = sum(map(len, packs[: one.index * size]))
+                found += [(before + at, (row,)) for at, row in enumerate(rows)]
+            else:
                 found.append((one.index, rows))
-                continue
-            before = sum(len(self._plan.pack(item)) for item in items[: one.index * self._micro_batch_size])
-            found += [(before + at, (row,)) for at, row in enumerate(rows)]
         return found
 
-    def _most_passes(self, items: list[int]) -> int:
-        """Forward passes of the rank that has most of them."""
-        if not self._rows_apart:
-            return -(-len(items) // (self._micro_batch_size * self._world_size))
-        passes = [0] * self._world_size
-        for at, item in enumerate(items):
-            passes[at // self._micro_batch_size % self._world_size] += len(self._plan.pack(item))
-        return max(passes)
-
-    def _batch(self, rows: tuple[int, ...]) -> Batch:
-        batch = collate([self._split.row(row) for row in rows], rows)
-        return batch.pinned() if self._pin else batch
+    def _batch(self, rows: Sequence[int]) -> Batch:
+        batch = self._collate(rows)
+        return batch.pin_memory() if self._pin else batch
 
 
-def pack_batch(split: PreparedSplit, plan: PackPlan, items: tuple[int, ...]) -> Batch:
-    """The rows of some packs as one batch."""
-    rows = [row for item in items for row in plan.pack(item)]
-    return collate([split.row(row) for row in rows], rows)
-
-
-class Ahead:
-    """Hands out the data of consecutive positions, always working on the next one.
+class Prefetcher:
+    """Hands out the data of consecutive positions, always making the next one.
 
     Attributes:
         waited: seconds the caller has waited for data.
@@ -150,7 +145,7 @@ class Ahead:
     ) -> None:
         self._make = make
         self._clock = clock
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-feed")
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-loader")
         self._next: Future[StepData] = self._pool.submit(make, position)
         self._position = position
         self.waited = 0.0
@@ -170,14 +165,32 @@ class Ahead:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def evaluation_batches(
-    split: PreparedSplit, plan: PackPlan, *, micro_batch_size: int, rank: int, world_size: int, lockstep: bool = False
-) -> Iterator[tuple[Batch, bool]]:
-    """One rank's share of the evaluation rows, in packs; False marks those that are there for the other ranks' sake."""
-    packs = list(range(len(plan)))
-    shares = micro_batches(packs, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size)
-    for share in shares:
-        yield pack_batch(split, plan, share.items), True
-    if lockstep:
-        for _ in range(-(-len(packs) // (micro_batch_size * world_size)) - len(shares)):
-            yield pack_batch(split, plan, (0,)), False
+@dataclass(frozen=True, slots=True)
+class EvalLoader:
+    """One rank's share of the evaluation rows, a pack at a time; made anew for each evaluation and never kept.
+
+    Attributes:
+        plan: how rows form packs.
+        collate: makes a batch of rows of the split.
+        rank: this process.
+        world_size: number of processes.
+        lockstep: whether every process must do the same number of forward passes.
+        rows: that are evaluated, over all ranks.
+        weight: of these rows.
+    """
+
+    plan: PackPlan
+    collate: Collate
+    rank: int
+    world_size: int
+    lockstep: bool
+    rows: int
+    weight: int
+
+    def batches(self) -> Iterator[tuple[Batch, bool]]:
+        """Batches; False marks one that does not count and is there because the other ranks have one more."""
+        own = range(self.rank, len(self.plan), self.world_size)
+        for pack in own:
+            yield self.collate(self.plan.pack(pack)), True
+        if self.lockstep and len(own) < -(-len(self.plan) // self.world_size):
+            yield self.collate(self.plan.pack(0)), False

@@ -7,29 +7,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
 from finray.config.schema import Config
-from finray.data.sampling.collate import Batch
 from finray.errors import TrainingError
-from finray.parallel.base import NamedOptimizer, Strategy
-from finray.tracking.base import Tracker
-from finray.training.loader import Ahead, Feed, StepData
-from finray.training.nonfinite import Watch
+from finray.parallel.base import Strategy, Updates
+from finray.tracking.base import Trackers
+from finray.tracking.records import EvalRecord, Note, TrainRecord
+from finray.training.checkpointing import CheckpointWriter, take_snapshot
+from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
+from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Profiler
-from finray.training.saving import Saver
 from finray.training.schedule import learning_rate
-from finray.training.snapshot import SavedTask, take
 from finray.training.state import TrainState
-from finray.training.step import StepResult, Task, evaluate, train_step
-
-
-class TrainedTask(Task, SavedTask, Protocol):
-    """A task that can be put in training mode and saved."""
-
-    model: Any
+from finray.training.step import StepResult, evaluate, train_step
+from finray.training.task import Task
 
 
 @dataclass
@@ -41,44 +34,46 @@ class Loop:
         task: model and loss.
         strategy: how ranks share the work.
         optimizer: over the task's trainable parameters.
-        feed: the data of each step.
-        evaluation: this rank's evaluation batches and whether they count, or None when nothing is held out.
+        loader: the data of each step.
+        evaluation: the evaluation rows, or None when nothing is held out.
         total_steps: optimizer steps of the run.
         epoch_items: packs (or rows) in an epoch.
         state: where the run stands.
-        saver: writes checkpoints.
-        trackers: where metrics go (empty on other ranks).
+        writer: writes checkpoints.
+        trackers: where metrics go; on other ranks than the first, nowhere.
         save_extras: writes what else belongs in a checkpoint (tokenizer, template).
         reported: called on every rank after each checkpoint, with its directory and metrics.
+        precision: dtype of the forward and backward pass.
         clock: seconds, monotonic.
-        profiler: looks at where the time goes in some steps.
+        profiler: traces some steps.
     """
 
     config: Config
-    task: TrainedTask
+    task: Task
     strategy: Strategy
-    optimizer: NamedOptimizer
-    feed: Feed
-    evaluation: list[tuple[Batch, bool]] | None
+    optimizer: Updates
+    loader: StepLoader
+    evaluation: EvalLoader | None
     total_steps: int
     epoch_items: int
     state: TrainState
-    saver: Saver
-    trackers: list[Tracker]
+    writer: CheckpointWriter
+    trackers: Trackers
     save_extras: Callable[[Path], None]
     reported: Callable[[Path, dict[str, float]], None]
+    precision: str
     clock: Callable[[], float] = time.perf_counter
     profiler: Profiler = field(default_factory=Profiler)
     phases: dict[str, float] = field(
         default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0}
     )
-    last_eval: float | None = None
+    last_metrics: dict[str, float] = field(default_factory=dict)
     first_loss: float | None = None
     final_loss: float | None = None
 
     def __post_init__(self) -> None:
         self._window = _Window()
-        self._watch = Watch(self.state, self.strategy.device, scaled=self.config.train.precision == "fp16")
+        self._guard = NonFiniteGuard(self.state, self.strategy.device, scaled=self.precision == "fp16")
         # Reused by every snapshot: fresh memory costs more than copying.
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -91,14 +86,14 @@ class Loop:
         if self._is_over():
             return
         self.task.model.train()
-        ahead = Ahead(self.feed.at, self.state.position, clock=self.clock)
+        data_ahead = Prefetcher(self.loader.at, self.state.position, clock=self.clock)
         try:
             while not self._is_over():
-                started = self.clock()
-                waited = ahead.waited
+                started, waited = self.clock(), data_ahead.waited
                 self.profiler.before(self.state.step + 1)
                 with self.profiler.parts("data wait"):
-                    data = ahead.take(last=self.state.step + 1 == self.total_steps)
+                    data = data_ahead.take(last=self.state.step + 1 == self.total_steps)
+                waited = data_ahead.waited - waited
                 rate = learning_rate(self.config.train, update=self.state.updates, total=self.total_steps)
                 result = train_step(
                     self.task,
@@ -106,45 +101,35 @@ class Loop:
                     self.optimizer,
                     data,
                     self.state,
-                    self._watch,
+                    self._guard,
                     learning_rate=rate,
                     max_grad_norm=self.config.train.max_grad_norm,
-                    done=self.saver.is_done,
+                    done=self.writer.is_done,
                     parts=self.profiler.parts,
                 )
-                self._advance(data)
-                self.phases["data_wait"] += ahead.waited - waited
-                self._window.add(data, result, ahead.waited - waited)
+                self.state.advance(items=data.items, tokens=data.tokens, supervised=data.weight)
+                self._window.add(data, result, waited)
                 numbers = self._read(result) if self._is_read() else None
-                self._spend(self.clock() - started)
+                seconds = self.clock() - started
+                self.state.seconds += seconds
+                self._window.seconds += seconds
+                self.phases["train"] += seconds
+                self.phases["data_wait"] += waited
                 self.profiler.after(self.state.step)
                 if numbers is not None:
                     self._after_step(data, rate, numbers)
         finally:
-            ahead.close()
+            data_ahead.close()
             self.profiler.close()
-            self.saver.close()
+            self.writer.close()
 
     def _is_over(self) -> bool:
         return self.state.step >= self.total_steps or self._has_stopped()
 
     def _has_stopped(self) -> bool:
-        """Whether the evaluation loss has not fallen for so long that the run ends here."""
+        """Whether evaluations have brought no gain for so long that the run ends here."""
         stopping = self.config.evaluation.early_stopping
         return stopping is not None and self.state.stale_evaluations >= stopping.patience
-
-    def _advance(self, data: StepData) -> None:
-        state = self.state
-        state.step += 1
-        state.updates += 1
-        state.position += data.items
-        state.tokens += data.tokens
-        state.supervised += data.supervised
-
-    def _spend(self, seconds: float) -> None:
-        self.state.seconds += seconds
-        self._window.seconds += seconds
-        self.phases["train"] += seconds
 
     def _is_read(self) -> bool:
         """Whether numbers are read from the device after this step; between such steps nothing waits for it."""
@@ -161,7 +146,7 @@ class Loop:
             TrainingError: since numbers were last read, one was not finite.
         """
         numbers = self._window.read(result)
-        self._watch.check(self.state)
+        self._guard.raise_if_bad(self.state)
         self.first_loss = numbers.first_loss if self.first_loss is None else self.first_loss
         self.final_loss = numbers.last_loss
         return numbers
@@ -174,110 +159,93 @@ class Loop:
         if last or step % config.tracking.log_every == 0:
             self._log_step(data, rate, numbers)
         every = config.evaluation.every_steps
-        self.last_eval = None
-        is_best = False
+        self.last_metrics, is_best = {}, False
         if self.evaluation is not None and (last or (every is not None and step % every == 0)):
             is_best = self._evaluate(self.evaluation)
         if self._has_stopped() and not last:
             last = True
             if self._window.tokens:
                 self._log_step(data, rate, numbers)
-            self._log({"kind": "note", "step": step, "message": self._why_stopped()})
+            metric, _ = self.task.spec.best
+            self.trackers.log(
+                Note(
+                    f"stopped early at step {step} of {self.total_steps}: {metric} has not improved in "
+                    f"{self.state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is "
+                    f"{self.state.best:.4f}",
+                    step,
+                )
+            )
         if last or step % config.checkpoint.every_steps == 0 or (is_best and config.checkpoint.keep_best):
             self._save(last=last)
 
     def _log_step(self, data: StepData, rate: float, numbers: _Numbers) -> None:
-        self._log({"kind": "train", **self._record(data, rate, numbers)})
-        self._window = _Window()
-
-    def _why_stopped(self) -> str:
-        return (
-            f"stopped early at step {self.state.step} of {self.total_steps}: the evaluation loss has not fallen in "
-            f"{self.state.stale_evaluations} evaluations (evaluation.early_stopping); its lowest is "
-            f"{self.state.best_eval_loss:.4f}"
+        window, self._window = self._window, _Window()
+        scaled = self.state.loss_scale is not None
+        self.trackers.log(
+            TrainRecord(
+                step=self.state.step,
+                epoch=round(self.state.position / self.epoch_items, 6),
+                loss=numbers.loss,
+                # Only fp16 goes on without one; it skips the update.
+                grad_norm=numbers.grad_norm if math.isfinite(numbers.grad_norm) else None,
+                lr=rate,
+                tokens=self.state.tokens,
+                supervised=window.weight,
+                samples_digest=data.digest,
+                tokens_per_s=round(window.tokens / max(window.seconds, 1e-9), 3),
+                data_wait_s=round(window.waited, 6),
+                peak_memory_bytes=peak_memory(self.strategy.device),
+                seconds=round(self.state.seconds, 6),
+                loss_scale=self.state.loss_scale,
+                skipped=self.state.skipped if scaled else None,
+                samples=tuple(window.samples) if self.config.tracking.record_samples else None,
+            )
         )
 
-    def _record(self, data: StepData, rate: float, numbers: _Numbers) -> dict[str, Any]:
-        window = self._window
-        record: dict[str, Any] = {
-            "step": self.state.step,
-            "epoch": round(self.state.position / self.epoch_items, 6),
-            "loss": numbers.loss,
-            # Only fp16 goes on without one, and leaves the update out.
-            "grad_norm": numbers.grad_norm if math.isfinite(numbers.grad_norm) else None,
-            "lr": rate,
-            "tokens": self.state.tokens,
-            "supervised": window.supervised,
-            "samples_digest": data.digest,
-            "tokens_per_s": round(window.tokens / max(window.seconds, 1e-9), 3),
-            "data_wait_s": round(window.waited, 6),
-            "peak_memory_bytes": peak_memory(self.strategy.device),
-            "seconds": round(self.state.seconds, 6),
-        }
-        if self.state.loss_scale is not None:
-            record |= {"loss_scale": self.state.loss_scale, "skipped": self.state.skipped}
-        if self.config.tracking.record_samples:
-            record["samples"] = list(window.samples)
-        return record
-
-    def _evaluate(self, batches: list[tuple[Batch, bool]]) -> bool:
-        """Evaluate; returns whether the loss is the lowest so far."""
+    def _evaluate(self, loader: EvalLoader) -> bool:
+        """Evaluate; returns whether the task's metric is the best so far."""
         started = self.clock()
         self.task.model.eval()
-        loss, targets = evaluate(self.task, self.strategy, batches)
+        metrics = evaluate(self.task, self.strategy, loader)
         self.task.model.train()
-        if not math.isfinite(loss):
+        metric, mode = self.task.spec.best
+        value = metrics[metric]
+        if not math.isfinite(value):
             raise TrainingError(
-                f"the evaluation loss is {loss} at step {self.state.step}",
+                f"{metric} is {value} at step {self.state.step}",
                 repair="look at the held-out rows, or lower train.learning_rate; the last checkpoint is good",
             )
         seconds = self.clock() - started
         self.phases["evaluate"] += seconds
-        self.last_eval = loss
-        best = self.state.best_eval_loss
+        self.last_metrics = metrics
         stopping = self.config.evaluation.early_stopping
-        is_gain = best is None or loss < best - (0.0 if stopping is None else stopping.min_gain)
-        self.state.stale_evaluations = 0 if is_gain else self.state.stale_evaluations + 1
-        is_best = best is None or loss < best
-        if is_best:
-            self.state.best_eval_loss = loss
-        self._log(
-            {
-                "kind": "eval",
-                "step": self.state.step,
-                "eval_loss": loss,
-                "perplexity": math.exp(min(loss, 700.0)),
-                "eval_targets": targets,
-                "eval_seconds": round(seconds, 6),
-            }
-        )
+        min_gain = 0.0 if stopping is None else stopping.min_gain
+        is_best = self.state.evaluated(value, mode, min_gain=min_gain)
+        self.trackers.log(EvalRecord(self.state.step, metrics, loader.weight, round(seconds, 6)))
         return is_best
 
     def _save(self, *, last: bool) -> None:
         started = self.clock()
         self._finish_saving()
-        metrics = {} if self.last_eval is None else {"eval_loss": self.last_eval}
         behind = self.config.checkpoint.asynchronous and not last
-        snapshot = take(
-            self.task, self.optimizer, self.state, self.strategy, others=self.save_extras, buffers=self._buffers(behind)
+        snapshot = take_snapshot(
+            self.task.layout,
+            self.optimizer,
+            self.state,
+            self.strategy,
+            others=self.save_extras,
+            buffers=self._copies if behind else None,
         )
-        self.saver.begin(snapshot, step=self.state.step, metrics=metrics)
+        self.writer.begin(snapshot, step=self.state.step, metrics=self.last_metrics)
         if not behind:
             self._finish_saving()
         self.phases["checkpoint"] += self.clock() - started
 
-    def _buffers(self, behind: bool) -> dict[str, torch.Tensor] | None:
-        return self._copies if behind else None
-
     def _finish_saving(self) -> None:
         """Make what was written behind the training a checkpoint, and tell Ray."""
-        saved = self.saver.finish()
+        saved = self.writer.finish()
         if saved is not None:
             self.reported(saved.path, {"step": float(saved.step), **saved.metrics})
-
-    def _log(self, record: dict[str, Any]) -> None:
-        for tracker in self.trackers:
-            tracker.log(record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,19 +265,19 @@ class _Window:
 
     loss: torch.Tensor | None = None
     first_loss: torch.Tensor | None = None
-    supervised: int = 0
+    weight: int = 0
     tokens: int = 0
     seconds: float = 0.0
     waited: float = 0.0
     samples: list[int] = field(default_factory=list)
 
     def add(self, data: StepData, result: StepResult, waited: float) -> None:
-        self.supervised += data.supervised
+        self.weight += data.weight
         if self.loss is None:
             self.loss = self.first_loss = result.loss
         else:
             # A running mean: for a window of one step it is that step's loss to the last bit.
-            self.loss = self.loss + (result.loss - self.loss) * (data.supervised / self.supervised)
+            self.loss = self.loss + (result.loss - self.loss) * (data.weight / self.weight)
         self.tokens += data.tokens
         self.waited += waited
         self.samples.extend(data.samples)

@@ -1,10 +1,13 @@
-"""What becomes of a step whose numbers are not finite, decided on the device, so that no step has to wait for it.
+"""Steps with a loss or gradient norm that is inf or NaN, decided on the device so that no step waits for it.
 
-A loss or gradient norm that is not finite turns every update from then on into one that changes nothing. The error is
-raised where the loop reads numbers from the device anyway: at a record, an evaluation, a checkpoint.
+Once a number is not finite, every later update changes nothing. The error is raised where the loop reads numbers from
+the device anyway: at a record, an evaluation, a checkpoint. No weight has changed since the step that it names, and the
+last checkpoint is good.
 
-With fp16, gradients that are too large for it are no error. The loss is multiplied by a scale; where the gradients
-overflow the update is left out and the scale halved, and it is doubled again after many updates without overflow.
+With fp16, gradients that overflow are no error. The loss is multiplied by a scale; where the gradients overflow, the
+update is skipped and the scale halved, and it is doubled again after many updates without overflow. The norm is that
+of the summed gradients, so all ranks skip the same updates; schedule and data go on, so what step *s* sees does not
+depend on what was skipped.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ GROWTH_STEPS = 2000
 MOST_SKIPPED = 20
 
 
-class Watch:
-    """Looks at loss and gradient norm after their sums over the ranks, so all ranks decide alike.
+class NonFiniteGuard:
+    """Observes loss and gradient norm after their all_reduce, so that all ranks decide alike.
 
     Args:
         state: where the run stands; its loss scale is taken up.
@@ -48,22 +51,22 @@ class Watch:
         self._rows: dict[int, tuple[int, ...]] = {}
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What is to be differentiated."""
+        """The loss to call backward on."""
         return loss * self._scale if self._scaled else loss
 
     @torch.no_grad()
     def unscale(self, strategy: Strategy, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Take the scale out of summed gradients, wherever the strategy has them."""
+        """Divide summed gradients by the scale, wherever the strategy keeps them."""
         if self._scaled:
             strategy.unscale_gradients(parameters, self._scale)
 
     @torch.no_grad()
-    def look(self, step: int, loss: torch.Tensor, norm: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
-        """Whether the update is to be left out: an fp32 scalar, one or zero, on the device.
+    def observe(self, step: int, loss: torch.Tensor, norm: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
+        """``found_inf`` of the update: an fp32 scalar on the device, one where it must change nothing.
 
         Args:
             step: number of the step, from one on.
-            loss: per target, fp64 scalar.
+            loss: mean over the global batch, fp64 scalar.
             norm: of the gradients before clipping.
             rows: of the whole step, for the message.
         """
@@ -90,11 +93,11 @@ class Watch:
         self._good = torch.where(overflow | grown, torch.zeros_like(self._good), self._good + 1)
         return torch.maximum(self._bad, overflow.float())
 
-    def check(self, state: TrainState) -> None:
-        """Read what there is to know, and note the loss scale in the state.
+    def raise_if_bad(self, state: TrainState) -> None:
+        """Read from the device what was observed, and put the loss scale into the state.
 
         Raises:
-            TrainingError: a step had numbers that are not finite; the same on every rank.
+            TrainingError: a step had a loss or gradient norm that is not finite; the same on every rank.
         """
         counts = torch.stack([self._good, self._skipped, self._in_row]).double()
         found = torch.cat([self._bad[None].double(), self._seen, self._scale[None].double(), counts]).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from finray.errors import CheckpointError
 
@@ -16,20 +17,22 @@ COUNTERS = f"{FOLDER}/state.json"
 class TrainState:
     """Where a run stands.
 
+    The cursor is one integer: steps take items from one stream over all epochs, across their borders too.
+
     Attributes:
         step: optimizer steps done.
         position: items of the data stream consumed (the cursor; the epoch follows from it).
         updates: updates the schedule has seen.
         random_key: key of all random streams.
-        data: digest of the tokens of the prepared dataset.
+        data: digest of all rows of the prepared dataset. The cursor means something in these rows only.
         tokens: tokens seen, over all ranks.
         supervised: targets learned from, over all ranks.
         seconds: training time so far, over all attempts.
-        best_eval_loss: lowest evaluation loss so far.
-        stale_evaluations: evaluations since the last gain, as `evaluation.early_stopping` sees it.
-        loss_scale: factor of the loss in fp16; None before, and in other arithmetic.
+        best: best value so far of the metric that chooses checkpoints (``TaskSpec.best``).
+        stale_evaluations: evaluations since the last gain, as ``evaluation.early_stopping`` sees it.
+        loss_scale: factor of the loss in fp16; None before the first step, and in other dtypes.
         good_steps: steps since the scale was changed.
-        skipped: steps whose update was left out, because gradients were too large for fp16.
+        skipped: updates skipped because gradients overflowed in fp16.
         skipped_in_row: those since the last update.
     """
 
@@ -41,12 +44,28 @@ class TrainState:
     tokens: int = 0
     supervised: int = 0
     seconds: float = 0.0
-    best_eval_loss: float | None = None
+    best: float | None = None
     stale_evaluations: int = 0
     loss_scale: float | None = None
     good_steps: int = 0
     skipped: int = 0
     skipped_in_row: int = 0
+
+    def advance(self, *, items: int, tokens: int, supervised: int) -> None:
+        """Count a step."""
+        self.step += 1
+        self.updates += 1
+        self.position += items
+        self.tokens += tokens
+        self.supervised += supervised
+
+    def evaluated(self, value: float, mode: Literal["min", "max"], *, min_gain: float) -> bool:
+        """Count an evaluation; returns whether its value is the best so far."""
+        gain = float("inf") if self.best is None else (self.best - value if mode == "min" else value - self.best)
+        self.stale_evaluations = 0 if gain > min_gain else self.stale_evaluations + 1
+        if gain > 0:
+            self.best = value
+        return gain > 0
 
     def text(self) -> str:
         """The content of its file in a checkpoint."""
@@ -60,6 +79,10 @@ class TrainState:
             CheckpointError: the directory has no training state, or one of another shape.
         """
         try:
-            return cls(**json.loads((folder / COUNTERS).read_text(encoding="utf-8")))
+            plain = json.loads((folder / COUNTERS).read_text(encoding="utf-8"))
+            if "best_eval_loss" in plain:
+                # Written by finray 0.1 before there was a second task.
+                plain["best"] = plain.pop("best_eval_loss")
+            return cls(**plain)
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"the training state cannot be read: {error}", where=str(folder / FOLDER)) from None

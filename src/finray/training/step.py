@@ -1,26 +1,34 @@
-"""One optimizer step: forward, loss, backward, one sum over the ranks, one update."""
+"""One optimizer step: forward, loss, backward, one sum over the ranks, one update. And one evaluation."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 from dataclasses import dataclass
-from typing import Protocol
 
+import numpy as np
 import torch
 
-from finray.data.sampling.collate import Batch
-from finray.parallel.base import NamedOptimizer, Strategy
-from finray.training.loader import StepData
-from finray.training.nonfinite import Watch
+from finray.parallel.base import Strategy, Updates
+from finray.training.loader import EvalLoader, StepData
+from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Parts, no_parts
-from finray.training.randomness import reseed
 from finray.training.state import TrainState
+from finray.training.task import Task
 
 
-class Task(Protocol):
-    """What training asks of a task. The loop knows no task by name."""
+def reseed(key: int, step: int, micro_batch: int) -> None:
+    """Start the random streams of torch (CPU and GPU), NumPy and Python for one micro-batch.
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """The loss summed over a batch's targets (fp32 scalar)."""
+    Saved generator states are wrong as soon as the number of workers changes, and every library has its own. So a
+    micro-batch starts its own streams: dropout belongs to it and not to a rank, and what a checkpoint has to hold is
+    one integer. The price: another ``train.micro_batch_size`` draws other dropout masks.
+    """
+    digest = hashlib.sha256(f"{key}/{step}/{micro_batch}".encode()).digest()
+    seed = int.from_bytes(digest[:8], "big")
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,7 @@ class StepResult:
     """Numbers of a whole step, on the device: reading one waits for the step.
 
     Attributes:
-        loss: per target (fp64 scalar).
+        loss: mean over the global batch (fp64 scalar).
         grad_norm: before clipping (scalar).
         done: how many ranks said ``done`` (fp64 scalar).
     """
@@ -41,10 +49,10 @@ class StepResult:
 def train_step(
     task: Task,
     strategy: Strategy,
-    optimizer: NamedOptimizer,
+    optimizer: Updates,
     data: StepData,
     state: TrainState,
-    watch: Watch,
+    guard: NonFiniteGuard,
     *,
     learning_rate: float,
     max_grad_norm: float | None,
@@ -53,44 +61,41 @@ def train_step(
 ) -> StepResult:
     """Do one step; nothing here waits for the device.
 
-    Each micro-batch's summed loss is divided by the targets of the *whole* step before its backward pass, so the
-    gradient that comes out is that of one mean over the global batch, however it was cut up.
+    Each micro-batch's summed loss is divided by the weight of the *whole* step before its backward pass, so the
+    gradient that comes out is that of one mean over the global batch, however it was cut up. The weight is known from
+    the prepared rows, without communication. A mean of means would weigh a token by the company it keeps.
     """
     total = torch.zeros(2, dtype=torch.float64, device=strategy.device)
     total[1] = float(done)
-    left = len(data.shares) + len(data.fillers)
-    for index, batch in data.shares:
+    left = len(data.micro_batches) + len(data.dummy_batches)
+    for index, batch in data.micro_batches:
         reseed(state.random_key, state.step, index)
         with parts("forward"):
             loss = task.loss_sum(batch.to(strategy.device))
         left -= 1
         with parts("backward"):
-            strategy.backward(watch.scale(loss / data.supervised), last=not left)
+            strategy.backward(guard.scale(loss / data.weight), last=not left)
         total[0] += loss.detach().double()
-    for batch in data.fillers:
-        # Here only because the others meet in every forward and backward pass; it adds nothing.
+    for batch in data.dummy_batches:
+        # The other ranks meet in every forward and backward pass, so this one takes part; it adds nothing.
         left -= 1
         strategy.backward(task.loss_sum(batch.to(strategy.device)) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
-    with parts("sum over ranks"):
-        total = strategy.all_reduce_gradients(parameters, total)
+    with parts("all_reduce"):
+        total = strategy.sum_gradients(parameters, total)
     with parts("clip"):
-        watch.unscale(strategy, parameters)
-        norm = strategy.clip_grad_norm(parameters, max_grad_norm)
-    mean = total[0] / data.supervised
+        guard.unscale(strategy, parameters)
+        norm = strategy.clip(parameters, max_grad_norm)
+    mean = total[0] / data.weight
     with parts("optimizer"):
-        optimizer.step(learning_rate, found_inf=watch.look(state.step + 1, mean, norm, data.samples))
+        optimizer.update(learning_rate, bad=guard.observe(state.step + 1, mean, norm, data.samples))
     return StepResult(mean, norm.detach(), total[1])
 
 
 @torch.no_grad()
-def evaluate(task: Task, strategy: Strategy, batches: list[tuple[Batch, bool]]) -> tuple[float, int]:
-    """Loss per target over all ranks' batches that count, and the number of targets."""
-    sums = torch.zeros(2, dtype=torch.float64, device=strategy.device)
-    for batch, counts in batches:
-        loss = task.loss_sum(batch.to(strategy.device)).double()
-        if counts:
-            sums[0] += loss
-            sums[1] += len(batch.targets_K)
-    strategy.all_reduce(sums)
-    return float(sums[0] / sums[1]), int(sums[1])
+def evaluate(task: Task, strategy: Strategy, loader: EvalLoader) -> dict[str, float]:
+    """The task's metrics over all ranks' evaluation rows; only sums are kept on the device and exchanged."""
+    sums = torch.zeros(task.metric_count, dtype=torch.float64, device=strategy.device)
+    for batch, counts in loader.batches():
+        task.score(batch.to(strategy.device), sums if counts else torch.zeros_like(sums))
+    return task.metrics(strategy.sum(sums).tolist())

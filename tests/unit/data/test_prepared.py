@@ -156,9 +156,9 @@ def test_collation_restarts_positions_and_never_predicts_across_rows(
     batch = collate([split.row(0), split.row(1)], [0, 1])
     first = int(split.lengths[0])
     assert batch.positions_1T[0].tolist() == [*range(first), *range(int(split.lengths[1]))]
-    assert batch.starts_S1.tolist() == [0, first, batch.tokens]
+    assert batch.cu_seqlens.tolist() == [0, first, batch.tokens]
     # The last token of the first row predicts nothing.
-    assert first - 1 not in batch.at_K.tolist()
+    assert first - 1 not in batch.target_positions_K.tolist()
     assert len(batch.targets_K) == split.supervised.sum() == batch.tokens - 2
-    assert batch.targets_K.tolist() == [int(batch.tokens_1T[0, at + 1]) for at in batch.at_K]
+    assert batch.targets_K.tolist() == [int(batch.tokens_1T[0, at + 1]) for at in batch.target_positions_K]
     assert json.loads((folder / "manifest.json").read_text())["splits"]["train"]["kind"] == "text"

@@ -96,7 +96,7 @@ def test_perturbing_one_row_leaves_the_others_alone(family: str) -> None:
     hidden = body(
         inputs_embeds=embedded, position_ids=batch.positions_1T, use_cache=False, segment_lengths=batch.lengths
     ).last_hidden_state[0]
-    starts = batch.starts_S1.tolist()
+    starts = batch.cu_seqlens.tolist()
     for row in range(len(items)):
         span = slice(starts[row], starts[row + 1])
         (grad,) = torch.autograd.grad(hidden[span].square().sum(), embedded, retain_graph=True)

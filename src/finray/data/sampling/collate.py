@@ -21,8 +21,8 @@ class Batch:
         tokens_1T: int64 token ids.
         positions_1T: int64 position of each token within its row.
         lengths: tokens per row, S entries.
-        starts_S1: int32 cumulative lengths, from 0 to T (the ``cu_seqlens`` of variable-length attention).
-        at_K: int64 positions in the sequence whose next token is learned.
+        cu_seqlens: int32 cumulative lengths, from 0 to T (the ``cu_seqlens`` of variable-length attention).
+        target_positions_K: int64 positions in the sequence whose next token is learned.
         targets_K: int64 the tokens to predict there.
         rows: row numbers in the prepared split.
     """
@@ -30,8 +30,8 @@ class Batch:
     tokens_1T: torch.Tensor
     positions_1T: torch.Tensor
     lengths: tuple[int, ...]
-    starts_S1: torch.Tensor
-    at_K: torch.Tensor
+    cu_seqlens: torch.Tensor
+    target_positions_K: torch.Tensor
     targets_K: torch.Tensor
     rows: tuple[int, ...]
 
@@ -44,15 +44,15 @@ class Batch:
         """The batch on a device; the copies do not wait for what the device does, as the memory is pinned."""
         if device.type == "cpu":
             return self
-        held = self if self.tokens_1T.is_pinned() else self.pinned()
+        held = self if self.tokens_1T.is_pinned() else self.pin_memory()
         return held._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> Batch:
+    def pin_memory(self) -> Batch:
         """The batch in memory that a GPU can fetch by itself."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        tensors = (self.tokens_1T, self.positions_1T, self.starts_S1, self.at_K, self.targets_K)
+        tensors = (self.tokens_1T, self.positions_1T, self.cu_seqlens, self.target_positions_K, self.targets_K)
         tokens, positions, starts, at, targets = map(change, tensors)
         return Batch(tokens, positions, self.lengths, starts, at, targets, self.rows)
 
@@ -72,8 +72,8 @@ def collate(rows: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]],
         tokens_1T=torch.from_numpy(tokens)[None],
         positions_1T=torch.from_numpy(positions)[None],
         lengths=lengths,
-        starts_S1=torch.from_numpy(starts),
-        at_K=torch.from_numpy(learned - 1),
+        cu_seqlens=torch.from_numpy(starts),
+        target_positions_K=torch.from_numpy(learned - 1),
         targets_K=torch.from_numpy(tokens[learned]),
         rows=tuple(numbers),
     )

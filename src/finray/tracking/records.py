@@ -1,0 +1,167 @@
+"""What a run says of itself while it runs: one frozen type per kind of record.
+
+``metrics.jsonl`` holds them as flat JSON objects (docs/formats.md); trackers and the console take them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something said in words.
+
+    Attributes:
+        message: the words.
+        step: optimizer step at which it was said.
+        level: ``warning`` for what a user should look at.
+    """
+
+    message: str
+    step: int = 0
+    level: Literal["note", "warning"] = "note"
+
+    def json(self) -> dict[str, Any]:
+        """The record as it is written."""
+        return {"kind": self.level, "step": self.step, "message": self.message}
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareProgress:
+    """How far the preparation of data has come.
+
+    Attributes:
+        done: parts prepared.
+        total: parts there are.
+        rows: source rows read.
+        tokens: tokens written.
+        seconds: since it began.
+    """
+
+    done: int
+    total: int
+    rows: int
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunHeader:
+    """What is trained on what, at each start of the workers.
+
+    Attributes:
+        step: optimizer steps done before this start.
+        total_steps: of the run.
+        model: as ``model.name``.
+        parameters: of model and adapter.
+        trainable: parameters that are trained.
+        precision: dtype of the forward and backward pass.
+        rows: training rows.
+        tokens: in those rows.
+        supervised: targets in those rows.
+        eval_rows: rows held out for evaluation.
+        packing: whether rows are packed.
+        packs: packs, or rows without packing.
+        fill: share of the packs' positions that hold a token.
+        world_size: training workers.
+        device: name of the GPU, or ``CPU``.
+        threads: of each worker.
+        global_batch_size: packs (or rows) per optimizer step.
+        micro_batch_size: packs (or rows) per forward pass.
+        accumulation: forward passes per optimizer step and worker.
+    """
+
+    step: int
+    total_steps: int
+    model: str
+    parameters: int
+    trainable: int
+    precision: str
+    rows: int
+    tokens: int
+    supervised: int
+    eval_rows: int
+    packing: bool
+    packs: int
+    fill: float
+    world_size: int
+    device: str
+    threads: int
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRecord:
+    """An optimizer step, or the steps since the record before.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: passes over the data so far.
+        loss: mean per target.
+        grad_norm: before clipping; None where fp16 overflowed and the update was skipped.
+        lr: learning rate.
+        tokens: seen since the run began, over all ranks.
+        supervised: targets since the record before.
+        samples_digest: equal for two steps exactly when they saw the same rows in the same order.
+        tokens_per_s: over all ranks.
+        data_wait_s: seconds spent waiting for data.
+        peak_memory_bytes: of rank 0.
+        seconds: training time since the run began.
+        loss_scale: with fp16.
+        skipped: updates skipped so far, with fp16.
+        samples: rows seen, with ``tracking.record_samples``.
+    """
+
+    step: int
+    epoch: float
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    supervised: int
+    samples_digest: str
+    tokens_per_s: float
+    data_wait_s: float
+    peak_memory_bytes: int
+    seconds: float
+    loss_scale: float | None = None
+    skipped: int | None = None
+    samples: tuple[int, ...] | None = None
+
+    def json(self) -> dict[str, Any]:
+        """The record as it is written; fields that a run does not have are left out."""
+        plain = asdict(self)
+        optional = ("loss_scale", "skipped", "samples")
+        return {"kind": "train", **{name: one for name, one in plain.items() if name not in optional or one is not None}}
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """An evaluation.
+
+    Attributes:
+        step: optimizer steps done.
+        metrics: by name, those of the task (``eval_loss``, ``perplexity``, ...).
+        targets: how many the loss is a mean over.
+        seconds: that it took.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    targets: int
+    seconds: float
+
+    def json(self) -> dict[str, Any]:
+        """The record as it is written."""
+        counts = {"eval_targets": self.targets, "eval_seconds": self.seconds}
+        return {"kind": "eval", "step": self.step, **self.metrics, **counts}
+
+
+# What trackers take, and what the driver is told.
+Metrics = TrainRecord | EvalRecord | Note
+Record = Metrics | RunHeader | PrepareProgress

@@ -1,0 +1,319 @@
+"""Checkpoints of a group of ranks: taken from the running model, written at once or behind the training, and restored.
+
+A full tensor belongs to one rank, so that ranks write in parallel even where all hold the same weights; of a sharded
+moment every rank writes its own rows. Sharded weights are gathered one at a time, because what is saved must be an
+ordinary model or adapter. Written behind the training, a snapshot is written by a thread of each rank, and becomes a
+checkpoint at the step at which every rank has said that it is done (a number that travels with the sum of the loss).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from finray.checkpoint import Checkpoint, CheckpointStore, manifest
+from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
+from finray.config.schema import CheckpointConfig
+from finray.errors import CheckpointError, FinrayError, from_dict
+from finray.parallel.base import Strategy, Updates, together
+from finray.sharding import Elements, bytes_of, fill, is_first_copy, is_sharded, local_rows, shape_of, whole
+from finray.training.state import COUNTERS, FOLDER, TrainState
+from finray.training.task import SavedLayout
+
+MOMENTS = "optimizer"
+# Only the library that wrote these files reads them.
+LIBRARY = "deepspeed"
+
+
+@dataclass
+class Snapshot:
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        weights: file name to tensors, of this rank.
+        moments: rows of the optimizer's state, of this rank.
+        moments_file: their file name.
+        texts: path to content, on rank 0.
+        others: writes the rest, on rank 0.
+        library: a directory with what the strategy's library wrote of its own, moved into the checkpoint.
+    """
+
+    weights: dict[str, dict[str, torch.Tensor]]
+    moments: list[Piece]
+    moments_file: str
+    texts: dict[str, str] = field(default_factory=dict)
+    others: Callable[[Path], None] = lambda folder: None
+    library: Path | None = None
+
+    def write(self, folder: Path) -> None:
+        """Write this rank's files into a checkpoint in the making."""
+        (folder / FOLDER).mkdir(exist_ok=True)
+        for name, tensors in self.weights.items():
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+        # Where every update was skipped so far there may be none; one file says so.
+        if self.moments or self.texts:
+            write_pieces(folder / FOLDER / self.moments_file, self.moments)
+        for path, content in self.texts.items():
+            (folder / path).write_text(content, encoding="utf-8")
+        self.others(folder)
+        if self.library is not None:
+            self.library.rename(folder / LIBRARY)
+
+
+def take_snapshot(
+    layout: SavedLayout,
+    optimizer: Updates,
+    state: TrainState,
+    strategy: Strategy,
+    *,
+    others: Callable[[Path], None],
+    buffers: dict[str, torch.Tensor] | None = None,
+) -> Snapshot:
+    """Collect a checkpoint; a collective.
+
+    Args:
+        layout: what is saved of the model.
+        optimizer: whose moments are saved.
+        state: where the run stands.
+        strategy: of the group.
+        others: writes what else belongs in a checkpoint; kept on rank 0.
+        buffers: where copies are kept, so that training may go on while they are written; None makes none.
+    """
+    rank, world_size, stem = strategy.rank, strategy.world_size, layout.stem
+
+    def held(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if buffers is None:
+            return tensor.detach().cpu().contiguous()
+        if name not in buffers:
+            buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return buffers[name].copy_(tensor.detach())
+
+    weights = layout.tensors()
+    owners = _owners(weights, world_size if stem == "model" else 1)
+    writers = max(owners.values(), default=0) + 1
+    files = [f"{stem}.safetensors"] if writers == 1 else []
+    files = files or [file_name(stem, rank=writer, world_size=writers) for writer in range(writers)]
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        # Collective where sharded, so every rank asks for every tensor; only the owner keeps it.
+        full = whole(tensor)
+        if owners[name] == rank:
+            own[name] = held(name, full)
+    moments = [replace(piece, tensor=held(piece.name, piece.tensor)) for piece in _moments(optimizer, strategy)]
+    snapshot = Snapshot(
+        {files[rank]: layout.in_file(own)} if rank < writers else {},
+        moments,
+        file_name(MOMENTS, rank=rank, world_size=world_size),
+    )
+    if rank:
+        return snapshot
+    snapshot.texts[COUNTERS] = state.text()
+    if writers > 1:
+        # The index that Transformers reads beside several files of weights.
+        size = sum(bytes_of(tensor) for tensor in weights.values())
+        where = {name: files[owner] for name, owner in sorted(owners.items())}
+        index = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n"
+        snapshot.texts[f"{stem}.safetensors.index.json"] = index
+
+    def rest(folder: Path) -> None:
+        layout.save_settings(folder)
+        others(folder)
+
+    snapshot.others = rest
+    return snapshot
+
+
+def _moments(optimizer: Updates, strategy: Strategy) -> Iterator[Piece]:
+    """What this rank writes of the optimizer's state."""
+    state = optimizer.state()
+    plain = {key: one for key, one in state.items() if isinstance(one, torch.Tensor) and not is_sharded(one)}
+    owners = _owners(plain, strategy.world_size)
+    for key, part in state.items():
+        if isinstance(part, Elements):
+            if part.local.numel():
+                yield Piece(key, part.local, part.start, part.shape, flat=True)
+            continue
+        local, start = local_rows(part)
+        own = owners.get(key, strategy.rank) == strategy.rank and is_first_copy(part)
+        if own and (local.numel() or not start):
+            yield Piece(key, local, start, tuple(part.shape))
+
+
+def _owners(tensors: Mapping[str, torch.Tensor], ranks: int) -> dict[str, int]:
+    """Which rank writes a tensor: the one with the least to write so far, the same on every rank."""
+    load = [0] * ranks
+    owners = {}
+    for name, tensor in tensors.items():
+        owners[name] = load.index(min(load))
+        load[owners[name]] += bytes_of(tensor)
+    return owners
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that has been written, and the metrics in its manifest."""
+
+    path: Path
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    scratch: Path
+    step: int
+    metrics: dict[str, float]
+    written: Future[list[dict[str, Any]]]
+
+
+class CheckpointWriter:
+    """Writes checkpoints, one at a time; every method is a collective.
+
+    Args:
+        store: where they go.
+        strategy: of the group.
+        config: the checkpoint section.
+        best: the metric whose best checkpoint is kept, and whether less or more is better.
+    """
+
+    def __init__(
+        self, store: CheckpointStore, strategy: Strategy, config: CheckpointConfig, *, best: tuple[str, str]
+    ) -> None:
+        self._store = store
+        self._strategy = strategy
+        self._config = config
+        self._best = best
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-checkpoint")
+        self._pending: _Pending | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has written its part of a checkpoint that is not one yet."""
+        return self._pending is not None and self._pending.written.done()
+
+    def begin(self, snapshot: Snapshot, *, step: int, metrics: dict[str, float]) -> None:
+        """Start to write a snapshot; the one before must be finished.
+
+        Raises:
+            FinrayError: on every rank alike.
+        """
+        assert self._pending is None
+        first = self._strategy.rank == 0
+        scratch = together(self._strategy, lambda: str(self._store.begin(step)) if first else "")
+        folder = Path(self._strategy.share(scratch))
+        # A collective, and of what training changes: it cannot be done behind the training.
+        library = folder / f".library-{self._strategy.rank}"
+        snapshot.library = library if self._strategy.save_own(library) else None
+        written = self._pool.submit(self._store.fill, folder, step, snapshot.write)
+        self._pending = _Pending(folder, step, metrics, written)
+
+    def finish(self) -> Saved | None:
+        """Wait for what is being written, and make it a checkpoint; None where nothing is.
+
+        Raises:
+            FinrayError: on every rank alike; the checkpoint before stands.
+        """
+        if self._pending is None:
+            return None
+        pending, self._pending = self._pending, None
+        path: Path | None = None
+        failure: dict[str, Any] | None = None
+        try:
+            entries = together(self._strategy, pending.written.result)
+            everyone = [entry for own in self._strategy.gather(entries) for entry in own]
+            if self._strategy.rank == 0:
+                try:
+                    path = self._store.commit(pending.scratch, pending.step, everyone, metrics=pending.metrics)
+                    best = self._best if self._config.keep_best else None
+                    self._store.prune(keep_last=self._config.keep_last, best=best)
+                except FinrayError as error:
+                    failure = error.to_dict()
+        finally:
+            if self._strategy.rank == 0:
+                self._store.abandon(pending.scratch)
+        # A failed write must stop every rank: a rank that went on would wait for this one for ever.
+        where, failure = self._strategy.share((None if path is None else str(path), failure))
+        if failure is not None:
+            raise from_dict(failure)
+        return Saved(Path(where), pending.step, pending.metrics)
+
+    def close(self) -> None:
+        """Leave the thread behind, and a checkpoint that was not finished unfinished."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+# --- finding and restoring ------------------------------------------------------------------------------------------
+
+
+def find_latest(store: CheckpointStore, strategy: Strategy, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint whose every file is as it was written; a collective.
+
+    Each rank hashes a share of the files: one rank alone would take longer over a terabyte than the others wait for it.
+    Newer checkpoints that are damaged are renamed, so that retention does not count them and delete good ones.
+
+    Args:
+        store: of the run.
+        strategy: of the group.
+        warn: told, on rank 0, of each newer checkpoint that had to be passed over, by file.
+
+    Raises:
+        CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
+    """
+    def verify(path: Path) -> dict[str, Any]:
+        content = together(strategy, lambda: manifest.read(path))
+        together(strategy, lambda: manifest.verify_files(path, content["files"][strategy.rank :: strategy.world_size]))
+        return content
+
+    first = strategy.rank == 0
+    steps = strategy.share(store.steps())
+    return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=first)
+
+
+def restore(folder: Path, layout: SavedLayout, optimizer: Updates) -> TrainState:
+    """Put a checkpoint back into a model and optimizer of any strategy and any number of ranks.
+
+    Raises:
+        CheckpointError: it belongs to another model, or lacks something.
+    """
+    state = TrainState.load(folder)
+    restore_weights(folder, layout)
+    optimizer.restore(PieceReader(folder / FOLDER, MOMENTS))
+    return state
+
+
+def restore_weights(folder: Path, layout: SavedLayout) -> None:
+    """Put trained weights back into a model, of any strategy and any number of ranks.
+
+    Raises:
+        CheckpointError: they belong to another model.
+    """
+    where: dict[str, Path] = {}
+    for path in sorted(folder.glob(f"{layout.stem}*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+    tensors = layout.tensors()
+    places = {name: layout.place_of(name) for name in tensors}
+    if where.keys() != {place for place, _ in places.values()}:
+        raise CheckpointError(
+            f"the checkpoint has {len(where)} tensors, the model wants {len(tensors)}",
+            where=str(folder),
+            repair="adapter.method and adapter.target_modules must be as they were when it was written",
+        )
+    for name, tensor in tensors.items():
+        place, view = places[name]
+        with safe_open(where[place], framework="pt") as file:
+            part = file.get_slice(place) if view is None else view(file.get_slice(place))
+            if tuple(part.get_shape()) != shape_of(tensor):
+                raise CheckpointError(f"{name} has another shape than in the model", where=str(folder))
+            fill(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
