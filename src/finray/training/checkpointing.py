@@ -23,8 +23,8 @@ from finray.checkpoint import Checkpoint, CheckpointStore, manifest
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.config.schema import CheckpointConfig
 from finray.errors import CheckpointError, FinrayError, from_dict
-from finray.parallel.base import Strategy, Updates, together
-from finray.sharding import Elements, bytes_of, fill, is_first_copy, is_sharded, local_rows, shape_of, whole
+from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
+from finray.sharding import FlatShard, bytes_of, full_tensor, is_first_replica, is_sharded, load_local, local_rows, shape_of
 from finray.training.state import COUNTERS, FOLDER, TrainState
 from finray.training.task import SavedLayout
 
@@ -70,7 +70,7 @@ class Snapshot:
 
 def take_snapshot(
     layout: SavedLayout,
-    optimizer: Updates,
+    optimizer: NamedOptimizer,
     state: TrainState,
     strategy: Strategy,
     *,
@@ -104,7 +104,7 @@ def take_snapshot(
     own: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
         # Collective where sharded, so every rank asks for every tensor; only the owner keeps it.
-        full = whole(tensor)
+        full = full_tensor(tensor)
         if owners[name] == rank:
             own[name] = held(name, full)
     moments = [replace(piece, tensor=held(piece.name, piece.tensor)) for piece in _moments(optimizer, strategy)]
@@ -131,18 +131,18 @@ def take_snapshot(
     return snapshot
 
 
-def _moments(optimizer: Updates, strategy: Strategy) -> Iterator[Piece]:
+def _moments(optimizer: NamedOptimizer, strategy: Strategy) -> Iterator[Piece]:
     """What this rank writes of the optimizer's state."""
-    state = optimizer.state()
+    state = optimizer.sharded_state()
     plain = {key: one for key, one in state.items() if isinstance(one, torch.Tensor) and not is_sharded(one)}
     owners = _owners(plain, strategy.world_size)
     for key, part in state.items():
-        if isinstance(part, Elements):
+        if isinstance(part, FlatShard):
             if part.local.numel():
                 yield Piece(key, part.local, part.start, part.shape, flat=True)
             continue
         local, start = local_rows(part)
-        own = owners.get(key, strategy.rank) == strategy.rank and is_first_copy(part)
+        own = owners.get(key, strategy.rank) == strategy.rank and is_first_replica(part)
         if own and (local.numel() or not start):
             yield Piece(key, local, start, tuple(part.shape))
 
@@ -210,8 +210,8 @@ class CheckpointWriter:
         """
         assert self._pending is None
         first = self._strategy.rank == 0
-        scratch = together(self._strategy, lambda: str(self._store.begin(step)) if first else "")
-        folder = Path(self._strategy.share(scratch))
+        scratch = on_all_ranks(self._strategy, lambda: str(self._store.begin(step)) if first else "")
+        folder = Path(self._strategy.broadcast_object(scratch))
         # A collective, and of what training changes: it cannot be done behind the training.
         library = folder / f".library-{self._strategy.rank}"
         snapshot.library = library if self._strategy.save_own(library) else None
@@ -230,8 +230,8 @@ class CheckpointWriter:
         path: Path | None = None
         failure: dict[str, Any] | None = None
         try:
-            entries = together(self._strategy, pending.written.result)
-            everyone = [entry for own in self._strategy.gather(entries) for entry in own]
+            entries = on_all_ranks(self._strategy, pending.written.result)
+            everyone = [entry for own in self._strategy.all_gather_object(entries) for entry in own]
             if self._strategy.rank == 0:
                 try:
                     path = self._store.commit(pending.scratch, pending.step, everyone, metrics=pending.metrics)
@@ -243,7 +243,7 @@ class CheckpointWriter:
             if self._strategy.rank == 0:
                 self._store.abandon(pending.scratch)
         # A failed write must stop every rank: a rank that went on would wait for this one for ever.
-        where, failure = self._strategy.share((None if path is None else str(path), failure))
+        where, failure = self._strategy.broadcast_object((None if path is None else str(path), failure))
         if failure is not None:
             raise from_dict(failure)
         return Saved(Path(where), pending.step, pending.metrics)
@@ -271,16 +271,16 @@ def find_latest(store: CheckpointStore, strategy: Strategy, warn: Callable[[str]
         CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
     """
     def verify(path: Path) -> dict[str, Any]:
-        content = together(strategy, lambda: manifest.read(path))
-        together(strategy, lambda: manifest.verify_files(path, content["files"][strategy.rank :: strategy.world_size]))
+        content = on_all_ranks(strategy, lambda: manifest.read(path))
+        on_all_ranks(strategy, lambda: manifest.verify_files(path, content["files"][strategy.rank :: strategy.world_size]))
         return content
 
     first = strategy.rank == 0
-    steps = strategy.share(store.steps())
+    steps = strategy.broadcast_object(store.steps())
     return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=first)
 
 
-def restore(folder: Path, layout: SavedLayout, optimizer: Updates) -> TrainState:
+def restore(folder: Path, layout: SavedLayout, optimizer: NamedOptimizer) -> TrainState:
     """Put a checkpoint back into a model and optimizer of any strategy and any number of ranks.
 
     Raises:
@@ -288,7 +288,7 @@ def restore(folder: Path, layout: SavedLayout, optimizer: Updates) -> TrainState
     """
     state = TrainState.load(folder)
     restore_weights(folder, layout)
-    optimizer.restore(PieceReader(folder / FOLDER, MOMENTS))
+    optimizer.load_sharded_state(PieceReader(folder / FOLDER, MOMENTS))
     return state
 
 
@@ -316,4 +316,4 @@ def restore_weights(folder: Path, layout: SavedLayout) -> None:
             part = file.get_slice(place) if view is None else view(file.get_slice(place))
             if tuple(part.get_shape()) != shape_of(tensor):
                 raise CheckpointError(f"{name} has another shape than in the model", where=str(folder))
-            fill(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
+            load_local(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch
 
 from finray.config.schema import Config
 from finray.errors import TrainingError
-from finray.parallel.base import Strategy, Updates
+from finray.parallel.base import NamedOptimizer, Strategy
 from finray.tracking.base import Trackers
 from finray.tracking.records import EvalRecord, Note, TrainRecord
 from finray.training.checkpointing import CheckpointWriter, take_snapshot
@@ -51,7 +51,7 @@ class Loop:
     config: Config
     task: Task
     strategy: Strategy
-    optimizer: Updates
+    optimizer: NamedOptimizer
     loader: StepLoader
     evaluation: EvalLoader | None
     total_steps: int

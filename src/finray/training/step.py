@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from finray.parallel.base import Strategy, Updates
+from finray.parallel.base import NamedOptimizer, Strategy
 from finray.training.loader import EvalLoader, StepData
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Parts, no_parts
@@ -49,7 +49,7 @@ class StepResult:
 def train_step(
     task: Task,
     strategy: Strategy,
-    optimizer: Updates,
+    optimizer: NamedOptimizer,
     data: StepData,
     state: TrainState,
     guard: NonFiniteGuard,
@@ -82,13 +82,13 @@ def train_step(
         strategy.backward(task.loss_sum(batch.to(strategy.device)) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
     with parts("all_reduce"):
-        total = strategy.sum_gradients(parameters, total)
+        total = strategy.all_reduce_gradients(parameters, total)
     with parts("clip"):
         guard.unscale(strategy, parameters)
-        norm = strategy.clip(parameters, max_grad_norm)
+        norm = strategy.clip_grad_norm(parameters, max_grad_norm)
     mean = total[0] / data.weight
     with parts("optimizer"):
-        optimizer.update(learning_rate, bad=guard.observe(state.step + 1, mean, norm, data.samples))
+        optimizer.step(learning_rate, found_inf=guard.observe(state.step + 1, mean, norm, data.samples))
     return StepResult(mean, norm.detach(), total[1])
 
 
@@ -98,4 +98,4 @@ def evaluate(task: Task, strategy: Strategy, loader: EvalLoader) -> dict[str, fl
     sums = torch.zeros(task.metric_count, dtype=torch.float64, device=strategy.device)
     for batch, counts in loader.batches():
         task.score(batch.to(strategy.device), sums if counts else torch.zeros_like(sums))
-    return task.metrics(strategy.sum(sums).tolist())
+    return task.metrics(strategy.all_reduce(sums).tolist())
