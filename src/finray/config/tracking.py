@@ -11,6 +11,10 @@ class TrackingConfig(Section):
     """Where metrics are written. `metrics.jsonl` is always written."""
 
     tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
+    trackers: list[str] = Field(
+        default_factory=list,
+        description="Further trackers, by name or as `package.module:Class`.",
+    )
     log_every: PositiveInt = Field(
         1, description="Optimizer steps between records. Metrics are averaged over these steps."
     )

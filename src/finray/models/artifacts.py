@@ -81,8 +81,6 @@ def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
     settings = json.loads((artifact.folder / SETTINGS).read_text(encoding="utf-8"))
     adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=settings.get("modules_to_save") or [])
     device = torch.device("cpu")
-    model = build_model(
-        artifact.base, adapter, precision="fp32", attention_name=None, bits=bits, seed=0, device=device
-    )
+    model = build_model(artifact.base, adapter, precision="fp32", attention_name=None, bits=bits, seed=0, device=device)
     materialise(model, artifact.base, adapter, device=device, seed=0)
     return model.eval()

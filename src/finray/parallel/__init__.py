@@ -1,1 +1,37 @@
 """The strategy room: one strategy per file, behind the protocol in ``base``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finray.config.extensions import load_named
+from finray.config.resolved import Resolved
+from finray.config.schema import Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from finray.parallel.base import Strategy
+
+# A strategy is a file in this room and a line here.
+STRATEGIES = {
+    "ddp": "finray.parallel.ddp:DDPStrategy",
+    "fsdp": "finray.parallel.fsdp:FSDPStrategy",
+    "deepspeed": "finray.parallel.deepspeed.strategy:DeepSpeedStrategy",
+}
+
+
+def make_strategy(config: Config, resolved: Resolved, device: torch.device) -> Strategy:
+    """The strategy of this process of a group.
+
+    Args:
+        config: the run's.
+        resolved: names the strategy.
+        device: of this rank.
+
+    Raises:
+        ConfigError: there is no such strategy.
+    """
+    kind = load_named(resolved.strategy, STRATEGIES, group="finray.strategies", where="parallel.strategy")
+    strategy: Strategy = kind.from_config(config, resolved, device)
+    return strategy

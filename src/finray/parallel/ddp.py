@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from finray import compat
+from finray.config.resolved import Resolved
+from finray.config.schema import Config
 from finray.parallel.base import NamedOptimizer
 from finray.sharding import local_rows
 
@@ -32,6 +34,11 @@ class DDPStrategy:
         self._alone = not dist.is_initialized() or dist.get_world_size() == 1
         self.rank = 0 if self._alone else dist.get_rank()
         self.world_size = 1 if self._alone else dist.get_world_size()
+
+    @classmethod
+    def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> DDPStrategy:  # noqa: ARG003
+        """As a config wants it."""
+        return cls(device)
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Nothing: every rank has all weights."""

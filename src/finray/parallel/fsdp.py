@@ -13,7 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from finray.config.schema import ParallelConfig
+from finray.config.resolved import Resolved
+from finray.config.schema import Config, ParallelConfig
 from finray.parallel.ddp import DDPStrategy
 from finray.sharding import full_tensor
 
@@ -37,6 +38,11 @@ class FSDPStrategy(DDPStrategy):
 
     def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
         """Nothing: every rank read its own rows from the same files."""
+
+    @classmethod
+    def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> FSDPStrategy:
+        """As a config wants it."""
+        return cls(device, config.parallel, precision=resolved.precision)
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Shard a module, block by block and then what is left."""

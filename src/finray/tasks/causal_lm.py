@@ -55,9 +55,7 @@ class CausalLM:
             device=device,
             on_meta=on_meta,
         )
-        return cls(
-            PackedModel(model, precision=resolved.precision, attention_name=resolved.attention, device=device)
-        )
+        return cls(PackedModel(model, precision=resolved.precision, attention_name=resolved.attention, device=device))
 
     @property
     def is_on_meta(self) -> bool:

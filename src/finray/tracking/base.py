@@ -172,5 +172,3 @@ class _Background:
                 return
             finally:
                 self._since = None
-
-

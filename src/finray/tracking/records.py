@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 
@@ -137,7 +137,14 @@ class TrainRecord:
         """The record as it is written; fields that a run does not have are left out."""
         plain = asdict(self)
         optional = ("loss_scale", "skipped", "samples")
-        return {"kind": "train", **{name: one for name, one in plain.items() if name not in optional or one is not None}}
+        return {
+            "kind": "train",
+            **{name: one for name, one in plain.items() if name not in optional or one is not None},
+        }
+
+    def without_samples(self) -> TrainRecord:
+        """The record for those who show it and have no use for a long list."""
+        return self if self.samples is None else replace(self, samples=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +172,55 @@ class EvalRecord:
 # What trackers take, and what the driver is told.
 Metrics = TrainRecord | EvalRecord | Note
 Record = Metrics | RunHeader | PrepareProgress
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What a finished run says of itself; ``summary.json`` in the run directory.
+
+    Attributes:
+        step: optimizer steps done.
+        total_steps: of the run; more than ``step`` where it stopped early.
+        tokens: seen, over all ranks.
+        supervised: targets learned from, over all ranks.
+        train_seconds: training time, over all starts.
+        tokens_per_s: over all ranks.
+        first_loss: of the first step of the last start.
+        final_loss: of the last step.
+        best_metric: name of the metric that chose the best checkpoint.
+        best: its best value; None where nothing was evaluated.
+        phases: seconds by phase.
+        peak_memory_bytes: by rank.
+    """
+
+    step: int
+    total_steps: int
+    tokens: int
+    supervised: int
+    train_seconds: float
+    tokens_per_s: float
+    first_loss: float | None
+    final_loss: float | None
+    best_metric: str
+    best: float | None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    peak_memory_bytes: tuple[int, ...] = ()
+
+    def json(self) -> dict[str, Any]:
+        """The summary as it is written: the best value under ``best_<metric>``."""
+        plain = asdict(self)
+        metric, best = plain.pop("best_metric"), plain.pop("best")
+        return {**plain, f"best_{metric}": best}
+
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> RunSummary:
+        """Read what :meth:`json` gave.
+
+        Raises:
+            KeyError, TypeError: it is something else.
+        """
+        rest = dict(plain)
+        key = next(name for name in rest if name.startswith("best_"))
+        best = rest.pop(key)
+        peaks = tuple(rest.pop("peak_memory_bytes"))
+        return cls(**rest, best_metric=key.removeprefix("best_"), best=best, peak_memory_bytes=peaks)

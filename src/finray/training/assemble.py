@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finray.checkpoint import Checkpoint, CheckpointStore
+from finray.checkpoint import CheckpointStore
 from finray.checkpoint.fence import Fence
-from finray.config.resolved import Packing
+from finray.config.redact import redact
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
+from finray.config.tasks import TaskSpec, task_class
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.order import Order, derive_key, total_steps
 from finray.data.sampling.packing import PackPlan, one_row_each, plan_packs
@@ -22,25 +26,25 @@ from finray.errors import DataError
 from finray.models import liger
 from finray.models.artifacts import NOTES
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
-from finray.models.loading import resolve_precision
-from finray.models.packing_check import check_packing
-from finray.models.quantised import resolve_bits
 from finray.models.roles import roles_of
 from finray.models.sharded import materialise
-from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
+from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.tasks.causal_lm import CausalLM
-from finray.tracking.base import Tracker
-from finray.tracking.jsonl import FILE as METRICS_FILE
+from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
 from finray.tracking.jsonl import JsonlTracker
+from finray.tracking.records import Metrics, Note, Record, RunHeader, RunSummary, TrainRecord
+from finray.training.checkpointing import CheckpointWriter, find_latest, restore
 from finray.training.cpu_checks import refusals_on_cpu
-from finray.training.loader import Feed, evaluation_batches
+from finray.training.loader import EvalLoader, StepLoader
 from finray.training.loop import Loop, peak_memory
 from finray.training.optim.optimizer import Optimizer, torch_optimizer, warnings_of
 from finray.training.profile import Profiler
-from finray.training.saving import Saver
-from finray.training.snapshot import restore
 from finray.training.state import TrainState
+from finray.training.task import Task
+
+# Names the run for trackers; the same at every start.
+RUN_ID = "run_id"
+Notify = Callable[[Record], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +52,28 @@ class Assembled:
     """A loop ready to run, and what the run header says of it."""
 
     loop: Loop
-    header: dict[str, Any]
+    header: RunHeader
 
 
 def assemble(
     config: Config,
+    resolved: Resolved,
     *,
     prepared: str | Path,
     run_dir: Path,
     strategy: Strategy,
-    notify: Callable[[dict[str, Any]], None] = lambda record: None,
+    notify: Notify = lambda record: None,
     reported: Callable[[Path, dict[str, float]], None] = lambda path, metrics: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Assembled:
     """Build model, data, optimizer and trackers, and restore the newest valid checkpoint if there is one.
 
+    A rank that ended with an error would leave the others waiting in their next collective. So what may fail here runs
+    through :func:`finray.parallel.base.on_all_ranks`: all ranks raise the failure of the lowest rank that has one.
+
     Args:
         config: the run's configuration.
+        resolved: what its ``auto`` come to.
         prepared: directory or URL of the prepared dataset.
         run_dir: the run directory.
         strategy: how the ranks share the work.
@@ -77,146 +86,172 @@ def assemble(
     """
     started = clock()
     first = strategy.rank == 0
+
+    def warn(message: str, step: int = 0) -> None:
+        if first:
+            notify(Note(message, step, "warning"))
+
     fence = Fence(run_dir)
-    store = CheckpointStore(run_dir, fence=fence.check)
     if first:
         fence.take()
-    precision = resolve_precision(config.train.precision, strategy.device)
-    packing = on_all_ranks(strategy, lambda: check_packing(config.model))
-    if first and not packing.safe:
-        notify({"kind": "warning", "step": 0, "message": packing.warning})
-    task = on_all_ranks(strategy, lambda: _task(config, precision, strategy, packing))
-    # ZeRO gives empty tensors some memory when it shards them, and no values.
-    empty = task.is_empty
+    store = CheckpointStore(run_dir, fence=fence.check)
+    task = on_all_ranks(strategy, lambda: _build_task(config, resolved, strategy))
+    # ZeRO gives tensors on the meta device some memory when it shards them, and no values.
+    on_meta = task.is_on_meta
     strategy.shard(task.module, blocks_of(task.model))
-    if empty:
-        on_all_ranks(strategy, lambda: _fill(config, task, strategy, notify if first else lambda record: None))
-    extra: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
+    if on_meta:
+        on_all_ranks(strategy, lambda: _read_weights(config, task, strategy, warn))
+    options: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
     task.module, optimizer = strategy.prepare(
         task.module,
         task.trainable(),
-        lambda: Optimizer(task.trainable(), config.train, **extra),
-        lambda: torch_optimizer(task.trainable(), config.train, **extra),
+        lambda: Optimizer(task.trainable(), config.train, **options),
+        lambda: torch_optimizer(task.trainable(), config.train, **options),
     )
-    found = on_all_ranks(strategy, lambda: _find(store, notify) if first else None)
-    source = strategy.broadcast_object(None if found is None else str(found.path))
-    dataset = on_all_ranks(strategy, lambda: _dataset(config, prepared))
-    state = on_all_ranks(strategy, lambda: _restore(config, dataset, source, task, optimizer))
+    found = find_latest(store, strategy, warn)
+    source = strategy.broadcast_object(None if found is None else found.path)
+    dataset = on_all_ranks(strategy, lambda: open_dataset(config, prepared, task.spec))
+    state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
+    if source is not None:
+        state = on_all_ranks(strategy, lambda: restore(source, task.layout, optimizer))
+        on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
     strategy.broadcast_parameters(task.initialised_parameters())
-    data = on_all_ranks(strategy, lambda: _data(config, dataset, strategy, packing, position=state.position))
-    extras = on_all_ranks(
-        strategy, lambda: _extras(config, dataset, _bits(config, strategy)) if first else lambda folder: None
-    )
+    data = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy, position=state.position))
+    profiled = config.train.profile
     loop = Loop(
         config=config,
         task=task,
         strategy=strategy,
         optimizer=optimizer,
-        feed=data.feed,
+        loader=data.loader,
         evaluation=data.evaluation,
         total_steps=data.total_steps,
         epoch_items=len(data.plan),
         state=state,
-        saver=Saver(store, strategy, config.checkpoint, clock=clock),
-        trackers=_trackers(config, run_dir, state.step, notify) if first else [],
-        save_extras=extras,
+        writer=CheckpointWriter(store, strategy, config.checkpoint, best=task.spec.best),
+        trackers=_trackers(config, notify, warn) if first else Trackers({}, {}, warn=warn),
+        save_extras=on_all_ranks(
+            strategy, lambda: _extras(config, dataset, resolved) if first else lambda folder: None
+        ),
         reported=reported,
+        precision=resolved.precision,
         clock=clock,
-        profiler=_profiler(config, run_dir, strategy, notify),
+        profiler=Profiler(
+            None if profiled is None else profiled.steps,
+            folder=run_dir,
+            rank=strategy.rank,
+            device=strategy.device,
+            tell=lambda text: notify(Note(text)),
+        ),
     )
     loop.phases["load"] = clock() - started
-    header = _header(config, task, data, state, strategy, precision)
+    header = _header(config, resolved, task, data, state, strategy)
     if first:
         notify(header)
+        run = RunInfo(_run_id(run_dir), run_dir, state.step, redact(config.plain()), header)
+        loop.trackers.start(run)
         for message in warnings_of(config.train, strategy.device):
-            notify({"kind": "warning", "step": state.step, "message": message})
+            warn(message, state.step)
     return Assembled(loop, header)
+
+
+def open_dataset(config: Config, prepared: str | Path, spec: TaskSpec) -> PreparedDataset:
+    """The prepared dataset of a run.
+
+    Raises:
+        DataError: it is damaged, or its rows are not what the task learns from.
+    """
+    local_dir = config.prepare.local_dir
+    dataset = PreparedDataset(prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
+    if dataset.kind() not in spec.rows:
+        raise DataError(
+            f"the rows are {dataset.kind()}, and {spec.name} learns from {', '.join(sorted(spec.rows))}",
+            where="data.format",
+            repair="set data.format to text, to learn the text alone"
+            if dataset.kind() == "labelled"
+            else "set data.format or model.task so that they fit each other",
+        )
+    return dataset
+
+
+def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config) -> None:
+    """Refuse rows other than those a run began with; its cursor and its held-out rows mean something in these only.
+
+    The config cannot tell, because it only names files; and the fingerprint would be too strict: it covers versions of
+    libraries, which may change and give the same tokens.
+
+    Raises:
+        DataError: the rows are others.
+    """
+    if trained_on != dataset.content:
+        raise DataError(
+            "the data, the tokenizer or its chat template has changed since the run began",
+            where=f"data.source={config.data.source}",
+            repair="put it back to continue the run, or start anew with --fresh",
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Data:
     plan: PackPlan
-    feed: Feed
-    evaluation: list[Any] | None
+    loader: StepLoader
+    evaluation: EvalLoader | None
     total_steps: int
     rows: int
     tokens: int
     supervised: int
-    eval_rows: int
 
 
-def _dataset(config: Config, prepared: str | Path) -> PreparedDataset:
-    local_dir = config.prepare.local_dir
-    dataset = PreparedDataset(prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
-    if dataset.kind() == "labelled":
-        raise DataError(
-            "the rows are text with a label, which a language model does not learn",
-            where="data.format",
-            repair="set data.format to text, to learn the text alone",
-        )
-    return dataset
-
-
-def _data(config: Config, dataset: PreparedDataset, strategy: Strategy, packing: Packing, *, position: int) -> _Data:
-    splits = dataset.splits(config.data, seed=config.run.seed)
-    train, held_out = splits.train, splits.eval
-    make_plan = plan_packs if config.data.packing else one_row_each
-    plan = make_plan(train.lengths, config.data.max_length)
+def _data(
+    config: Config, resolved: Resolved, task: Task, dataset: PreparedDataset, strategy: Strategy, *, position: int
+) -> _Data:
+    data, train = config.data, config.train
+    splits = dataset.splits(data, seed=config.run.seed)
+    rows, held_out = splits.train, splits.eval
+    plan = (plan_packs if data.packing else one_row_each)(rows.lengths, data.max_length)
     steps, total = total_steps(
-        len(plan),
-        epochs=config.train.epochs,
-        max_steps=config.train.max_steps,
-        global_batch_size=config.train.global_batch_size,
+        len(plan), epochs=train.epochs, max_steps=train.max_steps, global_batch_size=train.global_batch_size
     )
-    feed = Feed(
-        train,
+    weight = task.weight(rows)
+    loader = StepLoader(
+        rows,
         plan,
         Order(len(plan), seed=config.run.seed, total=total),
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        collate=partial(task.collate, rows),
+        weight=weight,
+        global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size,
         rank=strategy.rank,
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
-        rows_apart=not packing.safe,
+        rows_apart=not resolved.packs,
         pin=strategy.device.type == "cuda",
     )
     if dataset.folder.is_remote:
-        train.ahead(feed.rows_from(position))
+        rows.ahead(loader.rows_from(position))
     evaluation = None
-    eval_rows = 0
     if held_out is not None:
         lengths = held_out.lengths[: config.evaluation.max_rows]
-        eval_rows = len(lengths)
-        # Packed even where training is not: the loss of a row does not depend on its neighbours.
-        pack = plan_packs if packing.safe else one_row_each
-        batches = evaluation_batches(
-            held_out,
-            pack(lengths, config.data.max_length),
-            micro_batch_size=1,
+        evaluation = EvalLoader(
+            # Packed even where training is not: the loss of a row does not depend on its neighbours.
+            plan=(plan_packs if resolved.packs else one_row_each)(lengths, data.max_length),
+            collate=partial(task.collate, held_out),
             rank=strategy.rank,
             world_size=strategy.world_size,
             lockstep=strategy.lockstep,
+            rows=len(lengths),
+            weight=int(task.weight(held_out)[: len(lengths)].sum()),
         )
-        evaluation = list(batches)
-    return _Data(
-        plan, feed, evaluation, steps, len(train), int(train.lengths.sum()), int(train.supervised.sum()), eval_rows
-    )
+    return _Data(plan, loader, evaluation, steps, len(rows), int(rows.lengths.sum()), int(weight.sum()))
 
 
-def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) -> CausalLM:
+def _build_task(config: Config, resolved: Resolved, strategy: Strategy) -> Task:
     train = config.train
     if strategy.device.type == "cpu":
         for refusal in refusals_on_cpu(config):
             raise refusal
-    task = CausalLM.build(
-        config.model,
-        config.adapter,
-        precision=precision,
-        seed=_adapter_seed(config),
-        device=strategy.device,
-        empty=strategy.shards_weights,
-        packs=packing.safe,
-        bits=_bits(config, strategy),
+    task: Task = task_class(config.model.task).build(
+        config, resolved, device=strategy.device, seed=_adapter_seed(config), on_meta=strategy.shards_weights
     )
     if liger.is_wanted(train.liger, strategy.device):
         liger.apply(task.model)
@@ -226,104 +261,60 @@ def _task(config: Config, precision: str, strategy: Strategy, packing: Packing) 
     return task
 
 
-def _bits(config: Config, strategy: Strategy) -> int | None:
-    """Bits in which frozen weights are stored, where that is not the arithmetic's dtype."""
-    if config.adapter.method == "none":
-        return None
-    return resolve_bits(config.model.quantization, device=strategy.device.type, workers=strategy.world_size)
-
-
 def _adapter_seed(config: Config) -> int:
     return derive_key(config.run.seed, "adapter")
 
 
-def _fill(config: Config, task: CausalLM, strategy: Strategy, notify: Callable[[dict[str, Any]], None]) -> None:
-    """Give an empty model its weights."""
-    whole = materialise(
-        task.model,
-        config.model,
-        config.adapter,
-        device=strategy.device,
-        seed=_adapter_seed(config),
+def _read_weights(config: Config, task: Task, strategy: Strategy, warn: Callable[[str], None]) -> None:
+    """Give a model on the meta device its weights, each rank its own rows."""
+    read_whole = materialise(
+        task.model, config.model, config.adapter, device=strategy.device, seed=_adapter_seed(config)
     )
-    if whole:
-        notify(
-            {
-                "kind": "warning",
-                "step": 0,
-                "message": "the weights have other names in the model's files than in the model, so every worker read "
-                "all of them before it kept its share",
-            }
+    if read_whole:
+        warn(
+            "the weights have other names in the model's files than in the model, so every worker read all of them "
+            "before it kept its share"
         )
 
 
-def _find(store: CheckpointStore, notify: Callable[[dict[str, Any]], None]) -> Checkpoint | None:
-    """The newest valid checkpoint; damaged ones are moved out of the way, with a warning each."""
-
-    def warn(message: str) -> None:
-        notify({"kind": "warning", "step": 0, "message": message})
-
-    return store.latest(warn, set_aside=True)
+def _run_id(run_dir: Path) -> str:
+    file = run_dir / RUN_ID
+    if not file.is_file():
+        file.write_text(uuid.uuid4().hex, encoding="utf-8")
+    return file.read_text(encoding="utf-8").strip()
 
 
-def _restore(
-    config: Config, dataset: PreparedDataset, source: str | None, task: CausalLM, optimizer: NamedOptimizer
-) -> TrainState:
-    """Read the chosen checkpoint; without one, the state of a run that begins."""
-    if source is None:
-        return TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
-    state = restore(Path(source), task, optimizer)
-    if state.data != dataset.content:
-        raise DataError(
-            "the data, the tokenizer or its chat template has changed since the run began",
-            where=f"data.source={config.data.source}",
-            repair="put it back to continue the run, or start anew with --fresh",
-        )
-    return state
-
-
-def _profiler(config: Config, run_dir: Path, strategy: Strategy, notify: Callable[[dict[str, Any]], None]) -> Profiler:
-    wanted = config.train.profile
-    return Profiler(
-        None if wanted is None else wanted.steps,
-        folder=run_dir,
-        rank=strategy.rank,
-        device=strategy.device,
-        tell=lambda text: notify({"kind": "note", "step": 0, "message": text}),
-    )
-
-
-def _trackers(config: Config, run_dir: Path, step: int, notify: Callable[[dict[str, Any]], None]) -> list[Tracker]:
-    trackers: list[Tracker] = [JsonlTracker(run_dir / METRICS_FILE, resume_step=step), _Notifier(notify)]
-    if config.tracking.tensorboard:
-        from finray.tracking.tensorboard import TensorBoardTracker
-
-        trackers.append(TensorBoardTracker(run_dir / "tensorboard", resume_step=step))
-    return trackers
+def _trackers(config: Config, notify: Notify, warn: Callable[[str], None]) -> Trackers:
+    names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
+    # metrics.jsonl at once: after a resume it must have every step before the checkpoint.
+    inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(), "console": _Notifier(notify)}
+    return Trackers(inline, {name: make_tracker(name) for name in dict.fromkeys(names)}, warn=warn)
 
 
 @dataclass(frozen=True, slots=True)
 class _Notifier:
     """Passes records on to whoever shows the run."""
 
-    notify: Callable[[dict[str, Any]], None]
+    notify: Notify
 
-    def log(self, record: dict[str, Any]) -> None:
-        self.notify({key: value for key, value in record.items() if key != "samples"})
+    def start(self, run: RunInfo) -> None:
+        """The header has been shown already."""
 
-    def close(self) -> None:
-        return
+    def log(self, record: Metrics) -> None:
+        self.notify(record.without_samples() if isinstance(record, TrainRecord) else record)
+
+    def finish(self) -> None:
+        """Nothing is kept here."""
 
 
-def _extras(config: Config, dataset: PreparedDataset, bits: int | None) -> Callable[[Path], None]:
+def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved) -> Callable[[Path], None]:
     tokenizer = load_tokenizer(config.model)
-    kind = dataset.kind()
     notes = {
         "base_model": config.model.name,
         "revision": config.model.revision,
-        "rows": kind,
+        "rows": dataset.kind(),
         "new_tokens": config.model.new_tokens,
-        "quantization": {None: "none", 4: "4bit", 8: "8bit"}[bits],
+        "quantization": {None: "none", 4: "4bit", 8: "8bit"}[resolved.bits],
     }
 
     def save(folder: Path) -> None:
@@ -334,53 +325,48 @@ def _extras(config: Config, dataset: PreparedDataset, bits: int | None) -> Calla
 
 
 def _header(
-    config: Config, task: CausalLM, data: _Data, state: TrainState, strategy: Strategy, precision: str
-) -> dict[str, Any]:
+    config: Config, resolved: Resolved, task: Task, data: _Data, state: TrainState, strategy: Strategy
+) -> RunHeader:
     trainable, parameters = task.parameter_counts()
-    micro = -(-config.train.global_batch_size // config.train.micro_batch_size)
-    return {
-        "kind": "header",
-        "step": state.step,
-        "total_steps": data.total_steps,
-        "model": config.model.name,
-        "parameters": parameters,
-        "trainable": trainable,
-        "precision": precision,
-        "rows": data.rows,
-        "tokens": data.tokens,
-        "supervised": data.supervised,
-        "eval_rows": data.eval_rows,
-        "packing": config.data.packing,
-        "packs": len(data.plan),
-        "fill": data.plan.fill,
-        "world_size": strategy.world_size,
-        "device": _device_name(strategy.device),
-        "threads": torch.get_num_threads(),
-        "global_batch_size": config.train.global_batch_size,
-        "micro_batch_size": config.train.micro_batch_size,
-        "accumulation": -(-micro // strategy.world_size),
-    }
+    micro_batches = -(-config.train.global_batch_size // config.train.micro_batch_size)
+    device = strategy.device
+    return RunHeader(
+        step=state.step,
+        total_steps=data.total_steps,
+        model=config.model.name,
+        parameters=parameters,
+        trainable=trainable,
+        precision=resolved.precision,
+        rows=data.rows,
+        tokens=data.tokens,
+        supervised=data.supervised,
+        eval_rows=0 if data.evaluation is None else data.evaluation.rows,
+        packing=config.data.packing,
+        packs=len(data.plan),
+        fill=data.plan.fill,
+        world_size=strategy.world_size,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        threads=torch.get_num_threads(),
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        accumulation=-(-micro_batches // strategy.world_size),
+    )
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def summary(assembled: Assembled) -> dict[str, Any]:
+def summary(loop: Loop) -> RunSummary:
     """What a finished run says of itself; collective, so called on every rank."""
-    loop = assembled.loop
-    peaks = loop.strategy.all_gather_object(peak_memory(loop.strategy.device))
     state = loop.state
-    return {
-        "step": state.step,
-        "total_steps": loop.total_steps,
-        "tokens": state.tokens,
-        "supervised": state.supervised,
-        "train_seconds": state.seconds,
-        "tokens_per_s": state.tokens / state.seconds if state.seconds else 0.0,
-        "first_loss": loop.first_loss,
-        "final_loss": loop.final_loss,
-        "best_eval_loss": state.best_eval_loss,
-        "phases": loop.phases,
-        "peak_memory_bytes": peaks,
-    }
+    return RunSummary(
+        step=state.step,
+        total_steps=loop.total_steps,
+        tokens=state.tokens,
+        supervised=state.supervised,
+        train_seconds=state.seconds,
+        tokens_per_s=state.tokens / state.seconds if state.seconds else 0.0,
+        first_loss=loop.first_loss,
+        final_loss=loop.final_loss,
+        best_metric=loop.task.spec.best[0],
+        best=state.best,
+        phases=loop.phases,
+        peak_memory_bytes=tuple(loop.strategy.all_gather_object(peak_memory(loop.strategy.device))),
+    )

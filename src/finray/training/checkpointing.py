@@ -24,7 +24,16 @@ from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.config.schema import CheckpointConfig
 from finray.errors import CheckpointError, FinrayError, from_dict
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
-from finray.sharding import FlatShard, bytes_of, full_tensor, is_first_replica, is_sharded, load_local, local_rows, shape_of
+from finray.sharding import (
+    FlatShard,
+    bytes_of,
+    full_tensor,
+    is_first_replica,
+    is_sharded,
+    load_local,
+    local_rows,
+    shape_of,
+)
 from finray.training.state import COUNTERS, FOLDER, TrainState
 from finray.training.task import SavedLayout
 
@@ -270,9 +279,12 @@ def find_latest(store: CheckpointStore, strategy: Strategy, warn: Callable[[str]
     Raises:
         CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
     """
+
     def verify(path: Path) -> dict[str, Any]:
         content = on_all_ranks(strategy, lambda: manifest.read(path))
-        on_all_ranks(strategy, lambda: manifest.verify_files(path, content["files"][strategy.rank :: strategy.world_size]))
+        on_all_ranks(
+            strategy, lambda: manifest.verify_files(path, content["files"][strategy.rank :: strategy.world_size])
+        )
         return content
 
     first = strategy.rank == 0

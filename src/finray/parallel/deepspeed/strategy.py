@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from finray import compat
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.parallel.base import NamedOptimizer
 from finray.parallel.ddp import DDPStrategy
@@ -54,6 +55,11 @@ class DeepSpeedStrategy(DDPStrategy):
         self.stage = deepspeed_config.stage(deepspeed_config.load(config), config)
         self.shards_weights = self.stage == 3
         self._engine: Any = None
+
+    @classmethod
+    def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> DeepSpeedStrategy:
+        """As a config wants it."""
+        return cls(device, config, precision=resolved.precision)
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:  # noqa: ARG002
         """Under stage 3, give every weight to ``zero.Init`` as soon as it has memory, one at a time."""
