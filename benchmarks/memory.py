@@ -176,12 +176,12 @@ def estimate_on_cpu(config: Config) -> Any:
 def work(job: dict[str, Any]) -> None:
     """In a process of its own: do the run, and print the peak."""
     import torch.distributed as dist
+    from finray.training.strategies import strategy_of
 
     from finray.checkpoint.rundir import RunDir
     from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble
     from finray.training.loop import peak_memory
-    from finray.training.strategies import strategy_of
 
     torch.set_num_threads(job["threads"])
     config = build_config(job["config"], source="benchmark")

@@ -46,6 +46,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import torch.distributed as dist
+from finray.training.snapshot import restore_weights
+from finray.training.strategies import strategy_of
 from limit import limit_of
 from measuring import cpu_seconds, peak_rss_bytes, seconds_since_process_start
 
@@ -58,8 +60,6 @@ from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.tracking.jsonl import FILE as METRICS_FILE
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble
-from finray.training.snapshot import restore_weights
-from finray.training.strategies import strategy_of
 
 Record = dict[str, Any]
 RUN_NAME = "benchmark"

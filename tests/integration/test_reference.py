@@ -123,8 +123,7 @@ def trained(
     save_file(adapter_tensors(assembled.loop.task.model), folder / WEIGHTS)
     start = runs.adapter_weights(folder)
     assembled.loop.run()
-    for tracker in assembled.loop.trackers:
-        tracker.close()
+    assembled.loop.trackers.finish()
     return folder / "run", plain, start
 
 

@@ -57,8 +57,8 @@ def plain_of(model: Path, folder: Path, case: str, method: str) -> dict[str, Any
 
 
 def _member(rank: int, meeting: str, jobs: list[tuple[str, dict[str, Any], str]], out: str) -> None:
+    from finray.parallel import make_strategy
     from finray.training.assemble import assemble
-    from finray.training.strategies import strategy_of
     from tests.support.traffic import Traffic
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0")
@@ -69,8 +69,9 @@ def _member(rank: int, meeting: str, jobs: list[tuple[str, dict[str, Any], str]]
         config = runs.config_of(plain)
         run_dir = Path(config.run.output_dir) / "run"
         run_dir.mkdir(parents=True, exist_ok=True)
-        strategy = strategy_of(config, torch.device("cpu"))
-        loop = assemble(config, prepared=prepared, run_dir=run_dir, strategy=strategy).loop
+        resolved = runs.resolved_of(config, world_size=2)
+        strategy = make_strategy(config, resolved, torch.device("cpu"))
+        loop = assemble(config, resolved, prepared=prepared, run_dir=run_dir, strategy=strategy).loop
         # The first step proves the head and fills buffers; the second is like all that come.
         steps: list[dict[str, int]] = []
         with Traffic() as traffic:

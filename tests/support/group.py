@@ -54,30 +54,36 @@ def _member(
     stop_after: int | None,
     look: Callable[[Any, Path], None] | None,
 ) -> None:
+    from finray.parallel import make_strategy
+    from finray.records import TrainRecord
     from finray.training.assemble import assemble
-    from finray.training.strategies import strategy_of
-    from tests.support.runs import config_of
+    from tests.support.runs import config_of, resolved_of
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(meeting, world_size), rank=rank, world_size=world_size)
     device = torch.device("cpu")
 
-    def notify(record: dict[str, Any]) -> None:
-        if stop_after is not None and record.get("kind") == "train" and record["step"] > stop_after:
+    def notify(record: Any) -> None:
+        if stop_after is not None and isinstance(record, TrainRecord) and record.step > stop_after:
             raise Killed
 
     try:
         for plain, prepared, run_dir in jobs:
             config = config_of(plain)
+            resolved = resolved_of(config, world_size=world_size)
             assembled = assemble(
-                config, prepared=prepared, run_dir=Path(run_dir), strategy=strategy_of(config, device), notify=notify
+                config,
+                resolved,
+                prepared=prepared,
+                run_dir=Path(run_dir),
+                strategy=make_strategy(config, resolved, device),
+                notify=notify,
             )
             if look is not None:
                 look(assembled, Path(run_dir))
             assembled.loop.run()
-            for tracker in assembled.loop.trackers:
-                tracker.close()
+            assembled.loop.trackers.finish()
         # gloo does not like peers that leave early.
         dist.barrier()
     except Killed:

@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # Compilers in processes of their own take longer to start than these few kernels to compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-PRELOADED = ["deepspeed", "torch.distributed.fsdp", "finray.training.assemble", "finray.training.strategies"]
+PRELOADED = ["deepspeed", "torch.distributed.fsdp", "finray.training.assemble", "finray.planning.resolve"]
 multiprocessing.set_forkserver_preload([*PRELOADED, "tests.support.tiny"])
 
 

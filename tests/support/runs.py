@@ -14,9 +14,13 @@ import torch
 import yaml
 
 from finray.config.load import build_config
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.data.dataset.prepare import prepare_here
 from finray.parallel.ddp import DDPStrategy
+from finray.planning.placement import Placement, device_of
+from finray.planning.resolve import packing_of, resolve
+from finray.records import Record
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble
 
@@ -51,8 +55,14 @@ def config_of(plain: dict[str, Any]) -> Config:
     return build_config(plain, source="test")
 
 
+def resolved_of(config: Config, *, world_size: int = 1) -> Resolved:
+    """What the driver would resolve for workers on CPUs of this machine."""
+    placement = Placement(world_size, 1, use_gpu=False)
+    return resolve(config, placement, device_of(placement), packing=packing_of(config.model))
+
+
 def assemble_alone(
-    plain: dict[str, Any], run_dir: Path, *, notify: Callable[[dict[str, Any]], None] = lambda record: None
+    plain: dict[str, Any], run_dir: Path, *, notify: Callable[[Record], None] = lambda record: None
 ) -> Assembled:
     """The loop of a run of one process, without Ray."""
     torch.set_num_threads(1)
@@ -60,6 +70,7 @@ def assemble_alone(
     run_dir.mkdir(parents=True, exist_ok=True)
     return assemble(
         config,
+        resolved_of(config),
         prepared=prepare_here(config),
         run_dir=run_dir,
         strategy=DDPStrategy(torch.device("cpu")),
@@ -71,8 +82,7 @@ def run_alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
     """Run (or continue) in this process."""
     assembled = assemble_alone(plain, run_dir)
     assembled.loop.run()
-    for tracker in assembled.loop.trackers:
-        tracker.close()
+    assembled.loop.trackers.finish()
     return assembled
 
 

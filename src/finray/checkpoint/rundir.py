@@ -24,6 +24,8 @@ from finray.errors import ClusterError, ConfigError
 
 CONFIG_FILE = "config.yaml"
 FINAL = "final"
+# What every `auto` of the config came to; a continued run keeps to it.
+RESOLVED = "resolved.json"
 # Ray Train keeps its own list of checkpoints here; finray's manifests are what is believed.
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 

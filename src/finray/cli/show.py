@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from finray.errors import DataError
+from finray.records import Note, PrepareProgress, Record, RunHeader
 from finray.tracking.console import ConsoleTracker, PrepareView, duration
-from finray.tracking.records import Note, PrepareProgress, Record, RunHeader
 
 if TYPE_CHECKING:
     # At run time these would import torch, which `finray config show` has no use for.
@@ -88,16 +88,16 @@ def header_lines(header: RunHeader) -> list[str]:
 def training_summary(target: Console, result: TrainResult) -> None:
     """What came out, how long each phase took, and what to do next."""
     numbers = result.summary
-    phases = numbers["phases"]
+    phases = numbers.phases
     table = Table(title="run finished", show_header=False, title_justify="left")
-    table.add_row("steps", f"{numbers['step']:,}")
-    if numbers["final_loss"] is not None:
-        table.add_row("loss", f"{numbers['first_loss']:.4f} at the first step, {numbers['final_loss']:.4f} at the last")
-    if numbers["best_eval_loss"] is not None:
-        table.add_row("best eval loss", f"{numbers['best_eval_loss']:.4f}")
-    table.add_row("tokens", f"{numbers['tokens']:,} ({numbers['tokens_per_s']:,.0f} tokens/s)")
+    table.add_row("steps", f"{numbers.step:,}")
+    if numbers.final_loss is not None:
+        table.add_row("loss", f"{numbers.first_loss:.4f} at the first step, {numbers.final_loss:.4f} at the last")
+    if numbers.best is not None:
+        table.add_row(f"best {numbers.best_metric.replace('_', ' ')}", f"{numbers.best:.4f}")
+    table.add_row("tokens", f"{numbers.tokens:,} ({numbers.tokens_per_s:,.0f} tokens/s)")
     table.add_row(
-        "peak memory", ", ".join(f"{peak / 2**30:.2f} GiB" for peak in numbers["peak_memory_bytes"]) + " by worker"
+        "peak memory", ", ".join(f"{peak / 2**30:.2f} GiB" for peak in numbers.peak_memory_bytes) + " by worker"
     )
     shown = ("start_ray", "prepare", "start_workers", "load", "train", "evaluate", "checkpoint", "total")
     table.add_row("time", ", ".join(f"{name.replace('_', ' ')} {duration(phases[name])}" for name in shown))

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from finray import compat
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.paths import PREPARED, local_dir_of
@@ -256,22 +255,16 @@ def _loss(model: Any, rows: list[tuple[Any, Any]], *, progress: Callable[[int], 
     """Mean loss per target, by the code that trains."""
     device = _device()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    usual = compat.attention_implementation(inner)
+    usual = inner.config._attn_implementation
     inner.set_attn_implementation(attention.NAME)
-    task = CausalLM(
-        model,
-        precision="bf16" if inner.dtype == torch.bfloat16 else "fp32",
-        attention_name=attention.NAME,
-        device=device,
-    )
-    total, targets = 0.0, 0
+    precision = "bf16" if inner.dtype == torch.bfloat16 else "fp32"
+    task = CausalLM(model, precision=precision, attention_name=attention.NAME, device=device)
+    sums = torch.zeros(task.metric_count, dtype=torch.float64, device=device)
     for number, row in enumerate(rows):
-        batch = collate([row], [number])
-        total += float(task.loss_sum(batch.to(device)))
-        targets += len(batch.targets_K)
+        task.score(collate([row], [number]).to(device), sums)
         progress(number + 1)
     inner.set_attn_implementation(usual)
-    return total / targets
+    return task.metrics(sums.tolist())["eval_loss"]
 
 
 def _compare(run: RunDir, tokenizer: Any, rows: _HeldOut, results: dict[str, tuple[float, list[str]]]) -> Comparison:

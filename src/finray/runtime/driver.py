@@ -6,30 +6,32 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finray.checkpoint import CheckpointStore, directory_name, manifest
-from finray.checkpoint.rundir import RunDir, open_run
+from finray.checkpoint.rundir import RESOLVED, RunDir, open_run
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
+from finray.config.tasks import task_spec
 from finray.data.dataset.report import preparation_report
 from finray.errors import CheckpointError, FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import packing_of, resolve
+from finray.records import Note, Record, RunSummary
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.prepare import prepare_on_ray
 from finray.runtime.progress import Listener, start_mailbox
 
-Handle = Callable[[dict[str, Any]], None]
+Handle = Callable[[Record], None]
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class TrainResult:
     """A finished run.
 
@@ -43,7 +45,7 @@ class TrainResult:
     run_dir: Path
     final: Path
     chosen_step: int
-    summary: dict[str, Any] = field(default_factory=dict)
+    summary: RunSummary
 
 
 def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record: None) -> TrainResult:
@@ -62,60 +64,60 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
     require_startable(config)
 
     def say(message: str) -> None:
-        handle({"kind": "note", "step": 0, "message": message})
+        is_warning = message.startswith("warning: ")
+        handle(Note(message.removeprefix("warning: "), level="warning" if is_warning else "note"))
 
     with open_run(config, fresh=fresh, say=say) as run:
         if run.summary_file.is_file():
             say("the run is finished already; --fresh begins anew")
-            return TrainResult(run.path, run.final, **json.loads(run.summary_file.read_text(encoding="utf-8")))
+            done = json.loads(run.summary_file.read_text(encoding="utf-8"))
+            return TrainResult(run.path, run.final, done["chosen_step"], RunSummary.from_json(done["summary"]))
         failures.forget(run.path)
         with clusters.connected(config.cluster) as ray:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             placement = place(config.cluster, nodes)
-            config = _with_strategy(config, run, placement, nodes, say)
+            resolved = _resolved(config, run, placement, nodes, say)
             env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
             clock.lap("start_ray")
             prepared = prepare_on_ray(ray, config, env=env, handle=handle)
             for line in preparation_report(prepared, local_dir=local_dir_of(config)):
                 say(line)
             clock.lap("prepare")
-            outcome = _fit(ray, config, run, prepared, placement, env, handle)
+            outcome = _fit(ray, config, resolved, run, prepared, placement, env, handle)
             clock.lap("workers")
         chosen = _finish(config, run, handle)
-        summary = {**outcome["summary"], "phases": _phases(clock, outcome["summary"]["phases"])}
-        run.finish({"chosen_step": chosen, "summary": summary})
+        summary = replace(outcome, phases=_phases(clock, outcome.phases))
+        run.finish({"chosen_step": chosen, "summary": summary.json()})
     return TrainResult(run.path, run.final, chosen, summary)
 
 
-def _with_strategy(
+def _resolved(
     config: Config,
     run: RunDir,
     placement: Placement,
     nodes: list[dict[str, float]],
     say: Callable[[str], None],
-) -> Config:
-    """The config with what ``auto`` comes to, which the run directory keeps."""
-    if config.parallel.strategy != "auto":
-        return config
-    kept = run.path / "resolved.json"
+) -> Resolved:
+    """What every ``auto`` comes to; the run directory keeps it."""
+    kept = run.path / RESOLVED
     before = Resolved.from_plain(json.loads(kept.read_text(encoding="utf-8"))) if kept.is_file() else None
     ours = not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
+    packing = packing_of(config.model)
+    if not packing.safe:
+        say(f"warning: {packing.warning}")
     resolved = resolve(
         config,
         placement,
         device_of(placement, None if ours else nodes),
-        packing=packing_of(config.model),
+        packing=packing,
         before=before,
         chose=lambda choice: say(choice.note),
     )
     kept.write_text(json.dumps(resolved.plain()) + "\n", encoding="utf-8")
-    parallel = config.parallel.model_copy(update={"strategy": resolved.strategy})
-    config = config.model_copy(update={"parallel": parallel})
-    run.keep_config(config)
-    return config
+    return resolved
 
 
-def _phases(clock: _Clock, inside: dict[str, float]) -> dict[str, float]:
+def _phases(clock: _Clock, inside: Mapping[str, float]) -> dict[str, float]:
     """Seconds by phase, those of the driver around those of rank 0."""
     working = sum(inside[name] for name in ("load", "train", "evaluate", "checkpoint"))
     return {
@@ -130,28 +132,32 @@ def _phases(clock: _Clock, inside: dict[str, float]) -> dict[str, float]:
 def _fit(
     ray: Any,
     config: Config,
+    resolved: Resolved,
     run: RunDir,
     prepared: str,
     placement: Placement,
     env: dict[str, str],
     handle: Handle,
-) -> dict[str, Any]:
-    """Train under Ray Train; returns rank 0's value."""
+) -> RunSummary:
+    """Train under Ray Train; returns rank 0's summary."""
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    from finray.runtime.worker import train_worker
+    from finray.runtime.worker import Outcome, WorkerSpec, train_worker
 
     mailbox = start_mailbox(ray)
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={
-            "config": config.plain(),
-            "prepared": str(prepared),
-            "run_dir": str(run.path),
-            "threads": placement.cpus_per_worker,
-            "mailbox": mailbox,
+            "spec": WorkerSpec(
+                config=config.plain(),
+                resolved=resolved,
+                prepared=str(prepared),
+                run_dir=str(run.path),
+                threads=placement.cpus_per_worker,
+                mailbox=mailbox,
+            )
         },
         scaling_config=ScalingConfig(
             num_workers=placement.num_workers, use_gpu=placement.use_gpu, resources_per_worker=placement.resources
@@ -167,12 +173,13 @@ def _fit(
     )
     with Listener(ray, mailbox, handle):
         try:
-            outcome: dict[str, Any] = trainer.fit().return_value
+            outcome: Outcome = trainer.fit().return_value
         except TrainingFailedError as error:
             raise _explain(error, run) from None
-    if "failure" in outcome:
-        raise from_dict(outcome["failure"])
-    return outcome
+    if outcome.failure is not None:
+        raise from_dict(outcome.failure)
+    assert outcome.summary is not None
+    return outcome.summary
 
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:
@@ -193,7 +200,7 @@ def _explain(error: Exception, run: RunDir) -> FinrayError:
 def _finish(config: Config, run: RunDir, handle: Handle) -> int:
     """Make ``final/`` from the best checkpoint, or from the last where nothing was evaluated."""
     store = CheckpointStore(run.path)
-    best = store.best() if config.checkpoint.keep_best else None
+    best = store.best(*task_spec(config.model.task).best) if config.checkpoint.keep_best else None
     chosen = best if best is not None else store.steps()[-1]
     try:
         content = manifest.verify(run.path / directory_name(chosen))
@@ -201,7 +208,7 @@ def _finish(config: Config, run: RunDir, handle: Handle) -> int:
         latest = store.latest(lambda message: None)
         if latest is None:
             raise
-        handle({"kind": "warning", "step": 0, "message": f"step {latest.step} becomes final, not {chosen}: {error}"})
+        handle(Note(f"step {latest.step} becomes final, not {chosen}: {error}", level="warning"))
         chosen, content = latest.step, manifest.read(latest.path)
     source = run.path / directory_name(chosen)
     scratch = run.path / f".tmp-final-{os.getpid()}"

@@ -29,6 +29,7 @@ from finray.data.storage import Folder
 from finray.errors import FinrayError, from_dict
 from finray.planning.placement import worker_environment
 from finray.pretrained.tokenizers import load_tokenizer, without_torch
+from finray.records import PrepareProgress
 from finray.runtime import cluster as clusters
 
 # Set where workers do nothing else; also keeps Ray from using their processes for anything else.
@@ -147,7 +148,7 @@ def _watched(outcomes: Iterable[dict[str, Any]], total: int, handle: Handle) -> 
         rows += outcome["counts"]["source_rows"]
         tokens += outcome["counts"]["tokens"]
         seconds = time.perf_counter() - started
-        handle({"kind": "prepare", "done": done, "total": total, "rows": rows, "tokens": tokens, "seconds": seconds})
+        handle(PrepareProgress(done, total, rows, tokens, seconds))
         yield outcome
 
 

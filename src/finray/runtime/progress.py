@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from finray.records import Record
+
 POLL_S = 0.5
 
 
@@ -13,13 +15,13 @@ class Mailbox:
     """A small actor that holds records until the driver takes them."""
 
     def __init__(self) -> None:
-        self._records: list[dict[str, Any]] = []
+        self._records: list[Record] = []
 
-    def put(self, record: dict[str, Any]) -> None:
+    def put(self, record: Record) -> None:
         """Add a record."""
         self._records.append(record)
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[Record]:
         """All records since the last call."""
         records, self._records = self._records, []
         return records
@@ -39,7 +41,7 @@ class Listener:
         handle: called with each record.
     """
 
-    def __init__(self, ray: Any, mailbox: Any, handle: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, ray: Any, mailbox: Any, handle: Callable[[Record], None]) -> None:
         self._ray = ray
         self._mailbox = mailbox
         self._handle = handle

@@ -6,69 +6,102 @@ import json
 import os
 import socket
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finray.config.load import build_config
+from finray.config.resolved import Resolved
 from finray.errors import CheckpointError, FinrayError, TrainingError
-from finray.runtime import failures as attempts
+from finray.records import Record, RunSummary
+from finray.runtime import failures
 
 
-def train_worker(payload: dict[str, Any]) -> dict[str, Any]:
-    """Train; the value of rank 0 is the run's summary, or its failure.
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What the driver hands to every worker.
 
-    A failure that another attempt would meet again is returned and not raised, because Ray restarts what raises.
+    Attributes:
+        config: the run's, plain.
+        resolved: what every ``auto`` of it comes to.
+        prepared: directory or URL of the prepared dataset.
+        run_dir: the run directory.
+        threads: of this worker.
+        mailbox: takes records to the driver.
+    """
+
+    config: dict[str, Any]
+    resolved: Resolved
+    prepared: str
+    run_dir: str
+    threads: int
+    mailbox: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a worker ended: with the run's summary, or with a failure that another attempt would meet again."""
+
+    summary: RunSummary | None = None
+    failure: dict[str, Any] | None = None
+
+
+def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
+    """Train; the value of rank 0 is the run's.
+
+    Ray restarts what raises. So an error that another attempt would meet again (a model that does not load, a loss that
+    is not finite, a full disk) is returned, and the driver raises it.
 
     Args:
-        payload: ``config`` (plain), ``prepared``, ``run_dir``, ``threads``, ``mailbox``.
+        payload: ``spec``.
     """
     import ray.train.torch
     import torch
 
+    from finray.parallel import make_strategy
     from finray.parallel.base import on_all_ranks
     from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble, summary
-    from finray.training.strategies import strategy_of
 
-    torch.set_num_threads(int(payload["threads"]))
-    config = build_config(payload["config"], source="driver")
-    keep_freed_memory(but_large=config.parallel.strategy != "ddp")
-    strategy = strategy_of(config, ray.train.torch.get_device())
-    run_dir = Path(payload["run_dir"])
+    spec = payload["spec"]
+    torch.set_num_threads(spec.threads)
+    config = build_config(spec.config, source="driver")
+    keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
+    strategy = make_strategy(config, spec.resolved, ray.train.torch.get_device())
+    run_dir = Path(spec.run_dir)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
-    mailbox = payload["mailbox"]
 
-    def notify(record: dict[str, Any]) -> None:
-        mailbox.put.remote(record)
+    def notify(record: Record) -> None:
+        spec.mailbox.put.remote(record)
 
-    step = attempts.LOADING
+    step = failures.LOADING
     try:
-        on_all_ranks(strategy, lambda: attempts.check(run_dir, attempts.LOADING))
-        assembled = assemble(
+        on_all_ranks(strategy, lambda: failures.check(run_dir, failures.LOADING))
+        loop = assemble(
             config,
-            prepared=str(payload["prepared"]),
+            spec.resolved,
+            prepared=spec.prepared,
             run_dir=run_dir,
             strategy=strategy,
             notify=notify,
             reported=_report,
-        )
-        step = assembled.loop.state.step
-        on_all_ranks(strategy, lambda: attempts.check(run_dir, step))
+        ).loop
+        step = loop.state.step
+        on_all_ranks(strategy, lambda: failures.check(run_dir, step))
         _record_processes(run_dir, strategy)
         try:
-            assembled.loop.run()
+            loop.run()
         finally:
-            for tracker in assembled.loop.trackers:
-                tracker.close()
-        return {"summary": summary(assembled)}
+            loop.trackers.finish()
+        return Outcome(summary(loop))
     except FinrayError as error:
-        if step != attempts.LOADING and not isinstance(error, TrainingError | CheckpointError):
-            attempts.record(run_dir, attempts.Failure(attempt, step, attempts.describe(error)))
+        if step != failures.LOADING and not isinstance(error, TrainingError | CheckpointError):
+            failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))
             raise
         # Raised on every rank alike; see training.assemble, training.step and training.loop.
-        return {"failure": error.to_dict()}
+        return Outcome(failure=error.to_dict())
     except Exception as error:
-        attempts.record(run_dir, attempts.Failure(attempt, step, attempts.describe(error)))
+        failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))
         raise
 
 

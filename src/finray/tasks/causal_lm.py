@@ -32,11 +32,11 @@ class CausalLM:
     # The loss summed over targets, and their number.
     metric_count = 2
 
-    def __init__(self, packed: PackedModel) -> None:
-        self.packed = packed
-        self.model = packed.model
-        self.layout = SavedLayout(packed.model)
-        self.module: torch.nn.Module = _LossModule(packed.model, self._loss_sum)
+    def __init__(self, model: Any, *, precision: str, attention_name: str | None, device: torch.device) -> None:
+        self.packed = PackedModel(model, precision=precision, attention_name=attention_name, device=device)
+        self.model = model
+        self.layout = SavedLayout(model)
+        self.module: torch.nn.Module = _LossModule(model, self._loss_sum)
 
     @classmethod
     def build(cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> CausalLM:
@@ -55,7 +55,7 @@ class CausalLM:
             device=device,
             on_meta=on_meta,
         )
-        return cls(PackedModel(model, precision=resolved.precision, attention_name=resolved.attention, device=device))
+        return cls(model, precision=resolved.precision, attention_name=resolved.attention, device=device)
 
     @property
     def is_on_meta(self) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finray.config.extensions import load_named
-from finray.tracking.records import Metrics, RunHeader
+from finray.records import Metrics, RunHeader
 
 # Records a slow tracker may be behind before the oldest are given up.
 BACKLOG = 10_000

@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from finray.tracking.records import EvalRecord, Metrics, Note, PrepareProgress, TrainRecord
+from finray.records import EvalRecord, Metrics, Note, PrepareProgress, TrainRecord
 
 PLAIN_EVERY_S = 2.0
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from finray.records import Metrics
 from finray.tracking.base import RunInfo
-from finray.tracking.records import Metrics
 
 FILE = "metrics.jsonl"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from finray.records import Metrics
 from finray.tracking.base import RunInfo
-from finray.tracking.records import Metrics
 
 FOLDER = "tensorboard"
 

@@ -30,9 +30,9 @@ from finray.models.roles import roles_of
 from finray.models.sharded import materialise
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.records import Metrics, Note, Record, RunHeader, RunSummary, TrainRecord
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
 from finray.tracking.jsonl import JsonlTracker
-from finray.tracking.records import Metrics, Note, Record, RunHeader, RunSummary, TrainRecord
 from finray.training.checkpointing import CheckpointWriter, find_latest, restore
 from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.loader import EvalLoader, StepLoader
@@ -109,14 +109,14 @@ def assemble(
         lambda: torch_optimizer(task.trainable(), config.train, **options),
     )
     found = find_latest(store, strategy, warn)
-    source = strategy.broadcast_object(None if found is None else found.path)
     dataset = on_all_ranks(strategy, lambda: open_dataset(config, prepared, task.spec))
     state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
-    if source is not None:
-        state = on_all_ranks(strategy, lambda: restore(source, task.layout, optimizer))
+    if found is not None:
+        state = on_all_ranks(strategy, lambda: restore(found.path, task.layout, optimizer))
         on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
     strategy.broadcast_parameters(task.initialised_parameters())
     data = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy, position=state.position))
+    extras = on_all_ranks(strategy, lambda: _extras(config, dataset, resolved) if first else lambda folder: None)
     profiled = config.train.profile
     loop = Loop(
         config=config,
@@ -130,9 +130,7 @@ def assemble(
         state=state,
         writer=CheckpointWriter(store, strategy, config.checkpoint, best=task.spec.best),
         trackers=_trackers(config, notify, warn) if first else Trackers({}, {}, warn=warn),
-        save_extras=on_all_ranks(
-            strategy, lambda: _extras(config, dataset, resolved) if first else lambda folder: None
-        ),
+        save_extras=extras,
         reported=reported,
         precision=resolved.precision,
         clock=clock,

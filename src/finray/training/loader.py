@@ -116,7 +116,8 @@ class StepLoader:
 
     def _passes(self, packs: list[tuple[int, ...]], rank: int) -> list[tuple[int, tuple[int, ...]]]:
         """A rank's forward passes: a number that no other of the step has, over all ranks, and rows."""
-        size, found = self._micro_batch_size, []
+        size = self._micro_batch_size
+        found: list[tuple[int, tuple[int, ...]]] = []
         for one in micro_batches(
             list(range(len(packs))), micro_batch_size=size, rank=rank, world_size=self._world_size
         ):

@@ -13,8 +13,8 @@ import torch
 from finray.config.schema import Config
 from finray.errors import TrainingError
 from finray.parallel.base import NamedOptimizer, Strategy
+from finray.records import EvalRecord, Note, TrainRecord
 from finray.tracking.base import Trackers
-from finray.tracking.records import EvalRecord, Note, TrainRecord
 from finray.training.checkpointing import CheckpointWriter, take_snapshot
 from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
 from finray.training.nonfinite import NonFiniteGuard

@@ -35,11 +35,20 @@ def fill(step: int) -> Callable[[Path], None]:
     return write
 
 
+def write(store: CheckpointStore, step: int, fill: Callable[[Path], None], **metrics: float) -> Path:
+    """A checkpoint of one rank."""
+    scratch = store.begin(step)
+    try:
+        return store.commit(scratch, step, store.fill(scratch, step, fill), metrics=metrics)
+    finally:
+        store.abandon(scratch)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     store = CheckpointStore(tmp_path / "run")
     for step in (10, 20):
-        store.write(step, fill(step), metrics={})
+        write(store, step, fill(step))
     return store
 
 
@@ -104,7 +113,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_no_rest(store: CheckpointSto
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(CheckpointError, match="no space left") as caught:
-        store.write(30, full, metrics={})
+        write(store, 30, full)
     assert "make room" in str(caught.value)
     assert sorted(path.name for path in store.run_dir.iterdir()) == ["checkpoint-000010", "checkpoint-000020"]
     assert store.latest(no_warning) is not None
@@ -115,7 +124,7 @@ def test_a_full_disk_when_files_are_made_durable(store: CheckpointStore) -> None
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(CheckpointError, match="no space left"):
-        CheckpointStore(store.run_dir, sync=sync).write(30, fill(30), metrics={})
+        write(CheckpointStore(store.run_dir, sync=sync), 30, fill(30))
     assert store.steps() == [10, 20]
 
 
@@ -124,13 +133,13 @@ def test_a_mistake_of_ours_is_not_dressed_up(store: CheckpointStore) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        store.write(30, wrong, metrics={})
+        write(store, 30, wrong)
     assert store.steps() == [10, 20]
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(store: CheckpointStore) -> None:
     flip(store.run_dir / "checkpoint-000020" / FILES[0])
-    store.write(20, fill(20), metrics={})
+    write(store, 20, fill(20))
     found = store.latest(no_warning)
     assert found is not None
     assert found.step == 20
@@ -139,11 +148,12 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(store: Check
 def test_the_best_and_the_newest_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 2.5), (5, 2.2)):
-        store.write(step, fill(step), metrics={"eval_loss": loss})
-    assert store.prune(keep_last=2, keep_best=True) == [1, 3]
+        write(store, step, fill(step), eval_loss=loss)
+    assert store.prune(keep_last=2, best=("eval_loss", "min")) == [1, 3]
     assert store.steps() == [2, 4, 5]
-    assert store.best() == 2
-    assert store.prune(keep_last=1, keep_best=False) == [2, 4]
+    assert store.best("eval_loss", "min") == 2
+    assert store.best("eval_loss", "max") == 4
+    assert store.prune(keep_last=1, best=None) == [2, 4]
 
 
 @given(st.lists(st.integers(1, 100), unique=True).map(sorted), st.integers(1, 5), st.none() | st.integers(1, 100))
@@ -158,10 +168,10 @@ def test_an_attempt_that_was_overtaken_cannot_write(tmp_path: Path) -> None:
     old, new = Fence(tmp_path), Fence(tmp_path)
     old.take()
     store = CheckpointStore(tmp_path, fence=old.check)
-    store.write(1, fill(1), metrics={})
+    write(store, 1, fill(1))
     new.take()
     with pytest.raises(CheckpointError, match="another attempt"):
-        store.write(2, fill(2), metrics={})
+        write(store, 2, fill(2))
     assert store.steps() == [1]
 
 

@@ -92,13 +92,15 @@ def poison(loop: Any, run_dir: Path) -> None:
         return loss * torch.nan if len(seen) == 1 and loop.strategy.rank == 1 else loss
 
     def run() -> None:
-        before = {name: full_tensor(tensor).clone() for name, tensor in loop.task.weights().items()}
+        before = {name: full_tensor(tensor).clone() for name, tensor in loop.task.layout.tensors().items()}
         said = "nothing"
         try:
             real_run()
         except TrainingError as error:
             said = str(error)
-        same = all(torch.equal(full_tensor(tensor), before[name]) for name, tensor in loop.task.weights().items())
+        same = all(
+            torch.equal(full_tensor(tensor), before[name]) for name, tensor in loop.task.layout.tensors().items()
+        )
         (run_dir / f"end-{loop.strategy.rank}.json").write_text(json.dumps([said, same, len(seen)]))
 
     loop.run, loop.task.loss_sum = run, loss_sum
@@ -106,13 +108,15 @@ def poison(loop: Any, run_dir: Path) -> None:
 
 def overheat(loop: Any, run_dir: Path) -> None:
     """Begin with a scale that is too large, and write down what each step leaves on this rank."""
-    loop._watch._scale.fill_(FIRST_SCALE)
-    before = {name: full_tensor(tensor).clone() for name, tensor in loop.task.weights().items()}
+    loop._guard._scale.fill_(FIRST_SCALE)
+    before = {name: full_tensor(tensor).clone() for name, tensor in loop.task.layout.tensors().items()}
     real, found = loop._after_step, []
 
     def after(*args: Any) -> None:
-        same = all(torch.equal(full_tensor(tensor), before[name]) for name, tensor in loop.task.weights().items())
-        found.append((float(loop._watch._scale), int(loop._watch._skipped), same))
+        same = all(
+            torch.equal(full_tensor(tensor), before[name]) for name, tensor in loop.task.layout.tensors().items()
+        )
+        found.append((float(loop._guard._scale), int(loop._guard._skipped), same))
         (run_dir / f"steps-{loop.strategy.rank}.json").write_text(json.dumps(found))
         real(*args)
 

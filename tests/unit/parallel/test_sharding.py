@@ -39,7 +39,7 @@ def alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
     config = runs.config_of(plain)
     run_dir.mkdir()
     strategy = FSDPStrategy(torch.device("cpu"), config.parallel, precision="fp32")
-    return assemble(config, prepared=prepare_here(config), run_dir=run_dir, strategy=strategy)
+    return assemble(config, runs.resolved_of(config), prepared=prepare_here(config), run_dir=run_dir, strategy=strategy)
 
 
 @pytest.mark.parametrize("method", ["lora", "none"])

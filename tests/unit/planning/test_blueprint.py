@@ -11,6 +11,7 @@ import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
+from finray.models.build import build_model
 from finray.planning.blueprint import Blueprint, build_blueprint, build_meta_model
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
@@ -33,8 +34,9 @@ def blueprint(folder: Path, **fields: Any) -> Blueprint:
 def header_counts(folder: Path, **fields: Any) -> tuple[int, int]:
     """(trainable, all) as training counts them, on real weights."""
     model = ModelConfig(name=str(folder))
-    task = CausalLM.build(model, AdapterConfig(**fields), precision="fp32", seed=1, device=torch.device("cpu"))
-    return task.parameter_counts()
+    adapter, device = AdapterConfig(**fields), torch.device("cpu")
+    built = build_model(model, adapter, precision="fp32", attention_name=None, bits=None, seed=1, device=device)
+    return CausalLM(built, precision="fp32", attention_name=None, device=device).parameter_counts()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finray.checkpoint.rundir import open_run, saved_config
+from finray.checkpoint.rundir import RunDir, open_run
 from finray.planning import placement
 from finray.planning import plan as planning
 from finray.planning.placement import Placement
@@ -67,7 +68,7 @@ def start(plain: dict[str, Any], said: list[str]) -> str:
     with open_run(config, fresh=False, say=said.append) as run:
         nodes = [{"CPU": 4.0, "memory": 2.0**40}]
         two = Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
-        return driver._with_strategy(config, run, two, nodes, said.append).parallel.strategy
+        return driver._resolved(config, run, two, nodes, said.append).strategy
 
 
 def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +76,8 @@ def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.
     give(monkeypatch, 720)
     assert start(plain, said) == "fsdp"
     assert "parallel.strategy: auto is fsdp" in said[-1]
-    with open_run(runs.config_of({**plain, "parallel": {"strategy": "fsdp"}}), fresh=False, say=said.append) as run:
-        assert saved_config(run).parallel.strategy == "fsdp"
+    kept = json.loads((RunDir.of(runs.config_of(plain)).path / "resolved.json").read_text())
+    assert kept["strategy"] == "fsdp"
     # On a larger machine the run goes on as it began; another run does not.
     give(monkeypatch, 4096)
     assert start(plain, said) == "fsdp"
@@ -85,6 +86,7 @@ def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.
     assert start(other, said) == "ddp"
 
 
-def test_a_strategy_that_is_named_is_not_looked_into(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "device_of", lambda *_: pytest.fail("nothing to choose"))
-    assert start({**plain, "parallel": {"strategy": "fsdp"}}, []) == "fsdp"
+def test_a_strategy_that_is_named_is_taken_without_an_estimate(plain: dict[str, Any]) -> None:
+    said: list[str] = []
+    assert start({**plain, "parallel": {"strategy": "fsdp"}}, said) == "fsdp"
+    assert not [one for one in said if "auto is" in one]

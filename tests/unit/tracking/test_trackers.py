@@ -1,74 +1,195 @@
-"""Trackers: records survive kills and resumes; the console says what matters, in lines where there is no terminal."""
+"""Trackers: records survive kills and resumes, and no tracker can stop a run; the console says what matters."""
 
 from __future__ import annotations
 
 import io
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from finray.records import EvalRecord, Metrics, RunHeader, TrainRecord
+from finray.tracking.base import RunInfo, Trackers, make_tracker
 from finray.tracking.console import ConsoleTracker, describe, duration
 from finray.tracking.jsonl import JsonlTracker, read_records
 from finray.tracking.tensorboard import TensorBoardTracker
 
 
-def record(step: int, **fields: Any) -> dict[str, Any]:
-    return {
-        "kind": "train",
+def record(step: int, **fields: Any) -> TrainRecord:
+    plain: dict[str, Any] = {
         "step": step,
+        "epoch": 0.5,
         "loss": 2.0 / step,
-        "lr": 1e-3,
         "grad_norm": 0.5,
+        "lr": 1e-3,
+        "tokens": 100 * step,
+        "supervised": 50,
+        "samples_digest": "abc",
         "tokens_per_s": 1234.5,
-        **fields,
+        "data_wait_s": 0.0,
+        "peak_memory_bytes": 2**30,
+        "seconds": 0.5 * step,
     }
+    return TrainRecord(**{**plain, **fields})
+
+
+def run_info(folder: Path, *, resume_step: int = 0) -> RunInfo:
+    header = RunHeader(resume_step, 10, "m", 100, 10, "fp32", 5, 50, 20, 0, True, 2, 1.0, 1, "CPU", 1, 4, 1, 4)
+    return RunInfo("run-id", folder, resume_step, {}, header)
+
+
+def started(tracker: Any, folder: Path, *, resume_step: int = 0) -> Any:
+    tracker.start(run_info(folder, resume_step=resume_step))
+    return tracker
 
 
 def test_records_come_back_and_those_after_the_resumed_step_are_gone(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    first = JsonlTracker(path, resume_step=0)
+    first = started(JsonlTracker(), tmp_path)
     for step in range(1, 6):
         first.log(record(step))
-    second = JsonlTracker(path, resume_step=3)
+    second = started(JsonlTracker(), tmp_path, resume_step=3)
     # A process left over from the first attempt goes on writing, to a file that no longer has the name.
     first.log(record(6))
     second.log(record(4, loss=9.0))
-    first.close()
-    second.close()
-    assert [(item["step"], item["loss"]) for item in read_records(path)] == [(1, 2.0), (2, 1.0), (3, 2 / 3), (4, 9.0)]
+    first.finish()
+    second.finish()
+    found = [(item["step"], item["loss"]) for item in read_records(tmp_path / "metrics.jsonl")]
+    assert found == [(1, 2.0), (2, 1.0), (3, 2 / 3), (4, 9.0)]
 
 
 def test_a_line_cut_off_by_a_kill_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(record(1)) + "\n" + '{"kind": "tra')
+    path.write_text(json.dumps(record(1).json()) + "\n" + '{"kind": "tra')
     assert [item["step"] for item in read_records(path)] == [1]
 
 
 def test_floats_survive_to_the_bit(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path / "m.jsonl", resume_step=0)
+    tracker = started(JsonlTracker(), tmp_path)
     value = 0.1 + 0.2 / 3
     tracker.log(record(1, loss=value))
-    tracker.close()
-    assert next(read_records(tmp_path / "m.jsonl"))["loss"] == value
+    tracker.finish()
+    assert next(read_records(tmp_path / "metrics.jsonl"))["loss"] == value
 
 
 def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = TensorBoardTracker(tmp_path, resume_step=0)
+    tracker = started(TensorBoardTracker(), tmp_path)
     for step in (1, 2):
-        tracker.log(record(step, samples_digest="abc"))
-    tracker.close()
-    events = EventAccumulator(str(tmp_path))
+        tracker.log(record(step))
+    tracker.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
     assert "train/samples_digest" not in events.Tags()["scalars"]
 
 
-def plain_lines(records: list[dict[str, Any]], times: list[float], total: int) -> list[str]:
+# --- isolation ------------------------------------------------------------------------------------------------------
+
+
+class Listed:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def start(self, run: RunInfo) -> None:
+        self.told.append(f"start {run.run_id} at {run.resume_step}")
+
+    def log(self, record: Metrics) -> None:
+        self.told.append(f"step {record.step}")
+
+    def finish(self) -> None:
+        self.told.append("finish")
+
+
+class Raising(Listed):
+    """Breaks at the second step."""
+
+    def log(self, record: Metrics) -> None:
+        super().log(record)
+        if record.step == 2:
+            raise ConnectionError("the service is gone")
+
+
+class Hanging(Listed):
+    """Never answers at the second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+        self.go = threading.Event()
+
+    def log(self, record: Metrics) -> None:
+        if record.step == 2:
+            self.reached.set()
+            self.go.wait(60)
+        super().log(record)
+
+
+EVERYTHING = ["start run-id at 0", *(f"step {step}" for step in range(1, 6)), "finish"]
+
+
+@pytest.mark.parametrize("where", ["inline", "background"])
+def test_a_tracker_that_raises_is_named_once_and_the_others_go_on(tmp_path: Path, where: str) -> None:
+    bad, good, other = Raising(), Listed(), Listed()
+    warnings: list[str] = []
+    inline = {"own": good, **({"bad": bad} if where == "inline" else {})}
+    background = {"other": other, **({"bad": bad} if where == "background" else {})}
+    trackers = Trackers(inline, background, warn=warnings.append)
+    trackers.start(run_info(tmp_path))
+    for step in range(1, 6):
+        trackers.log(record(step))
+    trackers.finish()
+    (warning,) = warnings
+    assert "tracker bad failed: ConnectionError: the service is gone" in warning
+    assert good.told == other.told == EVERYTHING
+    assert bad.told == ["start run-id at 0", "step 1", "step 2"]
+
+
+def test_a_tracker_that_hangs_is_named_once_and_the_others_go_on(tmp_path: Path) -> None:
+    bad, good = Hanging(), Listed()
+    warnings: list[str] = []
+    now = [0.0]
+    trackers = Trackers({}, {"bad": bad, "good": good}, warn=warnings.append, clock=lambda: now[0])
+    trackers.start(run_info(tmp_path))
+    for step in (1, 2):
+        trackers.log(record(step))
+    assert bad.reached.wait(30)
+    trackers.log(record(3))
+    # Control: it is not given up before its time.
+    assert not warnings
+    now[0] = 61.0
+    for step in (4, 5):
+        trackers.log(record(step))
+    trackers.finish()
+    bad.go.set()
+    (warning,) = warnings
+    assert "tracker bad has not answered for 61 s" in warning
+    assert good.told == EVERYTHING
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_tracker_that_hangs(tmp_path: Path) -> None:
+    bad = Hanging()
+    warnings: list[str] = []
+    trackers = Trackers({}, {"bad": bad}, warn=warnings.append, patience_s=0.2)
+    trackers.start(run_info(tmp_path))
+    trackers.log(record(2))
+    assert bad.reached.wait(30)
+    trackers.finish()
+    bad.go.set()
+    assert len(warnings) == 1
+
+
+def test_a_tracker_is_found_by_name_or_by_path() -> None:
+    assert isinstance(make_tracker("tensorboard"), TensorBoardTracker)
+    assert isinstance(make_tracker(f"{__name__}:Listed"), Listed)
+
+
+def plain_lines(records: list[Metrics], times: list[float], total: int) -> list[str]:
     target = io.StringIO()
     clock = iter(times)
     with ConsoleTracker(Console(file=target, width=160), total_steps=total, clock=lambda: next(clock)) as tracker:
@@ -86,8 +207,8 @@ def test_plain_lines_show_progress_and_do_not_flood() -> None:
 
 
 def test_evaluations_are_always_shown() -> None:
-    lines = plain_lines([{"kind": "eval", "step": 5, "eval_loss": 1.0, "perplexity": 2.718}] * 2, [], total=10)
-    assert lines == ["step 5/10  eval loss 1.0000  perplexity 2.718"] * 2
+    lines = plain_lines([EvalRecord(5, {"eval_loss": 1.0, "perplexity": 2.718}, 9, 0.1)] * 2, [], total=10)
+    assert lines == ["step 5/10  eval loss 1.0000  perplexity 2.7180"] * 2
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -69,9 +69,9 @@ def test_the_lowest_evaluation_loss_is_saved_wherever_it_is(
     plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_best: bool, kept: list[int]
 ) -> None:
     losses = iter([1.0, 1.5, 1.2])
-    monkeypatch.setattr(loop, "evaluate", lambda *arguments: (next(losses), 1))
+    monkeypatch.setattr(loop, "evaluate", lambda *arguments: {"eval_loss": next(losses)})
     rare = {**plain, "checkpoint": {"every_steps": 100, "keep_last": 1, "keep_best": keep_best}}
     rare["train"] = {**plain["train"], "max_steps": 6}
     runs.run_alone(rare, tmp_path / "run")
     assert CheckpointStore(tmp_path / "run").steps() == kept
-    assert CheckpointStore(tmp_path / "run").best() == kept[0]
+    assert CheckpointStore(tmp_path / "run").best("eval_loss", "min") == kept[0]

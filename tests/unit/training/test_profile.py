@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from finray.errors import ConfigError
+from finray.records import Note
 from finray.training.profile import PARTS
 from tests.support import runs, tiny
 
@@ -27,7 +28,7 @@ def profiled(plain: dict[str, Any], *steps: int) -> dict[str, Any]:
 
 def test_a_profile_is_written_and_changes_nothing(plain: dict[str, Any], tmp_path: Path) -> None:
     runs.run_alone(plain, tmp_path / "plain")
-    told: list[dict[str, Any]] = []
+    told: list[Any] = []
     (tmp_path / "looked").mkdir()
     loop = runs.assemble_alone(profiled(plain, 3, 5), tmp_path / "looked", notify=told.append).loop
     loop.run()
@@ -40,10 +41,10 @@ def test_a_profile_is_written_and_changes_nothing(plain: dict[str, Any], tmp_pat
         count = sum(event["name"] == f"finray: {part}" for event in events)
         assert count == (12 if part in ("forward", "backward") else 3), part
     text = (folder / "summary.txt").read_text()
-    assert [record["message"] for record in told if record["kind"] == "note"] == [text]
+    assert [record.message for record in told if isinstance(record, Note)] == [text]
     head = re.match(r"profile of 3 steps: ([\d.]+) ms a step", text)
     assert head is not None
-    rows = dict(re.findall(r"^  (\S[a-z ]*?) +([\d.]+) ms +[\d.]+%$", text, flags=re.MULTILINE))
+    rows = dict(re.findall(r"^  (\S[a-z_ ]*?) +([\d.]+) ms +[\d.]+%$", text, flags=re.MULTILINE))
     assert list(rows) == [*PARTS, "rest"]
     assert sum(map(float, rows.values())) == pytest.approx(float(head[1]), abs=0.1)
     # What the table says of a part is what the trace says of it.

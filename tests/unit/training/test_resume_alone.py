@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from finray.checkpoint import manifest
 from finray.errors import ConfigError, DataError
+from finray.records import Note
 from tests.support import runs, tiny
 
 
@@ -88,7 +89,7 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(
 ) -> None:
     run_dir = interrupted(undisturbed, tmp_path / "run")
     assembled = runs.run_alone(plain, run_dir)
-    assert assembled.header["step"] == 4
+    assert assembled.header.step == 4
     assert runs.trace(run_dir) == runs.trace(undisturbed)
     last = "checkpoint-000008"
     for name in ("adapter_model.safetensors", "training_state/optimizer-00001-of-00001.safetensors"):
@@ -186,10 +187,10 @@ def test_damage_to_any_file_of_a_real_checkpoint_is_named_and_the_one_before_is_
     for number, name in enumerate(names):
         run_dir = shutil.copytree(undisturbed, tmp_path / str(number))
         damage(run_dir / "checkpoint-000008" / name)
-        shown: list[dict[str, Any]] = []
+        shown: list[Any] = []
         assembled = runs.assemble_alone(plain, run_dir, notify=shown.append)
         assert assembled.loop.state.step == 4
-        (warning,) = [record["message"] for record in shown if record["kind"] == "warning"]
+        (warning,) = [record.message for record in shown if isinstance(record, Note) and record.level == "warning"]
         assert str(run_dir / "checkpoint-000008" / name) in warning
         # Out of the way, not deleted.
         assert len(list(run_dir.glob("damaged-checkpoint-000008-*"))) == 1

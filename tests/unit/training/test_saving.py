@@ -16,9 +16,8 @@ from finray.checkpoint import CheckpointStore
 from finray.config.schema import CheckpointConfig
 from finray.errors import CheckpointError
 from finray.training.assemble import Assembled
+from finray.training.checkpointing import CheckpointWriter, Snapshot, take_snapshot
 from finray.training.loop import Loop
-from finray.training.saving import Saver
-from finray.training.snapshot import Snapshot, take
 from tests.support import runs, tiny
 
 
@@ -63,18 +62,19 @@ def plain(tmp_path: Path, tiny_model_dir: Path) -> dict[str, Any]:
 def assembled(plain: dict[str, Any], tmp_path: Path) -> Iterator[Assembled]:
     found = runs.assemble_alone(plain, tmp_path / "run")
     yield found
-    found.loop.saver.close()
-    for tracker in found.loop.trackers:
-        tracker.close()
+    found.loop.writer.close()
+    found.loop.trackers.finish()
 
 
 def put_store(loop: Loop, store: CheckpointStore) -> None:
-    loop.saver.close()
-    loop.saver = Saver(store, loop.strategy, CheckpointConfig(every_steps=2, keep_last=10))
+    loop.writer.close()
+    settings = CheckpointConfig(every_steps=2, keep_last=10)
+    loop.writer = CheckpointWriter(store, loop.strategy, settings, best=("eval_loss", "min"))
 
 
 def snapshot(loop: Loop, buffers: dict[str, torch.Tensor] | None) -> Snapshot:
-    return take(loop.task, loop.optimizer, loop.state, loop.strategy, others=lambda folder: None, buffers=buffers)
+    layout = loop.task.layout
+    return take_snapshot(layout, loop.optimizer, loop.state, loop.strategy, others=lambda folder: None, buffers=buffers)
 
 
 def stored(path: Path, name: str) -> torch.Tensor:
@@ -91,12 +91,12 @@ def test_weights_that_change_during_the_write_do_not_reach_the_file(
     put_store(loop, store)
     name, weight = next(iter(loop.task.trainable().items()))
     before = weight.detach().clone()
-    loop.saver.begin(snapshot(loop, {} if copied else None), step=1, metrics={})
+    loop.writer.begin(snapshot(loop, {} if copied else None), step=1, metrics={})
     with torch.no_grad():
         weight.add_(1.0)
-    assert not loop.saver.is_done
+    assert not loop.writer.is_done
     store.go.set()
-    saved = loop.saver.finish()
+    saved = loop.writer.finish()
     assert saved is not None
     assert torch.equal(stored(saved.path, name), before) is copied
 
@@ -106,16 +106,16 @@ def test_training_goes_on_while_a_checkpoint_is_written(assembled: Assembled, tm
     loop, store = assembled.loop, HeldStore(tmp_path / "run")
     put_store(loop, store)
     steps: list[int] = []
-    original = loop._advance
+    original = loop.state.advance
 
-    def advance(*arguments: Any) -> None:
-        original(*arguments)
+    def advance(**counts: int) -> None:
+        original(**counts)
         steps.append(loop.state.step)
         if loop.state.step == 4:
             assert not (tmp_path / "run" / "checkpoint-000002").exists()
             store.go.set()
 
-    loop._advance = advance  # type: ignore[method-assign]
+    loop.state.advance = advance  # type: ignore[method-assign]
     loop.run()
     assert steps == [1, 2, 3, 4, 5, 6]
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
@@ -137,8 +137,7 @@ def test_a_failed_write_is_reported_and_the_checkpoint_before_stands(plain: dict
     put_store(found.loop, FullStore(run_dir))
     with pytest.raises(CheckpointError, match="no space left"):
         found.loop.run()
-    for tracker in found.loop.trackers:
-        tracker.close()
+    found.loop.trackers.finish()
     kept = CheckpointStore(run_dir).latest(pytest.fail)
     assert kept is not None
     assert kept.step == 2

@@ -130,7 +130,7 @@ def poisoned(plain: dict[str, Any], run_dir: Path, *, step: int, factor: float) 
 
 
 def weights_of(assembled: Assembled) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in assembled.loop.task.weights().items()}
+    return {name: value.detach().clone() for name, value in assembled.loop.task.layout.tensors().items()}
 
 
 CONSTANT = {"schedule": "constant", "warmup_steps": 0}
@@ -185,7 +185,7 @@ def test_fp16_follows_fp32(plain: dict[str, Any], tmp_path: Path) -> None:
 def test_gradients_too_large_for_fp16_leave_the_update_out(plain: dict[str, Any], tmp_path: Path) -> None:
     steady = fp16(plain, **CONSTANT)
     assembled = runs.assemble_alone(steady, tmp_path / "run")
-    assembled.loop._watch._scale.fill_(2.0**23)
+    assembled.loop._guard._scale.fill_(2.0**23)
     before = weights_of(assembled)
     seen: list[bool] = []
     real = assembled.loop._after_step
@@ -225,7 +225,7 @@ def test_gradients_that_stay_too_large_end_the_run(
 ) -> None:
     monkeypatch.setattr(watch, "MOST_SKIPPED", 4)
     loop = runs.assemble_alone(fp16(plain), tmp_path / "run").loop
-    loop._watch._scale.fill_(2.0**100)
+    loop._guard._scale.fill_(2.0**100)
     with pytest.raises(TrainingError, match="4 steps in a row are too large for fp16, the last at step 4") as caught:
         loop.run()
     assert "bf16" in str(caught.value.repair)

@@ -28,13 +28,14 @@ from finray.data.dataset.prepared import BAD_ROWS, MANIFEST
 from finray.data.storage import DigestCache, Folder, content_digest
 from finray.errors import DataError, FinrayError
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, tokenizer_files
+from finray.records import Note, Record
 
-Handle = Callable[[dict[str, Any]], None]
+Handle = Callable[[Record], None]
 _DIGESTS = ".digests.json"
 _PATIENCE_S = 1.0
 
 
-def ignore(record: dict[str, Any]) -> None:
+def ignore(record: Record) -> None:
     """No progress is shown."""
 
 
@@ -224,7 +225,7 @@ def locked(planned: Planned, handle: Handle = ignore) -> Iterator[None]:
         try:
             lock.acquire(timeout=_PATIENCE_S)
         except Timeout:
-            handle({"kind": "note", "message": "another process is preparing this data; waiting for it"})
+            handle(Note("another process is preparing this data; waiting for it"))
             lock.acquire()
         try:
             yield
