@@ -87,7 +87,7 @@ def test_packed_gradients_in_fp32_are_those_of_plain_transformers(family: str) -
     expected_loss, expected = plain_gradients(family, rows())
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     assert_equal_gradients(gradients(model), expected)
-    assert task.packed._uses_plain_head, "the fast head must be the one that was tested"
+    assert task.packed._has_plain_head, "the fast head must be the one that was tested"
 
 
 # Packing, in bf16: torch's variable-length kernel.

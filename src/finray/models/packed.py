@@ -61,7 +61,7 @@ class PackedModel:
         self._attention = attention_name
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         self._counts = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
-        self._uses_plain_head: bool | None = None
+        self._has_plain_head: bool | None = None
 
     @property
     def is_on_meta(self) -> bool:
@@ -97,27 +97,31 @@ class PackedModel:
         logits: torch.Tensor = self._call(self.inner, batch, logits_to_keep=positions_K).logits[0]
         return logits
 
-    def head(self, batch: PackedRows) -> Head | None:
-        """The head as a projection, or None where it is more than that and the model's own must be called.
+    def has_plain_head(self, batch: PackedRows) -> bool:
+        """Whether the head is a projection that :meth:`head` gives; else the model's own must be called.
 
-        finray computes logits a chunk at a time, so it must know how this model turns hidden states into logits.
-        The first call compares its logits with the model's own; if they differ, the model's own head is used from
-        then on. An unknown model costs memory, not correctness. The head is looked up at each call: where weights are
-        sharded, they are gathered only for the forward pass.
+        finray computes logits a chunk at a time, so it must know how this model turns hidden states into logits. The
+        first call compares its logits with the model's own on a few tokens; if they differ, the model's own head is
+        used from then on. An unknown model costs memory, not correctness.
         """
-        if self._uses_plain_head is None:
-            self._uses_plain_head = plain_head(self.inner) is not None and self._is_plain(batch)
-        return plain_head(self.inner) if self._uses_plain_head else None
+        if self._has_plain_head is None:
+            self._has_plain_head = plain_head(self.inner) is not None and self._agrees(batch)
+        return self._has_plain_head
 
-    @torch.no_grad()
-    def _is_plain(self, batch: PackedRows) -> bool:
+    def head(self) -> Head:
+        """The head, looked up after the body has run: weights that are sharded are gathered when they are asked for."""
         head = plain_head(self.inner)
         assert head is not None
+        return head
+
+    @torch.no_grad()
+    def _agrees(self, batch: PackedRows) -> bool:
         probe = _OneRow(batch.tokens_1T[:, : min(batch.lengths[0], _HEAD_CHECK_TOKENS)])
         training = self.model.training
         self.model.eval()
         theirs = self._call(self.inner, probe).logits[0].float()
-        ours = head.logits(self.hidden_TH(probe))
+        hidden = self.hidden_TH(probe)
+        ours = self.head().logits(hidden)
         self.model.train(training)
         return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=2e-2, atol=2e-2)
 

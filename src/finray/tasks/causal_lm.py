@@ -99,12 +99,11 @@ class CausalLM:
 
     def _loss_sum(self, batch: Batch) -> torch.Tensor:
         with self.packed.autocast():
-            head = self.packed.head(batch)
-            if head is None:
+            if not self.packed.has_plain_head(batch):
                 logits = self.packed.logits_KV(batch, batch.target_positions_K)
                 return F.cross_entropy(logits.float(), batch.targets_K, reduction="sum")
-            hidden = self.packed.hidden_TH(batch)
-            return loss_sum(head, hidden.index_select(0, batch.target_positions_K), batch.targets_K)
+            hidden = self.packed.hidden_TH(batch).index_select(0, batch.target_positions_K)
+            return loss_sum(self.packed.head(), hidden, batch.targets_K)
 
 
 class _LossModule(torch.nn.Module):

@@ -82,7 +82,7 @@ def test_packed_gradients_are_those_of_plain_transformers(family: str) -> None:
     expected_loss, expected = reference_gradients(family, rows())
     assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
     assert_equal_gradients(gradients(model), expected)
-    assert task.packed._uses_plain_head, "the fast head must be the one that was tested"
+    assert task.packed._has_plain_head, "the fast head must be the one that was tested"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,7 +156,7 @@ def test_a_head_that_is_not_understood_is_left_to_the_model() -> None:
     model.lm_head.register_forward_hook(lambda module, inputs, output: output * 3.0)
     task = task_of(model)
     loss = task.loss_sum(batch_of(rows()))
-    assert task.packed._uses_plain_head is False
+    assert task.packed._has_plain_head is False
     plain = tiny.build_model("llama").eval()
     expected = torch.zeros(())
     for ids, mask in rows():
