@@ -1,4 +1,4 @@
-"""The page that `finray inspect --html` writes, opened in headless Chromium."""
+"""The page that `finray inspect --html` writes, opened in headless Chromium; and curves as a report shows them."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, Page
 
 from finray.inspection.inspect import inspect
 from finray.inspection.measure import Inspection
-from tests.support import browser as browsers
+from finray.reporting.page import render
+from finray.reporting.plots import Series, curves
 from tests.support import tiny
+from tests.support.browser import chromium, opened
 from tests.support.runs import cli, config_of, write_config
 
-# What people with normal and with reduced sight need to read text (WCAG 2.2, level AA).
+# What people with normal and with reduced sight need to read text (WCAG 2.2, level AA); 3 for parts of a plot.
 READABLE = 4.5
+VISIBLE = 3.0
 TOKEN = ".tokens .t[title]"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[browsers.Browser]:
-    program = browsers.find_chromium()
-    if program is None:
-        message = f"no Chromium: {browsers.INSTALL}"
+def browser() -> Iterator[Browser]:
+    try:
+        with chromium() as running:
+            yield running
+    except FileNotFoundError as error:
         if os.environ.get("CI", "").lower() in ("1", "true"):
-            pytest.fail(message)
-        pytest.skip(message)
-    with browsers.Browser(program) as opened:
-        yield opened
+            pytest.fail(str(error))
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +67,12 @@ COLOURS = """(selector) => {
 }"""
 
 
-def _colours(browser: browsers.Browser, selector: str) -> tuple[list[float], list[float]]:
+def _colours(page: Page, selector: str) -> tuple[list[float], list[float]]:
     """Red, green and blue of text and of what is behind it, 0 to 255."""
-    found = browser.evaluate(f"({COLOURS})({json.dumps(selector)})")
-    text, fill = ([float(part) for part in value[value.index("(") + 1 : -1].split(",")[:3]] for value in found)
+    text, fill = (
+        [float(part) for part in value[value.index("(") + 1 : -1].split(",")[:3]]
+        for value in page.evaluate(COLOURS, selector)
+    )
     return text, fill
 
 
@@ -85,95 +90,231 @@ def _contrast(one: list[float], other: list[float]) -> float:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_learned_and_masked_tokens_differ_and_can_be_read(
-    browser: browsers.Browser, inspected: tuple[Path, Inspection], scheme: str
+    browser: Browser, inspected: tuple[Path, Inspection], scheme: str
 ) -> None:
-    browser.open(inspected[0], scheme=scheme)
-    learned, masked = _colours(browser, f"{TOKEN}.l"), _colours(browser, f"{TOKEN}.m")
-    assert learned[0] != masked[0]
-    assert learned[1] != masked[1]
-    assert _contrast(*learned) >= READABLE
-    assert _contrast(*masked) >= READABLE
-    assert _contrast(*_colours(browser, "td.preview")) >= READABLE
-    assert _contrast(*_colours(browser, ".begins")) >= READABLE
-    for level in ("ok", "warning"):
-        assert _contrast(*_colours(browser, f".mark.{level}")) >= READABLE
-    # Colour is not all: learned tokens are underlined as well.
-    border = "getComputedStyle(document.querySelector('.t.{}')).borderBottomWidth"
-    assert browser.evaluate(border.format("l")) == "2px"
-    assert browser.evaluate(border.format("m")) == "0px"
-    page_fill = _luminance(_colours(browser, "main")[1])
-    assert page_fill > 0.8 if scheme == "light" else page_fill < 0.05
+    with opened(browser, inspected[0], scheme=scheme) as found:
+        page = found.page
+        learned, masked = _colours(page, f"{TOKEN}.l"), _colours(page, f"{TOKEN}.m")
+        assert learned[0] != masked[0]
+        assert learned[1] != masked[1]
+        assert _contrast(*learned) >= READABLE
+        assert _contrast(*masked) >= READABLE
+        assert _contrast(*_colours(page, "td.preview")) >= READABLE
+        assert _contrast(*_colours(page, ".begins")) >= READABLE
+        for level in ("ok", "warning"):
+            assert _contrast(*_colours(page, f".mark.{level}")) >= READABLE
+        for part in (".u-legend .u-label", ".u-legend .u-value", ".buttons button"):
+            assert _contrast(*_colours(page, f".plot {part}")) >= READABLE
+        # Colour is not all: learned tokens are underlined as well.
+        border = "getComputedStyle(document.querySelector('.t.{}')).borderBottomWidth"
+        assert page.evaluate(border.format("l")) == "2px"
+        assert page.evaluate(border.format("m")) == "0px"
+        page_fill = _luminance(_colours(page, "main")[1])
+        assert page_fill > 0.8 if scheme == "light" else page_fill < 0.05
 
 
-def test_tokens_are_those_of_the_inspection(browser: browsers.Browser, inspected: tuple[Path, Inspection]) -> None:
-    page, found = inspected
-    browser.open(page)
-    shown: list[list[Any]] = browser.evaluate(
-        f"[...document.querySelectorAll('#examples article {TOKEN}')].map(t => [+t.title, t.classList.contains('l')])"
-    )
-    assert shown == [[token.id, token.learned] for view in found.examples for token in view.tokens]
-    text = browser.evaluate("document.querySelector('#examples article .tokens').innerText")
-    assert "<script>document.title = 'stolen'</script>" in text.replace("\u00a0", " ")
-    assert "stolen" not in browser.evaluate("document.title")
+def test_tokens_are_those_of_the_inspection(browser: Browser, inspected: tuple[Path, Inspection]) -> None:
+    path, found = inspected
+    with opened(browser, path) as shown:
+        tokens: list[list[Any]] = shown.page.evaluate(
+            f"[...document.querySelectorAll('#examples article {TOKEN}')]"
+            ".map(t => [+t.title, t.classList.contains('l')])"
+        )
+        assert tokens == [[token.id, token.learned] for view in found.examples for token in view.tokens]
+        text = shown.page.evaluate("document.querySelector('#examples article .tokens').innerText")
+        assert "<script>document.title = 'stolen'</script>" in text.replace("\u00a0", " ")
+        assert "stolen" not in shown.page.title()
 
 
-def test_the_histogram_has_a_bar_for_each_bin(browser: browsers.Browser, inspected: tuple[Path, Inspection]) -> None:
-    page, found = inspected
-    browser.open(page)
-    drawn = browser.evaluate(
-        "[...document.querySelectorAll('svg.histogram')].map(s => [...s.querySelectorAll('rect.bar')]"
-        ".map(b => [+b.dataset.count, b.getBoundingClientRect().height]))"
-    )
+# Of each bar: its count, and how high its pixels reach at its middle, in CSS pixels.
+DRAWN = """() => [...document.querySelectorAll('figure.plot')].map(({plot}) => {
+  const {ctx, bbox, data: [xs, counts]} = plot;
+  const fill = getComputedStyle(document.documentElement).getPropertyValue('--plot-1');
+  const wanted = [1, 3, 5].map((at) => parseInt(fill.trim().slice(at, at + 2), 16));
+  return [...counts].slice(0, -1).map((count, at) => {
+    const x = Math.round(plot.valToPos((xs[at] + xs[at + 1]) / 2, 'x', true));
+    const column = ctx.getImageData(x, bbox.top, 1, bbox.height).data;
+    let height = 0;
+    for (let y = 0; y < bbox.height; y++) {
+      if (wanted.every((part, channel) => Math.abs(column[4 * y + channel] - part) < 12)) height++;
+    }
+    return [count, height / devicePixelRatio];
+  });
+})"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_histogram_has_a_bar_for_each_bin(
+    browser: Browser, inspected: tuple[Path, Inspection], scheme: str
+) -> None:
+    path, found = inspected
+    with opened(browser, path, scheme=scheme) as shown:
+        drawn = shown.page.evaluate(DRAWN)
     assert [[count for count, _ in bars] for bars in drawn] == [list(split.histogram.counts) for split in found.splits]
     for bars, split in zip(drawn, found.splits, strict=True):
         assert sum(count for count, _ in bars) == split.rows
         tallest = max(height for _, height in bars)
         most = max(split.histogram.counts)
         # Heights are in proportion to the counts, as far as pixels allow.
-        assert all(abs(height - count / most * tallest) < 2 for count, height in bars)
+        assert all(abs(height - count / most * tallest) <= 2.5 for count, height in bars), bars
+        assert all((height > 0) == (count > 0) for count, height in bars)
         assert tallest > 90
 
 
-def test_numbers_are_those_of_the_inspection(browser: browsers.Browser, inspected: tuple[Path, Inspection]) -> None:
-    page, found = inspected
-    browser.open(page)
-    cells = browser.evaluate(
-        "[...document.querySelectorAll('#splits [data-key]')].map(c => [c.dataset.key, c.innerText])"
-    )
-    train, held_out = found.splits
-    for key in ("rows", "tokens", "supervised"):
-        wanted = [f"{getattr(split, key):,}" for split in (train, held_out)]
-        assert [text for name, text in cells if name == key] == wanted
-    copies = browser.evaluate(
-        "[...document.querySelectorAll('[data-duplicates]')]"
-        ".map(r => [r.dataset.duplicates, +r.querySelector('[data-key=copies]').innerText])"
-    )
-    assert copies == [["-".join(each.splits), each.rows] for each in found.duplicates]
-    assert sum(rows for _, rows in copies) == 3
-    assert train.packing is not None
-    assert (
-        browser.evaluate("document.querySelector('#packing [data-key=fill]').innerText") == f"{train.packing.fill:.1%}"
-    )
-    assert (
-        browser.evaluate("document.querySelector('#packing [data-key=packs]').innerText") == f"{train.packing.packs:,}"
-    )
-    serving = "document.querySelector('#serving [data-key={}]').innerText"
-    assert browser.evaluate(serving.format("matching")) == browser.evaluate(serving.format("turns")) == "111"
+def test_numbers_are_those_of_the_inspection(browser: Browser, inspected: tuple[Path, Inspection]) -> None:
+    path, found = inspected
+    with opened(browser, path) as shown:
+        page = shown.page
+        cells = page.evaluate(
+            "[...document.querySelectorAll('#splits [data-key]')].map(c => [c.dataset.key, c.innerText])"
+        )
+        train, held_out = found.splits
+        for key in ("rows", "tokens", "supervised"):
+            wanted = [f"{getattr(split, key):,}" for split in (train, held_out)]
+            assert [text for name, text in cells if name == key] == wanted
+        copies = page.evaluate(
+            "[...document.querySelectorAll('[data-duplicates]')]"
+            ".map(r => [r.dataset.duplicates, +r.querySelector('[data-key=copies]').innerText])"
+        )
+        assert copies == [["-".join(each.splits), each.rows] for each in found.duplicates]
+        assert sum(rows for _, rows in copies) == 3
+        assert train.packing is not None
+        assert page.inner_text("#packing [data-key=fill]") == f"{train.packing.fill:.1%}"
+        assert page.inner_text("#packing [data-key=packs]") == f"{train.packing.packs:,}"
+        assert page.inner_text("#serving [data-key=matching]") == page.inner_text("#serving [data-key=turns]") == "111"
 
 
-@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_and_asks_for_nothing(
-    browser: browsers.Browser, inspected: tuple[Path, Inspection], width: int
+    browser: Browser, inspected: tuple[Path, Inspection], width: int, scheme: str
 ) -> None:
-    browser.open(inspected[0], width=width)
-    assert browser.evaluate("document.documentElement.scrollWidth") == width
-    assert browser.requests == [inspected[0].resolve().as_uri()]
+    with opened(browser, inspected[0], width=width, scheme=scheme) as found:
+        assert found.page.evaluate("document.documentElement.scrollWidth") == width
+        assert found.page.locator("figure.plot canvas").count() == 2
+        assert found.requests == [inspected[0].resolve().as_uri()]
+        assert found.console == []
 
 
-def test_a_page_that_is_too_wide_would_be_seen(browser: browsers.Browser, tmp_path: Path) -> None:
+def test_a_page_that_is_too_wide_or_loads_something_would_be_seen(browser: Browser, tmp_path: Path) -> None:
     """The negative control of the test above."""
-    page = tmp_path / "wide.html"
-    page.write_text("<!doctype html><img src='missing.png'><div style='width: 2000px'>wide</div>", encoding="utf-8")
-    browser.open(page, width=420)
-    assert browser.evaluate("document.documentElement.scrollWidth") > 420
-    assert len(browser.requests) == 2
+    path = tmp_path / "wide.html"
+    path.write_text("<!doctype html><img src='missing.png'><div style='width: 2000px'>wide</div>", encoding="utf-8")
+    with opened(browser, path, width=390) as found:
+        assert found.page.evaluate("document.documentElement.scrollWidth") > 390
+        assert len(found.requests) == 2
+        assert found.console
+
+
+def test_a_script_that_gets_into_the_page_is_not_run(browser: Browser, tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    template = '{% extends "shell.html.j2" %}{% block body %}{{ body|safe }}{% endblock %}'
+    path.write_text(render(template, body="<script>document.title = 'stolen'</script><img src=x>"), encoding="utf-8")
+    with opened(browser, path) as found:
+        assert found.page.title() == ""
+        assert len([line for line in found.console if "Content Security Policy" in line]) == 2
+
+
+# --- plots ----------------------------------------------------------------------------------------------------------
+
+STEPS = list(range(1, 201))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two plots of two runs that share their axis; one run has every fifth step."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    loss = [
+        Series("first", STEPS, [4 / step for step in STEPS]),
+        Series("second", STEPS[::5], [3 / step for step in STEPS[::5]]),
+    ]
+    rate = [Series("first", STEPS, [2e-4 * (1 - step / 400) for step in STEPS])]
+    plots = [
+        curves(loss, title="Loss", x_label="step", y_label="loss", group="run", log=True),
+        curves(rate, title="Learning rate", x_label="step", y_label="learning rate", group="run"),
+    ]
+    template = (
+        '{% extends "shell.html.j2" %}{% block title %}report{% endblock %}{% block body %}<section>'
+        "{% for plot in plots %}{{ figure(plot) }}{% endfor %}</section>{% endblock %}"
+    )
+    path.write_text(render(template, plots=plots), encoding="utf-8")
+    return path
+
+
+VALUES = (
+    "[...document.querySelectorAll('.u-legend')].map(l => [...l.querySelectorAll('.u-value')].map(v => v.innerText))"
+)
+SCALES = "[...document.querySelectorAll('figure.plot')].map(f => [f.plot.scales.x.min, f.plot.scales.x.max])"
+
+
+def test_curves_are_read_off_with_the_pointer_together(browser: Browser, report: Path) -> None:
+    with opened(browser, report) as found:
+        page = found.page
+        box = page.locator(".u-over").first.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] * (101 - 1) / 199, box["y"] + 40)
+        # The second run has no value at step 101 but at 101 - 101 % 5 + 1; the other plot shows the same step.
+        assert page.evaluate(VALUES) == [["101", "0.0396", "0.0297"], ["101", "1.495e-4"]]
+        assert found.console == []
+
+
+def test_plots_are_operated_with_the_keyboard(browser: Browser, report: Path) -> None:
+    with opened(browser, report) as found:
+        page = found.page
+        page.keyboard.press("Tab")
+        order = []
+        for _ in range(4):
+            order.append(page.evaluate("document.activeElement.ariaLabel"))
+            page.keyboard.press("Tab")
+        assert order[0:3] == ["Zoom out", "Zoom in", "Show all"]
+        assert order[3].startswith("Plot of loss by step")
+        page.locator(".area").first.focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate(VALUES)[0][0] == "3"
+        page.keyboard.press("ArrowLeft")
+        assert page.evaluate(VALUES)[0][:2] == ["2", "2"]
+        page.keyboard.press("+")
+        assert page.evaluate("document.querySelector('.u-legend').ariaLive") == "polite"
+        zoomed = page.evaluate(SCALES)
+        assert zoomed[0] == zoomed[1]
+        assert zoomed[0][1] - zoomed[0][0] <= 100
+        page.keyboard.press("0")
+        assert page.evaluate(SCALES) == [[1, 200], [1, 200]]
+
+
+def test_dragging_zooms_all_plots_of_a_group(browser: Browser, report: Path) -> None:
+    with opened(browser, report) as found:
+        page = found.page
+        box = page.locator(".u-over").first.bounding_box()
+        assert box is not None
+        page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60, steps=4)
+        page.mouse.up()
+        for low, high in page.evaluate(SCALES):
+            assert low == pytest.approx(51, abs=2)
+            assert high == pytest.approx(100, abs=2)
+        page.get_by_role("button", name="Show all").last.click()
+        assert page.evaluate(SCALES) == [[1, 200], [1, 200]]
+
+
+def test_plots_follow_the_colour_scheme_and_the_width(browser: Browser, report: Path) -> None:
+    with opened(browser, report) as found:
+        page = found.page
+        colours = "['--plot-1', '--plot-2'].map(n => getComputedStyle(document.documentElement).getPropertyValue(n))"
+        light = page.evaluate(colours)
+        page.emulate_media(color_scheme="dark")
+        assert page.evaluate(colours) != light
+        marker = "getComputedStyle(document.querySelectorAll('.u-marker')[1]).borderColor"
+        dark = page.evaluate(colours)[0].strip()
+        wanted = f"rgb({', '.join(str(int(dark[at : at + 2], 16)) for at in (1, 3, 5))})"
+        page.wait_for_function(f"{marker} === '{wanted}'", timeout=5000)
+        background = [int("181c20"[at : at + 2], 16) for at in (0, 2, 4)]
+        for colour in page.evaluate(colours):
+            assert _contrast([int(colour.strip()[at : at + 2], 16) for at in (1, 3, 5)], background) >= VISIBLE
+        page.set_viewport_size({"width": 390, "height": 800})
+        page.wait_for_function("document.querySelector('canvas').getBoundingClientRect().width < 390")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert found.console == []

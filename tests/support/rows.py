@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from finray.errors import DataError
 from finray.inspection.measure import Header, Inspection, Inspector
-from finray.inspection.prompt_parity import Served, ServingCheck, check_serving, served_prompts
-from finray.inspection.token_views import special_tokens
+from finray.inspection.prompt_parity import PromptParity, ServedRow, compare_prompts
+from finray.inspection.tokens import special_tokens
 
 
 class ListRows:
@@ -50,26 +51,28 @@ def chat_row(tokenizer: Any, question: str, answer: str) -> tuple[list[int], lis
     return ids + newline, mask + [0] * len(newline)
 
 
-def serving_of(tokenizer: Any, rows: ListRows, render: Callable[[int], str], *, whole: bool = False) -> ServingCheck:
+def parity_of(tokenizer: Any, rows: ListRows, render: Callable[[int], str], *, whole: bool = False) -> PromptParity:
     """Compare every row with one served prompt, ``render(row number)``."""
 
     def served() -> Any:
         for number in range(len(rows)):
-            prompts, refusal = served_prompts([1], lambda _, number=number: render(number), tokenizer)
-            ids, mask = rows.row(number)
-            yield Served(rows.where(number), ids, mask, prompts, refusal)
+            try:
+                prompts, refusal = [(1, tokenizer(render(number), add_special_tokens=False)["input_ids"])], ""
+            except DataError as error:
+                prompts, refusal = [], error.message
+            yield ServedRow(rows.where(number), *rows.row(number), prompts, refusal)
 
     special = special_tokens(tokenizer).special
-    return check_serving(served(), of=len(rows), whole=whole, tokenizer=tokenizer, special=special)
+    return compare_prompts(served(), of=len(rows), whole=whole, tokenizer=tokenizer, special=special)
 
 
 def inspect_rows(
     tokenizer: Any,
     splits: dict[str, ListRows],
     *,
-    learned: str = "completion",
+    train_on: str = "completion",
     max_length: int = 64,
-    serving: ServingCheck | None = None,
+    parity: PromptParity | None = None,
     counters: dict[str, dict[str, int]] | None = None,
     kind: str = "chat",
     stops: Sequence[int] = (),
@@ -77,6 +80,6 @@ def inspect_rows(
     chosen: Sequence[str] = (),
 ) -> Inspection:
     """An inspection of rows in memory."""
-    header = Header("tiny", "rows.jsonl", "messages", learned, max_length, True, kind, "prepared")
+    header = Header("tiny", "rows.jsonl", "messages", train_on, max_length, True, kind, "prepared")
     inspector = Inspector(header, splits, counters or {}, tokenizer, special_tokens(tokenizer, stops=stops))
-    return inspector.inspect(serving or ServingCheck(), examples=examples, chosen=chosen)
+    return inspector.inspect(parity or PromptParity(), examples=examples, chosen=chosen)

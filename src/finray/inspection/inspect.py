@@ -1,10 +1,8 @@
-"""What training will see: prepares the data of a config and measures it, with no Ray, no weights and no GPU."""
+"""What training will see: prepares the data of a config and measures it, without Ray, weights or a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,24 +10,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from finray.config.paths import local_dir_of
 from finray.config.schema import Config, ModelConfig
-from finray.data.dataset.plan import Part, Settings, plan, plan_streams
+from finray.data.dataset.plan import Settings
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.formats.convert import converter_of
+from finray.data.dataset.source_rows import SourceRows
 from finray.data.formats.examples import Chat, Completion, Example
-from finray.data.sources.pieces import read_piece, row_number
-from finray.data.sources.readers import BadRow, Piece
+from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError, FinrayError
+from finray.inspection.checks import Check
 from finray.inspection.measure import Header, Inspection, Inspector
-from finray.inspection.prompt_parity import Prompt, Served, check_serving, served_prompts
-from finray.inspection.token_checks import Check
-from finray.inspection.token_views import SpecialTokens, special_tokens
+from finray.inspection.prompt_parity import ServedPrompt, ServedRow, compare_prompts
+from finray.inspection.tokens import special_tokens
 from finray.pretrained.tokenizers import load_tokenizer
 
-IntArray = npt.NDArray[np.int64]
-
-# Rows that are compared with serving are read again from their source; so many parts of it at most, unless all are.
+# Rows that are compared with serving are read again from their source, from at most this many parts unless all are.
 _PARTS_READ = 16
 _ROWS_AFTER_A_REFUSAL = 200
 
@@ -37,32 +33,40 @@ _ROWS_AFTER_A_REFUSAL = 200
 def inspect(
     config: Config, *, examples: int = 3, chosen: Sequence[str] = (), compared: int | None = 1000
 ) -> Inspection:
-    """Prepare the data of a config, unless that is done, and measure it.
+    """Prepare the data of a config, unless that is done already, and measure it.
 
     Args:
         config: the configuration.
-        examples: rows shown token by token, spread over the training rows.
+        examples: number of rows shown token by token, spread over the training rows.
         chosen: rows shown instead: by index in the training rows, or by ``file:row`` of the source.
-        compared: training rows that are compared with what a server renders; None for all.
+        compared: number of training rows that are compared with what a server renders; None for all.
 
     Returns:
-        The inspection. Where the data is refused because training and serving differ, it holds the differences and the
-        refusal, and no numbers.
+        The inspection. If preparation refuses the data because training and serving differ, it holds the differences
+        and the refusal, and no numbers.
 
     Raises:
-        FinrayError: the data, the tokenizer or the storage is not right.
+        FinrayError: the data, the tokenizer or the storage has a problem.
     """
     tokenizer = load_tokenizer(config.model)
     tokens = special_tokens(tokenizer, stops=generation_stops(config.model))
+    encoder = Settings.of(config).encoder(tokenizer)
     try:
         location = prepare_here(config)
     except DataError as error:
-        refused = _refused(config, tokenizer, tokens, error)
-        if refused is None:
+        try:
+            source = SourceRows(config, has_chat_template=encoder.has_chat_template)
+            refused = list(islice(_refused_rows(source, encoder, tokenizer), _ROWS_AFTER_A_REFUSAL))
+        except FinrayError:
+            raise error from None
+        parity = compare_prompts(refused, of=len(refused), whole=True, tokenizer=tokenizer, special=tokens.special)
+        if not parity.differences:
             raise
-        return refused
-    local_dir = config.prepare.local_dir
-    dataset = PreparedDataset(location, local_dir=None if local_dir is None else Path(local_dir).expanduser())
+        form = source.parts("train")[0].row_format.describe()
+        header = _header(config, form, kind="chat", prepared="none: the data was refused")
+        check = Check("Preparation", "problem", error.message, 0, 0, () if error.where is None else (error.where,))
+        return Inspection(header, (), (), (check,), parity, (), refusal=error)
+    dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     found = dataset.splits(config.data, seed=config.run.seed)
     splits = {
         name: split
@@ -74,21 +78,24 @@ def inspect(
         split: {name: value for name, value in counts.items() if isinstance(value, int)}
         for split, counts in counted.items()
     }
-    formats = [(stream["name"], stream["format"]) for counts in counted.values() for stream in counts["streams"]]
-    header = _header(config, _format(config, formats), kind=dataset.kind(), prepared=location)
-    source = _Reader(config, tokenizer)
-    serving = check_serving(
-        _served(source, found.train, dataset.manifest, compared),
+    formats = {stream["name"]: stream["format"] for counts in counted.values() for stream in counts["streams"]}
+    same = len(set(formats.values())) == 1
+    form = next(iter(formats.values())) if same else ", ".join(f"{name}: {one}" for name, one in formats.items())
+    if config.data.format == "auto" and config.data.converter is None:
+        form += " (detected)"
+    parity = compare_prompts(
+        _served_rows(config, found.train, counted["train"]["streams"], encoder, tokenizer, compared),
         of=len(found.train),
         whole=config.data.train_on == "all",
         tokenizer=tokenizer,
         special=tokens.special,
     )
-    return Inspector(header, splits, counters, tokenizer, tokens).inspect(serving, examples=examples, chosen=chosen)
+    header = _header(config, form, kind=dataset.kind(), prepared=location)
+    return Inspector(header, splits, counters, tokenizer, tokens).inspect(parity, examples=examples, chosen=chosen)
 
 
 def generation_stops(model: ModelConfig) -> tuple[int, ...]:
-    """Tokens at which a server ends an answer, from the model's generation settings; none where it has no such file."""
+    """Token ids at which a server ends an answer, from the model's generation settings; none without such a file."""
     from transformers import GenerationConfig
 
     path = Path(model.name).expanduser()
@@ -102,14 +109,14 @@ def generation_stops(model: ModelConfig) -> tuple[int, ...]:
     return tuple(stops) if isinstance(stops, list) else (int(stops),)
 
 
-def _header(config: Config, formats: str, *, kind: str, prepared: str) -> Header:
+def _header(config: Config, form: str, *, kind: str, prepared: str) -> Header:
     data = config.data
-    sources = [data.source] if data.source is not None else [one.source for one in data.mix]
+    sources = [data.source, *(one.source for one in data.mix), data.eval_source]
     return Header(
         model=config.model.name,
-        sources=", ".join([*sources, *([data.eval_source] if data.eval_source is not None else [])]),
-        format=formats,
-        learned=data.train_on,
+        sources=", ".join(source for source in sources if source is not None),
+        format=form,
+        train_on=data.train_on,
         max_length=data.max_length,
         packing=data.packing,
         kind=kind,
@@ -117,132 +124,71 @@ def _header(config: Config, formats: str, *, kind: str, prepared: str) -> Header
     )
 
 
-def _format(config: Config, formats: list[tuple[str, str]]) -> str:
-    detected = " (detected)" if config.data.format == "auto" and config.data.converter is None else ""
-    if len({found for _, found in formats}) == 1:
-        return f"{formats[0][1]}{detected}"
-    return ", ".join(f"{name}: {found}" for name, found in formats) + detected
-
-
-# --- what a server is given -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a row is: its position in the part, the piece, and its number in the piece."""
-
-    position: int
-    piece: Piece
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads source rows again, as examples and as the prompts that a server is given."""
-
-    config: Config
-    tokenizer: Any
-
-    def examples(self, part: Part, settings: Settings) -> Iterator[tuple[_Place, list[Example]]]:
-        """The examples of each row of a part that can be used."""
-        convert = converter_of(part.row_format, has_chat_template=bool(self.tokenizer.chat_template))
-        position = 0
-        for piece in part.pieces:
-            for item in read_piece(piece, part.stream.source, settings.reading):
-                if not isinstance(item.value, BadRow):
-                    with suppress(DataError):
-                        yield _Place(position, piece, item.number), convert(item.value)
-                position += 1
-
-    def prompts(self, settings: Settings) -> Callable[[Example], tuple[tuple[Prompt, ...], str]]:
-        """A function from an example to the prompts of its answers, and why the template refused if it did."""
-        encoder = settings.encoder(self.tokenizer)
-
-        def of(example: Example) -> tuple[tuple[Prompt, ...], str]:
-            if isinstance(example, Completion):
-                return (Prompt(0, tuple(self.tokenizer(example.prompt)["input_ids"])),), ""
-            if not isinstance(example, Chat):
-                return (), ""
-            turns = [at for at, one in enumerate(example.messages) if one.role == "assistant" and at]
-            return served_prompts(
-                turns,
-                lambda turn: encoder.renderer.render(
-                    example.messages[:turn], example.tools, add_generation_prompt=True
-                ),
-                self.tokenizer,
-            )
-
-        return of
-
-
-def _served(source: _Reader, rows: PreparedSplit, manifest: dict[str, Any], compared: int | None) -> Iterator[Served]:
-    """Training rows with the prompts that a server is given for them."""
-    settings = Settings.of(source.config)
-    streams = [stream for stream in plan_streams(source.config.data) if stream.split == "train"]
-    parts = plan(settings, streams)
-    entries = [part for stream in manifest["splits"]["train"]["streams"] for part in stream["parts"]]
-    starts = np.concatenate([[0], np.cumsum([entry["source_rows"] for entry in entries], dtype=np.int64)])
-    prompts = source.prompts(settings)
-    for part, wanted in _sample(rows, starts, compared):
-        by_source: dict[int, list[int]] = {}
-        for row in wanted.tolist():
-            by_source.setdefault(int(rows.source_rows[row] - starts[part]), []).append(row)
-        for place, examples in source.examples(parts[part], settings):
-            asked = by_source.pop(place.position, [])
-            if not asked or (source.config.data.train_on == "all" and len(examples) > 1):
-                continue
-            found = [prompts(example) for example in examples]
-            joined = tuple(prompt for own, _ in found for prompt in own)
-            refusal = next((refusal for _, refusal in found if refusal), "")
-            for row in asked:
-                yield Served(rows.where(row), *rows.row(row), joined, refusal)
-            if not by_source:
-                break
-
-
-def _sample(rows: PreparedSplit, starts: IntArray, compared: int | None) -> Iterator[tuple[int, IntArray]]:
-    """Part numbers with the rows to compare, evenly spread."""
+def _served_rows(
+    config: Config,
+    rows: PreparedSplit,
+    streams: Sequence[dict[str, Any]],
+    encoder: Tokenizer,
+    tokenizer: Any,
+    compared: int | None,
+) -> Iterator[ServedRow]:
+    """Training rows, evenly spread, with the prompts that a server is given for them."""
+    source = SourceRows(config, has_chat_template=encoder.has_chat_template)
+    counts = [part["source_rows"] for stream in streams for part in stream["parts"]]
+    starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
     part_of = np.searchsorted(starts, rows.source_rows, side="right") - 1
-    candidates = np.arange(len(rows))
+    wanted = np.arange(len(rows))
     if compared is not None and compared < len(rows):
-        present = np.unique(part_of)
-        some = present[np.linspace(0, len(present) - 1, min(len(present), _PARTS_READ)).astype(np.int64)]
-        candidates = candidates[np.isin(part_of, some)]
-        spread = np.linspace(0, len(candidates) - 1, min(compared, len(candidates)))
-        candidates = candidates[np.unique(spread.astype(np.int64))]
-    for part in np.unique(part_of[candidates]).tolist():
-        yield part, candidates[part_of[candidates] == part]
+        wanted = wanted[np.isin(part_of, _spread(np.unique(part_of), _PARTS_READ))]
+        wanted = _spread(wanted, compared)
+    for number in np.unique(part_of[wanted]).tolist():
+        by_position: dict[int, list[int]] = {}
+        for row in wanted[part_of[wanted] == number].tolist():
+            by_position.setdefault(int(rows.source_rows[row] - starts[number]), []).append(row)
+        for position, examples in enumerate(source.examples(source.parts("train")[number])):
+            asked = by_position.get(position, [])
+            # Learned whole, the examples of one source row cannot be told apart by where learning starts.
+            if not asked or (config.data.train_on == "all" and len(examples) > 1):
+                continue
+            served = [_served_prompts(example, encoder, tokenizer) for example in examples]
+            prompts = [prompt for own, _ in served for prompt in own]
+            refusal = next((refusal for _, refusal in served if refusal), "")
+            for row in asked:
+                yield ServedRow(rows.where(row), *rows.row(row), prompts, refusal)
 
 
-def _refused(config: Config, tokenizer: Any, tokens: SpecialTokens, error: DataError) -> Inspection | None:
-    """What can be shown of data that was refused: answers that do not follow the prompt which a server renders."""
-    source = _Reader(config, tokenizer)
-    settings = Settings.of(config)
-    try:
-        parts = plan(settings, [stream for stream in plan_streams(config.data) if stream.split == "train"])
-        rows = list(islice(_unprepared(source, parts, settings), _ROWS_AFTER_A_REFUSAL))
-    except FinrayError:
-        return None
-    serving = check_serving(rows, of=len(rows), whole=True, tokenizer=tokenizer, special=tokens.special)
-    if not serving.differences:
-        return None
-    header = _header(config, parts[0].row_format.describe(), kind="chat", prepared="none: the data was refused")
-    check = Check("Preparation", "problem", error.message, 0, 0, () if error.where is None else (error.where,))
-    return Inspection(header, (), (), (check,), serving, (), refusal=error)
+def _spread(values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """At most so many of the values, evenly spread."""
+    return values[np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).astype(np.int64))]
 
 
-def _unprepared(source: _Reader, parts: Iterable[Part], settings: Settings) -> Iterator[Served]:
-    """Each answer of the first conversations, as the conversation up to it is rendered."""
-    renderer = settings.encoder(source.tokenizer).renderer
-    prompts = source.prompts(settings)
-    for part in parts:
-        for place, examples in source.examples(part, settings):
+def _served_prompts(example: Example, encoder: Tokenizer, tokenizer: Any) -> tuple[list[ServedPrompt], str]:
+    """The prompt of each answer as a server tokenises it, and the first refusal of the chat template."""
+    if isinstance(example, Completion):
+        return [(0, tokenizer(example.prompt)["input_ids"])], ""
+    if not isinstance(example, Chat):
+        return [], ""
+    prompts: list[ServedPrompt] = []
+    refusal = ""
+    for turn, message in enumerate(example.messages):
+        if message.role == "assistant" and turn:
+            try:
+                text = encoder.renderer.render(example.messages[:turn], example.tools, add_generation_prompt=True)
+            except DataError as error:
+                refusal = refusal or error.message
+            else:
+                prompts.append((turn, tokenizer(text, add_special_tokens=False)["input_ids"]))
+    return prompts, refusal
+
+
+def _refused_rows(source: SourceRows, encoder: Tokenizer, tokenizer: Any) -> Iterator[ServedRow]:
+    """Each answer of the conversations, rendered with what precedes it."""
+    for part in source.parts("train"):
+        for where, examples in zip(source.places(part), source.examples(part), strict=True):
             for example in examples:
                 if not isinstance(example, Chat):
                     continue
-                file = part.stream.source.short(place.piece.file)
-                where = f"{file}:{row_number(place.piece, place.number, settings.reading)}"
-                for prompt in prompts(example)[0]:
-                    text = renderer.render(example.messages[: prompt.turn + 1], example.tools)
-                    ids = np.array(source.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-                    yield Served(where, ids, np.ones(len(ids), dtype=np.uint8), (prompt,))
+                for turn, prompt in _served_prompts(example, encoder, tokenizer)[0]:
+                    text = encoder.renderer.render(example.messages[: turn + 1], example.tools)
+                    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+                    yield ServedRow(where, ids, np.ones(len(ids), dtype=np.uint8), [(turn, prompt)])

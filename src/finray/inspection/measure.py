@@ -1,6 +1,6 @@
-"""What can be said of a prepared dataset: counts, lengths, packs, duplicates, special tokens, and rows as tokens.
+"""What a prepared dataset holds: counts, lengths, packs, duplicates, and rows token by token.
 
-Everything here measures and nothing prints; the command line shows an :class:`Inspection` on a terminal or as a page.
+Nothing here prints; the command line shows an :class:`Inspection` on a terminal or as a page.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.packing import plan_packs
 from finray.errors import DataError
-from finray.inspection.prompt_parity import ServingCheck
-from finray.inspection.token_checks import Check, Rows, Scanner, checks_of
-from finray.inspection.token_views import SpecialTokens, TokenView, token_views
+from finray.inspection.checks import Check, TokenScan
+from finray.inspection.prompt_parity import PromptParity
+from finray.inspection.tokens import SpecialTokens, TokenView, token_views
 
 IntArray = npt.NDArray[np.int64]
 
 _BINS = 32
-_SHOWN_DUPLICATES = 5
+_SHOWN_GROUPS = 5
 _SHOWN_PLACES = 4
 _EXTREMES = 5
 _PREVIEW_TOKENS = 64
@@ -40,7 +41,7 @@ class Header:
         model: model name.
         sources: sources of the rows.
         format: formats of the sources, and whether they were detected.
-        learned: ``data.train_on``.
+        train_on: ``data.train_on``.
         max_length: ``data.max_length``.
         packing: ``data.packing``.
         kind: what rows are: ``chat``, ``completion`` or ``text``.
@@ -50,7 +51,7 @@ class Header:
     model: str
     sources: str
     format: str
-    learned: str
+    train_on: str
     max_length: int
     packing: bool
     kind: str
@@ -78,31 +79,24 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True)
-class Preview:
-    """A row in a few words: the end of its first prompt, and the beginning of what is learned after it."""
-
-    prompt: str
-    learned: str
-
-
-@dataclass(frozen=True, slots=True)
 class RowSummary:
-    """A row in a line: where it is from, its size, a preview."""
+    """A row in one line: source, size, the end of its first prompt, and the beginning of what is learned after it."""
 
     index: int
     where: str
     tokens: int
     supervised: int
-    preview: Preview
+    prompt: str
+    learned: str
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateGroup:
-    """Rows with the same tokens: how many, where (a few), and a preview."""
+    """Rows with the same tokens: how many, where some of them are, and one of them."""
 
     count: int
     where: tuple[str, ...]
-    preview: Preview
+    row: RowSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +106,8 @@ class Duplicates:
     Attributes:
         splits: one name (copies inside a split), or two (rows of the second that are also in the first).
         rows: copies beyond the first of each text, or rows of the second split that the first has too.
-        groups: different texts concerned.
-        of: rows that were compared (of the second split, where there are two).
+        groups: number of distinct texts among them.
+        of: rows that were compared (of the second split, if there are two).
         examples: the largest groups.
     """
 
@@ -130,9 +124,10 @@ class SplitView:
 
     Attributes:
         name: ``train``, ``eval`` or ``test``.
-        rows, tokens, supervised: what is trained on.
+        rows, tokens, supervised: totals; supervised tokens are the targets of the loss.
         quantiles: tokens of the shortest row, the median, the 95th percentile and the longest.
-        counts: the counters of the preparation (rows read, truncated, dropped and so on) that this split has.
+        counts: counters of the preparation (rows read, truncated, dropped and so on); empty if the split was held out
+            of another one's rows.
         histogram: rows by length.
         packing: None without packing, and for splits that are not trained on.
         longest, shortest: a few rows.
@@ -149,6 +144,11 @@ class SplitView:
     longest: tuple[RowSummary, ...]
     shortest: tuple[RowSummary, ...]
 
+    @property
+    def dropped(self) -> int:
+        """Source rows that became no row."""
+        return sum(self.counts.get(key, 0) for key in ("dropped_too_long", "unlearnable", "answers_lost", "bad_rows"))
+
 
 @dataclass(frozen=True, slots=True)
 class RowView:
@@ -161,19 +161,19 @@ class RowView:
 
     @property
     def supervised(self) -> int:
-        """Targets; the first token is never one."""
+        """Number of targets; the first token is never one."""
         return sum(token.learned for token in self.tokens[1:])
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything that ``finray inspect`` shows; ``refusal`` is why there is no prepared data, if there is none."""
+    """Everything that ``finray inspect`` shows; ``refusal`` is why preparation refused the data, if it did."""
 
     header: Header
     splits: tuple[SplitView, ...]
     duplicates: tuple[Duplicates, ...]
     checks: tuple[Check, ...]
-    serving: ServingCheck
+    parity: PromptParity
     examples: tuple[RowView, ...]
     refusal: DataError | None = None
 
@@ -191,38 +191,46 @@ class Inspector:
     """
 
     header: Header
-    splits: Mapping[str, Rows]
+    splits: Mapping[str, PreparedSplit]
     counters: Mapping[str, Mapping[str, int]]
     tokenizer: Any
     tokens: SpecialTokens
 
-    def inspect(self, serving: ServingCheck, *, examples: int, chosen: Sequence[str] = ()) -> Inspection:
+    def inspect(self, parity: PromptParity, *, examples: int, chosen: Sequence[str] = ()) -> Inspection:
         """Measure everything.
 
         Args:
-            serving: the comparison with what a server renders.
-            examples: rows shown, spread over the training rows, where none is chosen.
-            chosen: rows by index in the training split or by ``file:row``.
+            parity: the comparison with what a server renders.
+            examples: number of rows shown, spread over the training rows, if none is chosen.
+            chosen: rows to show, by index in the training split or by ``file:row``.
 
         Raises:
-            DataError: a chosen row is not there.
+            DataError: a chosen row does not exist.
         """
-        scanner = Scanner(self.tokens, self.tokenizer, self.header.max_length, whole=self.header.learned == "all")
-        names = list(self.splits)
+        header, names = self.header, list(self.splits)
+        scan = TokenScan(self.tokens, self.tokenizer, max_length=header.max_length, whole=header.train_on == "all")
+        for rows in self.splits.values():
+            scan.add(rows)
+        train = self.splits[names[0]]
+        count = min(examples, len(train))
+        found = [(names[0], number * len(train) // count) for number in range(count)]
+        if chosen:
+            found = [pair for wanted in chosen for pair in self._find(wanted)]
         inside = [self._duplicates(name) for name in names]
         across = [self._shared(first, second) for first, second in combinations(names, 2)]
         return Inspection(
-            header=self.header,
-            splits=tuple(self._split(name, packed=name == names[0] and self.header.packing) for name in names),
+            header=header,
+            splits=tuple(self._split(name, packed=name == names[0] and header.packing) for name in names),
             duplicates=(*inside, *across),
-            checks=checks_of(scanner.scan(self.splits), self.tokens, kind=self.header.kind),
-            serving=serving,
-            examples=self._examples(examples, chosen),
+            checks=scan.checks(kind=header.kind),
+            parity=parity,
+            examples=tuple(self._view(split, number) for split, number in found),
         )
 
     def _split(self, name: str, *, packed: bool) -> SplitView:
         rows = self.splits[name]
         low, median, high, top = np.quantile(rows.lengths, [0, 0.5, 0.95, 1], method="lower").tolist()
+        longest, shortest = (np.argsort(key, kind="stable")[:_EXTREMES] for key in (-rows.lengths, rows.lengths))
         return SplitView(
             name=name,
             rows=len(rows),
@@ -232,40 +240,32 @@ class Inspector:
             counts=dict(self.counters.get(name, {})),
             histogram=histogram(rows.lengths),
             packing=packing(rows.lengths, self.header.max_length) if packed else None,
-            longest=tuple(
-                self._summary(rows, int(number)) for number in np.argsort(-rows.lengths, kind="stable")[:_EXTREMES]
-            ),
-            shortest=tuple(
-                self._summary(rows, int(number)) for number in np.argsort(rows.lengths, kind="stable")[:_EXTREMES]
-            ),
+            longest=tuple(self._summary(rows, int(number)) for number in longest),
+            shortest=tuple(self._summary(rows, int(number)) for number in shortest),
         )
 
-    def _summary(self, rows: Rows, number: int) -> RowSummary:
-        tokens, supervised = int(rows.lengths[number]), int(rows.supervised[number])
-        return RowSummary(number, rows.where(number), tokens, supervised, self._preview(rows, number))
-
-    def _preview(self, rows: Rows, number: int) -> Preview:
+    def _summary(self, rows: PreparedSplit, number: int) -> RowSummary:
         ids, mask = rows.row(number)
         start = int(mask.argmax()) if mask.any() else len(ids)
         stop = start + int((mask[start:] == 0).argmax()) if (mask[start:] == 0).any() else len(ids)
-        text = self._decode(ids[max(0, start - _PREVIEW_TOKENS) : start].tolist())
+        decode = self.tokenizer.backend_tokenizer.decode
+        # A stretch of tokens may begin or end inside a character.
+        text = decode(ids[max(0, start - _PREVIEW_TOKENS) : start].tolist(), skip_special_tokens=False).strip("\ufffd")
         before = " ".join(last_question(text, self.tokens.names.values()).split())
-        learned = self._decode(ids[start : min(stop, start + _PREVIEW_TOKENS)].tolist(), skip_special_tokens=True)
-        after = " ".join(learned.split())
-        cut = len(before) > _PREVIEW_CHARACTERS
-        return Preview(
-            f"…{before[1 - _PREVIEW_CHARACTERS :]}" if cut else before,
+        learned = decode(ids[start : min(stop, start + _PREVIEW_TOKENS)].tolist(), skip_special_tokens=True)
+        after = " ".join(learned.strip("\ufffd").split())
+        return RowSummary(
+            number,
+            rows.where(number),
+            int(rows.lengths[number]),
+            int(rows.supervised[number]),
+            before if len(before) <= _PREVIEW_CHARACTERS else f"…{before[1 - _PREVIEW_CHARACTERS :]}",
             after if len(after) <= _PREVIEW_CHARACTERS else f"{after[: _PREVIEW_CHARACTERS - 1]}…",
         )
 
-    def _decode(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        text: str = self.tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        # A stretch of tokens may begin or end in the middle of a character.
-        return text.strip("\ufffd")
-
     def _duplicates(self, name: str) -> Duplicates:
         rows = self.splits[name]
-        # A mix may hold a row several times on purpose: a row is no duplicate of itself.
+        # A mix may repeat a row on purpose: a row is not a duplicate of itself.
         pairs = np.unique(np.stack([rows.digests, rows.source_rows], axis=1), axis=0)
         digests, counts = np.unique(pairs[:, 0], return_counts=True)
         copied = digests[counts > 1]
@@ -279,37 +279,28 @@ class Inspector:
         examples = self._groups([known, asked], shared)
         return Duplicates((first, second), int(found.sum()), len(shared), len(asked), examples)
 
-    def _groups(self, splits: list[Rows], digests: IntArray) -> tuple[DuplicateGroup, ...]:
-        """The largest groups of rows with one of these digests, the places of each from every split in turn."""
+    def _groups(self, splits: list[PreparedSplit], digests: IntArray) -> tuple[DuplicateGroup, ...]:
+        """The largest groups of rows with one of these digests; places are taken from every split in turn."""
         total = np.zeros(len(digests), dtype=np.int64)
         for rows in splits:
             chosen = rows.digests[np.isin(rows.digests, digests)]
             total += np.bincount(np.searchsorted(digests, chosen), minlength=len(digests))
         groups = []
-        for at in np.argsort(-total, kind="stable")[:_SHOWN_DUPLICATES]:
+        for at in np.argsort(-total, kind="stable")[:_SHOWN_GROUPS]:
             numbers = [np.flatnonzero(rows.digests == digests[at]) for rows in splits]
             limit = max(1, _SHOWN_PLACES // len(splits))
             where = [
                 rows.where(int(number)) for rows, found in zip(splits, numbers, strict=True) for number in found[:limit]
             ]
-            groups.append(DuplicateGroup(int(total[at]), tuple(where), self._preview(splits[0], int(numbers[0][0]))))
+            groups.append(DuplicateGroup(int(total[at]), tuple(where), self._summary(splits[0], int(numbers[0][0]))))
         return tuple(groups)
-
-    def _examples(self, count: int, chosen: Sequence[str]) -> tuple[RowView, ...]:
-        name, rows = next(iter(self.splits.items()))
-        if chosen:
-            found = [pair for wanted in chosen for pair in self._find(wanted)]
-        else:
-            count = min(count, len(rows))
-            found = [(name, number * len(rows) // count) for number in range(count)]
-        return tuple(self._view(split, number) for split, number in found)
 
     def _find(self, wanted: str) -> list[tuple[str, int]]:
         name, rows = next(iter(self.splits.items()))
         if wanted.isdigit():
             if int(wanted) >= len(rows):
                 raise DataError(
-                    f"there is no prepared row {wanted}: {name} has {len(rows):,}",
+                    f"there is no prepared row {wanted}: {name} has {len(rows):,} rows",
                     where="--row",
                     repair="count from 0, or name the source as FILE:NUMBER",
                 )
@@ -336,7 +327,7 @@ class Inspector:
 
 
 def last_question(prompt: str, special: Iterable[str]) -> str:
-    """The last stretch of a prompt between special tokens, without what opens the answer: that is no news."""
+    """The last stretch of a prompt between special tokens, without the role name that opens the answer."""
     names = sorted(filter(None, special), key=len, reverse=True)
     parts = re.split("|".join(map(re.escape, names)), prompt) if names else [prompt]
     parts = [part for part in parts if part.strip()]
@@ -356,7 +347,7 @@ def histogram(lengths: IntArray) -> Histogram:
 
 
 def packing(lengths: IntArray, capacity: int) -> Packing:
-    """How these rows fill packs."""
+    """How rows of these lengths fill packs."""
     plan = plan_packs(lengths, capacity)
     tokens = int(lengths.sum())
     return Packing(

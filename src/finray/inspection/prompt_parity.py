@@ -1,77 +1,97 @@
-"""Proof that what is trained continues exactly the prompt that serving will render.
+"""Whether what is trained continues exactly the prompt that a server will render.
 
-A server gets the messages before an answer, renders them with ``add_generation_prompt=True`` and tokenises that, alone.
-The row that was trained on must begin with the very same token ids, up to where learning starts. Where it does not,
-the model is asked something else than it has learned to answer.
+A server gets the messages before an answer, renders them with ``add_generation_prompt=True`` and tokenises only that.
+The training row must begin with the same token ids, up to where learning starts; otherwise the model is given a prompt
+that it has never been trained on. Preparation refuses conversations whose text differs, except with
+``data.train_on: all``; token ids are compared only here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from finray.errors import DataError
-from finray.inspection.token_views import TokenView, token_views
+from finray.inspection.tokens import Stretch, shortened, token_views
 
-# Longer stretches are shown as one replacement, since aligning takes time that grows with the square.
-_ALIGNED = 600
 _SHOWN_KINDS = 8
+# Aligning two prompts takes time in proportion to the product of their lengths.
+_ALIGNED = 4_000_000
+_CONTEXT = 24
+
+# The number of an answer's message, from 0, and the token ids of the prompt that a server is given for it.
+ServedPrompt = tuple[int, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What a server is given before an answer: ``turn`` is the number of the answer's message, from 0."""
-
-    turn: int
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens that are in both prompts, or only in the one that was trained on, or only in the served one."""
-
-    kind: Literal["same", "trained", "served"]
-    tokens: tuple[TokenView, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ServingDifference:
-    """A way in which prompts differ, with one example.
+class ServedRow:
+    """A prepared row and the prompts that a server would be given for it.
 
     Attributes:
-        count: turns that differ in this way.
+        where: source of the row.
+        ids, mask: the row, int32 and uint8.
+        prompts: the served prompt of every answer; none for text.
+        refusal: why the chat template refuses to render the prompt of an answer; empty if it does not.
+    """
+
+    where: str
+    ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    prompts: Sequence[ServedPrompt]
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDifference:
+    """One way in which prompts differ, with an example.
+
+    Attributes:
+        count: answers that differ in this way.
         where: source of the example.
-        turn: its message, from 0.
+        turn: number of the answer's message, from 0.
         position: number of the first token that differs, from 0.
-        pieces: both prompts, aligned.
-        trained, served: the two prompts as text.
+        stretches: both prompts, aligned.
     """
 
     count: int
     where: str
     turn: int
     position: int
-    pieces: tuple[Piece, ...]
-    trained: str
-    served: str
+    stretches: tuple[Stretch, ...]
+
+    def text(self, prompt: str) -> str:
+        """The ``trained`` or the ``served`` prompt as text."""
+        return "".join(
+            token.text for stretch in self.stretches if stretch.kind in ("same", prompt) for token in stretch.tokens
+        )
+
+    def excerpt(self) -> list[Stretch]:
+        """Both prompts, aligned, with what they have in common shortened to what is next to a difference."""
+        last = len(self.stretches) - 1
+        return [
+            short
+            for at, one in enumerate(self.stretches)
+            for short in (
+                shortened(one.tokens, _CONTEXT * (at > 0), _CONTEXT * (at < last)) if one.kind == "same" else [one]
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True)
-class ServingCheck:
-    """The outcome.
+class PromptParity:
+    """The outcome of the comparison.
 
     Attributes:
-        rows, of: rows that were compared, and rows there are.
-        turns: learned answers that were compared.
-        matching: those whose prompt is the served one, token by token.
-        without_prompt: rows that have no prompt (plain text).
-        refused: answers whose prompt the chat template refuses to render, and its first words about that.
-        refusal: what the template said.
+        rows, of: rows that were compared, and rows in total.
+        turns: answers that were compared.
+        matching: answers whose prompt is the served one, token by token.
+        without_prompt: rows without a prompt (plain text).
+        refused: rows for which the chat template refuses to render a prompt.
+        refusal: its first message.
         differences: kinds of differences, the most frequent first.
     """
 
@@ -82,7 +102,7 @@ class ServingCheck:
     without_prompt: int = 0
     refused: int = 0
     refusal: str = ""
-    differences: tuple[ServingDifference, ...] = ()
+    differences: tuple[PromptDifference, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -90,188 +110,74 @@ class ServingCheck:
         return self.matching == self.turns and not self.refused
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A row and what a server would be given for it.
-
-    Attributes:
-        where: source of the row.
-        ids, mask: the row.
-        prompts: the served prompt of every answer in it; empty where there is no prompt.
-        refusal: why the template refused, empty if it did not.
-    """
-
-    where: str
-    ids: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.uint8]
-    prompts: tuple[Prompt, ...]
-    refusal: str = ""
-
-
-def served_prompts(
-    turns: Iterable[int], render: Callable[[int], str], tokenizer: Any
-) -> tuple[tuple[Prompt, ...], str]:
-    """Tokenise the prompt of each turn as a server does; the second value is why the template refused, if it did.
-
-    Args:
-        turns: numbers of the answers' messages.
-        render: from such a number to the rendered messages before it, with the generation prompt.
-        tokenizer: the Transformers tokenizer.
-    """
-    prompts, refusal = [], ""
-    for turn in turns:
-        try:
-            text = render(turn)
-        except DataError as error:
-            refusal = refusal or error.message
-            continue
-        prompts.append(Prompt(turn, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])))
-    return tuple(prompts), refusal
-
-
-def check_serving(
-    rows: Iterable[Served], *, of: int, whole: bool, tokenizer: Any, special: frozenset[int]
-) -> ServingCheck:
-    """Compare rows with what a server is given.
+def compare_prompts(
+    rows: Iterable[ServedRow], *, of: int, whole: bool, tokenizer: Any, special: frozenset[int]
+) -> PromptParity:
+    """Compare rows with the prompts that a server is given.
 
     Args:
         rows: the rows to compare.
-        of: rows there are.
-        whole: whether all tokens are learned, prompts too.
+        of: number of rows in total.
+        whole: whether all tokens are learned, prompts included.
         tokenizer: the Transformers tokenizer, to show tokens.
-        special: its special tokens.
+        special: ids of its special tokens.
     """
-    compared = turns = without = refused = 0
+    compared = turns = matching = without = refused = 0
     refusal = ""
-    kinds: dict[tuple[tuple[int, ...], ...], ServingDifference] = {}
-    differing = 0
+    kinds: dict[Any, PromptDifference] = {}
     for row in rows:
         compared += 1
-        if not row.prompts:
-            without += not row.refusal
-            refused += bool(row.refusal)
-            refusal = refusal or row.refusal
-            continue
-        found = _whole_row(row) if whole else _learned_spans(row)
-        turns += len(found)
-        for trained, prompt in found:
-            if trained == prompt.ids:
+        without += not row.prompts and not row.refusal
+        if row.refusal and (whole or not row.prompts):
+            refused, refusal = refused + 1, refusal or row.refusal
+        ids = row.ids.tolist()
+        for before, turn, prompt in _whole_row(ids, row) if whole else _learned_spans(ids, row):
+            turns += 1
+            if before == prompt:
+                matching += 1
                 continue
-            if row.refusal:
-                # It may be the answer whose prompt cannot be rendered; nothing can be said of it.
-                turns, refused, refusal = turns - 1, refused + 1, refusal or row.refusal
+            start = _common(before, prompt)
+            # A row that is learned whole goes on with the answer, so only the served side tells kinds apart.
+            kind = (None if whole else tuple(before[start : start + 1]), tuple(prompt[start : start + 1]))
+            if kind in kinds:
+                kinds[kind] = replace(kinds[kind], count=kinds[kind].count + 1)
                 continue
-            differing += 1
-            changes = _changes(trained, prompt.ids, align=not whole)
-            kind = _kind(changes, trained, prompt.ids, whole=whole)
-            known = kinds.get(kind)
-            if known is None:
-                kinds[kind] = _difference(row.where, prompt, trained, changes, tokenizer, special)
-            else:
-                kinds[kind] = replace(known, count=known.count + 1)
-    ordered = sorted(kinds.values(), key=lambda difference: -difference.count)
-    return ServingCheck(
-        rows=compared,
-        of=of,
-        turns=turns,
-        matching=turns - differing,
-        without_prompt=without,
-        refused=refused,
-        refusal=refusal,
-        differences=tuple(ordered[:_SHOWN_KINDS]),
-    )
+            ours, theirs = (token_views(side, [0] * len(side), tokenizer, special) for side in (before, prompt))
+            changes = [("equal", 0, start, 0, start), ("replace", start, len(before), start, len(prompt))]
+            if not whole and len(before) * len(prompt) <= _ALIGNED:
+                changes = list(SequenceMatcher(None, before, prompt, autojunk=False).get_opcodes())
+            stretches = [
+                stretch
+                for tag, one, two, three, four in changes
+                for stretch in (
+                    [Stretch("same", ours[one:two])]
+                    if tag == "equal"
+                    else [Stretch("trained", ours[one:two]), Stretch("served", theirs[three:four])]
+                )
+                if stretch.tokens
+            ]
+            kinds[kind] = PromptDifference(1, row.where, turn, start, tuple(stretches))
+    ordered = sorted(kinds.values(), key=lambda difference: -difference.count)[:_SHOWN_KINDS]
+    return PromptParity(compared, of, turns, matching, without, refused, refusal, tuple(ordered))
 
 
-def _learned_spans(row: Served) -> list[tuple[tuple[int, ...], Prompt]]:
-    """For each learned span, the tokens before it and the served prompt that they should be.
-
-    Which answer a span belongs to is not asked: if the tokens before it are the prompt of any answer, the span
-    continues that prompt.
-    """
-    mask = row.mask.astype(np.int8)
-    starts = np.flatnonzero(np.diff(mask, prepend=np.int8(0)) == 1)
-    found = []
-    for start in starts.tolist():
-        before = tuple(row.ids[:start].tolist())
-        equal = [prompt for prompt in row.prompts if prompt.ids == before]
-        best = equal[0] if equal else max(row.prompts, key=lambda prompt: _likeness(before, prompt.ids))
-        found.append((before, best))
-    return found
+def _learned_spans(ids: list[int], row: ServedRow) -> Iterable[tuple[list[int], int, list[int]]]:
+    """For each learned span, the tokens before it and the served prompt that they are closest to."""
+    if not row.prompts:
+        return
+    for start in np.flatnonzero(np.diff(row.mask.astype(np.int8), prepend=np.int8(0)) == 1).tolist():
+        before = ids[:start]
+        yield before, *max(row.prompts, key=lambda one: (_common(before, one[1]), -abs(len(before) - len(one[1]))))
 
 
-def _whole_row(row: Served) -> list[tuple[tuple[int, ...], Prompt]]:
-    """Where everything is learned, the row must begin with every served prompt, unless it was cut off in it."""
-    ids = tuple(row.ids.tolist())
-    return [(ids[: len(prompt.ids)], prompt) for prompt in row.prompts if prompt.ids[: len(ids)] != ids]
-
-
-def _likeness(before: Sequence[int], served: Sequence[int]) -> tuple[int, int]:
-    return _common(before, served), -abs(len(before) - len(served))
+def _whole_row(ids: list[int], row: ServedRow) -> Iterable[tuple[list[int], int, list[int]]]:
+    """The beginning of the row for each served prompt, unless the row was cut off inside that prompt."""
+    for turn, prompt in row.prompts:
+        if prompt[: len(ids)] != ids:
+            yield ids[: len(prompt)], turn, prompt
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common beginning."""
-    for at, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return at
-    return min(len(left), len(right))
-
-
-Change = tuple[int, int, int, int]
-
-
-def _changes(trained: Sequence[int], served: Sequence[int], *, align: bool) -> list[Change]:
-    """What differs, in order: from, to in the trained prompt, from, to in the served one.
-
-    Without ``align`` all that follows the first difference differs: where the trained prompt ends is not known then.
-    """
-    start = _common(trained, served)
-    if not align:
-        return [(start, len(trained), start, len(served))]
-    end = min(_common(trained[::-1], served[::-1]), min(len(trained), len(served)) - start)
-    left, right = trained[start : len(trained) - end], served[start : len(served) - end]
-    if max(len(left), len(right)) > _ALIGNED:
-        return [(start, start + len(left), start, start + len(right))]
-    matcher = SequenceMatcher(None, left, right, autojunk=False)
-    return [
-        (start + one, start + two, start + three, start + four)
-        for tag, one, two, three, four in matcher.get_opcodes()
-        if tag != "equal"
-    ]
-
-
-def _kind(
-    changes: list[Change], trained: Sequence[int], served: Sequence[int], *, whole: bool
-) -> tuple[tuple[int, ...], ...]:
-    """What tells kinds of differences apart: the tokens that change first (not those of an answer)."""
-    one, two, three, four = changes[0]
-    return (() if whole else tuple(trained[one:two])), tuple(served[three:four])
-
-
-def _difference(
-    where: str,
-    prompt: Prompt,
-    trained: tuple[int, ...],
-    changes: list[Change],
-    tokenizer: Any,
-    special: frozenset[int],
-) -> ServingDifference:
-    ours = token_views(trained, [0] * len(trained), tokenizer, special)
-    theirs = token_views(prompt.ids, [0] * len(prompt.ids), tokenizer, special)
-    pieces: list[Piece] = []
-    at = 0
-    for one, two, three, four in changes:
-        pieces.append(Piece("same", ours[at:one]))
-        pieces.append(Piece("trained", ours[one:two]))
-        pieces.append(Piece("served", theirs[three:four]))
-        at = two
-    pieces.append(Piece("same", ours[at:]))
-    return ServingDifference(
-        count=1,
-        where=where,
-        turn=prompt.turn,
-        position=changes[0][2],
-        pieces=tuple(piece for piece in pieces if piece.tokens),
-        trained="".join(token.text for token in ours),
-        served="".join(token.text for token in theirs),
-    )
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))

@@ -1,1 +1,1 @@
-"""The reporting room: pages and plots that a person opens."""
+"""Pages that a person opens in a browser: their shell, and plots that can be zoomed and read off."""

@@ -10,7 +10,7 @@ from finray.data.dataset.plan import Part, plan
 from finray.data.dataset.prepare import plan_preparation
 from finray.data.formats.convert import converter_of
 from finray.data.formats.examples import Example
-from finray.data.sources.pieces import read_piece
+from finray.data.sources.pieces import read_piece, row_number
 from finray.data.sources.readers import BadRow
 from finray.errors import DataError
 
@@ -31,6 +31,15 @@ class SourceRows:
     def parts(self, split: str) -> list[Part]:
         """The parts that the rows of a split were prepared from, in the order of their rows."""
         return [part for part in self._parts if part.stream.split == split]
+
+    def places(self, part: Part) -> list[str]:
+        """``file:row`` of each row of a part, in order."""
+        reading = self._planned.settings.reading
+        found = []
+        for piece in part.pieces:
+            file, first = part.stream.source.short(piece.file), row_number(piece, 0, reading)
+            found += [f"{file}:{first + item.number}" for item in read_piece(piece, part.stream.source, reading)]
+        return found
 
     def examples(self, part: Part) -> list[list[Example]]:
         """What each row of a part was converted to, in order; nothing for a bad row."""

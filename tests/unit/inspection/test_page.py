@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections import Counter
 from html.parser import HTMLParser
@@ -11,15 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finray.cli.inspect import print_inspection, row_text
-from finray.errors import DataError
-from finray.inspection.measure import Histogram
-from finray.inspection.page import page, percent, plot, segments, shown, token_parts, write_page
-from finray.inspection.token_views import TokenView
-from tests.support.rows import ListRows, chat_row, inspect_rows, serving_of
+from finray.cli.inspect import print_inspection, stretches_text
+from finray.inspection.page import page, token_parts
+from finray.inspection.tokens import Stretch, TokenView, segments, shortened
+from tests.support.rows import ListRows, chat_row, inspect_rows, parity_of
 
 EVIL = "<script>alert('x')</script> <img src=x onerror=alert(1)> \" onmouseover=\"alert(2) {{ 7 * 7 }} &amp;"
-VOID = {"meta", "col", "img", "br", "line", "rect", "link", "input"}
+VOID = {"meta", "col", "img", "br", "link", "input"}
 
 
 class Page(HTMLParser):
@@ -33,7 +32,7 @@ class Page(HTMLParser):
         assert not self.open, [tag for tag, _, _ in self.open]
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag in VOID and tag != "rect":
+        if tag in VOID:
             self.elements.append((tag, dict(attributes), ""))
         else:
             self.open.append((tag, dict(attributes), []))
@@ -63,28 +62,33 @@ def inspection(tokenizer: Any) -> Any:
     questions = ["one two", EVIL, "where is\nthe house", "how\tmany"]
     rows = ListRows([chat_row(tokenizer, question, f"yes {EVIL}") for question in [*questions, *questions]], file=EVIL)
     prompts = [f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in questions]
-    serving = serving_of(
-        tokenizer, rows, lambda number: prompts[number % 4] + (f"<think>{EVIL}" if number == 1 else "")
-    )
+    parity = parity_of(tokenizer, rows, lambda number: prompts[number % 4] + (f"<think>{EVIL}" if number == 1 else ""))
     counters = {"train": {"source_rows": 12, "rows": 8, "truncated": 2, "dropped_too_long": 3, "answers_lost": 1}}
     return inspect_rows(
-        tokenizer, {"train": rows, "eval": ListRows([rows.row(0)])}, max_length=400, serving=serving, counters=counters
+        tokenizer, {"train": rows, "eval": ListRows([rows.row(0)])}, max_length=400, parity=parity, counters=counters
     )
 
 
-def test_the_page_needs_nothing_else_and_runs_nothing(inspection: Any) -> None:
-    html = page(inspection)
-    parsed = Page(html)
-    assert (
-        Counter(tag for tag, _, _ in parsed.elements).keys().isdisjoint({"script", "img", "link", "iframe", "object"})
-    )
+def test_the_page_needs_nothing_else_and_runs_only_its_own_script(inspection: Any) -> None:
+    parsed = Page(page(inspection))
+    assert Counter(tag for tag, _, _ in parsed.elements).keys().isdisjoint({"img", "link", "iframe", "object"})
     for tag, attributes, _ in parsed.elements:
         assert not {name for name in attributes if name.startswith("on")}, tag
         assert attributes.keys().isdisjoint({"src", "href", "action", "xlink:href"}), tag
-    assert "http:" not in html
-    assert "https:" not in html
-    assert "url(" not in html
-    assert "@import" not in html
+    scripts = [text for attributes, text in parsed.of("script") if attributes.get("type") != "application/json"]
+    assert len(scripts) == 1
+    (policy,) = [attributes["content"] for attributes, _ in parsed.of("meta") if "http-equiv" in attributes]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; ")
+    assert [part.strip().split()[0] for part in policy.split(";")] == [
+        "default-src",
+        "style-src",
+        "script-src",
+        "base-uri",
+    ]
+    styles = "".join(text for _, text in parsed.of("style"))
+    for remote in ("http:", "https:", "url(", "@import"):
+        assert remote not in styles
 
 
 def test_data_is_text_and_never_markup(inspection: Any) -> None:
@@ -119,39 +123,21 @@ def test_numbers_are_those_of_the_inspection(inspection: Any) -> None:
     assert (cells["truncated"], cells["dropped"], cells["answers_lost"]) == (["2", "–"], ["4", "–"], ["1", "–"])
     assert [cells["matching"], cells["turns"]] == [["7"], ["8"]]
     assert cells["copies"] == [str(found.rows) for found in inspection.duplicates]
-    bars = [int(attributes["data-count"] or 0) for attributes, _ in parsed.of("rect", "bar")]
-    assert bars == [*train.histogram.counts, *held_out.histogram.counts]
-    assert [text for _, text in parsed.of("title")].count("max_length") == 0
-
-
-def test_bars_and_ticks_stay_inside_the_plot() -> None:
-    for counts in ((1,), (0, 3, 0, 1_234_567), tuple(range(1, 33)), (7,) * 20):
-        drawn = plot(Histogram(16, counts), limit=16 * len(counts))
-        assert [bar.count for bar in drawn.bars] == list(counts)
-        assert drawn.limit == 100
-        for bar, count in zip(drawn.bars, counts, strict=True):
-            assert 0 <= bar.x < bar.x + bar.width <= 100
-            assert bar.y >= 0
-            assert (bar.height > 0) == (count > 0)
-        assert all(0 <= tick.at <= 100 for tick in drawn.x_ticks)
-        assert max(tick.value for tick in drawn.y_ticks) >= max(counts)
-        assert len(drawn.x_ticks) >= 2
-    assert plot(Histogram(1, (5, 5)), limit=1024).limit is None
-
-
-def test_shares_are_never_rounded_to_nothing_or_all() -> None:
-    assert [percent(share) for share in (0, 1, 0.5, 0.0001, 0.99999)] == ["0%", "100%", "50.0%", "< 0.1%", "> 99.9%"]
+    plots = [json.loads(text) for attributes, text in parsed.of("script") if "type" in attributes]
+    assert [plot["series"][0]["y"][:-1] for plot in plots] == [
+        list(split.histogram.counts) for split in (train, held_out)
+    ]
+    assert [plot["limit"] for plot in plots] == [None, None]
 
 
 def test_token_shares_add_up(inspection: Any) -> None:
     parts = token_parts(inspection.splits[0])
-    assert sum(part.share for part in parts) == pytest.approx(1)
-    assert {part.key: part.count for part in parts}["learned"] == inspection.splits[0].supervised
+    assert sum(share for _, _, _, share in parts) == pytest.approx(1)
+    assert {key: count for key, _, count, _ in parts}["learned"] == inspection.splits[0].supervised
 
 
 def test_white_space_and_invisible_characters_are_set_apart() -> None:
-    found = [(part.kind, part.text) for part in segments("a  b\n\tc\x1b[31m\u200bd")]
-    assert found == [
+    assert segments("a  b\n\tc\x1b[31m\u200bd") == [
         ("text", "a"),
         ("space", " "),
         ("space", " "),
@@ -168,14 +154,10 @@ def test_white_space_and_invisible_characters_are_set_apart() -> None:
 
 def test_long_rows_are_shown_by_their_ends() -> None:
     tokens = [TokenView(number, "x", False, False) for number in range(5000)]
-    first, left_out, last = shown(tokens)
-    assert len(first) + left_out + len(last) == 5000
-    assert (first[0].id, last[-1].id) == (0, 4999)
-
-
-def test_a_page_that_cannot_be_written_is_an_error(inspection: Any, tmp_path: Any) -> None:
-    with pytest.raises(DataError, match="cannot be written"):
-        write_page(inspection, tmp_path / "no" / "page.html")
+    first, gap, last = shortened(tokens, 800, 800)
+    assert len(first.tokens) + gap.left_out + len(last.tokens) == 5000
+    assert (first.tokens[0].id, last.tokens[-1].id) == (0, 4999)
+    assert shortened(tokens[:1610], 800, 800) == [Stretch("same", tokens[:1610])]
 
 
 # --- terminal -------------------------------------------------------------------------------------------------------
@@ -205,5 +187,5 @@ def test_with_colours_learned_text_has_another_style(inspection: Any) -> None:
 
 def test_data_cannot_steer_the_terminal() -> None:
     tokens = [TokenView(1, "\x1b[2Jgone[bold]", True, False), TokenView(2, "\r\x07", False, False)]
-    text = row_text(tokens, brackets=("⟦", "⟧")).plain
+    text = stretches_text([Stretch("same", tokens)], brackets=("⟦", "⟧")).plain
     assert text == "⟦<U+001B>[2Jgone[bold]⟧<U+000D><U+0007>"

@@ -47,12 +47,12 @@ def test_every_answer_continues_the_served_prompt(tiny_model_dir: Path, conversa
     assert found.header.format == "messages (messages) (detected)"
     assert [split.name for split in found.splits] == ["train", "eval"]
     assert [split.rows for split in found.splits] == [36, 4]
-    assert found.serving.rows == found.serving.of == 36
+    assert found.parity.rows == found.parity.of == 36
     answers = [
         1 + (int(view.where.rpartition(":")[2]) - 1) % 3
         for view in _all(found, tiny_model_dir, conversations, tmp_path)
     ]
-    assert found.serving.turns == found.serving.matching == sum(answers)
+    assert found.parity.turns == found.parity.matching == sum(answers)
     assert {check.level for check in found.checks} <= {"ok", "note"}
 
 
@@ -67,13 +67,13 @@ def test_a_template_that_rewrites_history_gives_rows_that_are_proven(
 ) -> None:
     template = (TEMPLATES / "qwen-3.jinja").read_text(encoding="utf-8")
     found = inspect(_config(tiny_model_dir, conversations, tmp_path, template=template), compared=None)
-    assert found.serving.holds
-    assert found.serving.turns == sum(1 + number % 3 for number in range(40))
+    assert found.parity.holds
+    assert found.parity.turns == sum(1 + number % 3 for number in range(40))
 
 
 def test_a_sample_is_compared_where_that_is_enough(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
     found = inspect(_config(tiny_model_dir, conversations, tmp_path), compared=10)
-    assert (found.serving.rows, found.serving.of, found.serving.holds) == (10, 40, True)
+    assert (found.parity.rows, found.parity.of, found.parity.holds) == (10, 40, True)
 
 
 def test_data_that_is_refused_shows_the_difference(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
@@ -81,20 +81,20 @@ def test_data_that_is_refused_shows_the_difference(tiny_model_dir: Path, convers
     found = inspect(_config(tiny_model_dir, conversations, tmp_path, template=OPENS_REASONING))
     assert isinstance(found.refusal, DataError)
     assert found.splits == ()
-    assert not found.serving.holds
-    difference = found.serving.differences[0]
-    assert difference.served.endswith("<|im_start|>assistant\n<think>")
-    assert not difference.trained.endswith("<think>")
+    assert not found.parity.holds
+    difference = found.parity.differences[0]
+    assert difference.text("served").endswith("<|im_start|>assistant\n<think>")
+    assert not difference.text("trained").endswith("<think>")
     assert difference.where.startswith("chats.jsonl:")
 
 
 def test_rows_learned_whole_are_compared_too(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
     whole = inspect(_config(tiny_model_dir, conversations, tmp_path, train_on="all"), compared=None)
-    assert whole.serving.holds
-    assert whole.serving.turns == sum(1 + number % 3 for number in range(40))
+    assert whole.parity.holds
+    assert whole.parity.turns == sum(1 + number % 3 for number in range(40))
     other = inspect(_config(tiny_model_dir, conversations, tmp_path, train_on="all", template=OPENS_REASONING))
     assert other.refusal is None
-    assert other.serving.matching < other.serving.turns
+    assert other.parity.matching < other.parity.turns
 
 
 def test_another_mistake_is_raised_as_it_is(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -109,15 +109,15 @@ def test_completions_are_compared_with_the_tokenised_prompt(tiny_model_dir: Path
     rows = [{"prompt": f"{tiny.WORDS[number]} is", "completion": f" {tiny.WORDS[number + 1]}"} for number in range(12)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found = inspect(_config(tiny_model_dir, path, tmp_path))
-    assert (found.serving.turns, found.serving.matching) == (12, 12)
+    assert (found.parity.turns, found.parity.matching) == (12, 12)
 
 
 def test_plain_text_has_nothing_to_compare(tiny_model_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "the green house " * 40}) + "\n", encoding="utf-8")
     found = inspect(_config(tiny_model_dir, path, tmp_path, max_length=32))
-    assert (found.serving.turns, found.serving.without_prompt) == (0, found.splits[0].rows)
-    assert found.serving.holds
+    assert (found.parity.turns, found.parity.without_prompt) == (0, found.splits[0].rows)
+    assert found.parity.holds
     ends = next(check for check in found.checks if check.name == "Learned text ends with an end token")
     assert ends.level == "ok"
 

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finray.errors import DataError
-from finray.inspection.findings import findings, verdict
+from finray.inspection.checks import Check, findings, verdict
 from finray.inspection.measure import histogram, last_question, packing
-from finray.inspection.token_checks import Check
-from finray.inspection.token_views import special_tokens, token_texts
-from tests.support.rows import ListRows, chat_row, completion_row, inspect_rows, serving_of
+from finray.inspection.tokens import special_tokens, token_texts
+from tests.support.rows import ListRows, chat_row, completion_row, inspect_rows, parity_of
 from tests.support.tiny import WORDS
 
 EOS = "<|im_end|>"
@@ -114,7 +113,7 @@ def test_good_rows_pass_every_check(tokenizer: Any) -> None:
     ends = _check(found.checks, "Learned text ends with an end token")
     assert (ends.level, ends.of, ends.finding.endswith(f"{EOS} (50)")) == ("ok", 50, True)
     assert {check.level for check in found.checks} == {"ok"}
-    assert verdict(findings(found)) == ("ok", "Nothing wrong was found")
+    assert verdict(findings(found)) == ("ok", "No problems found")
 
 
 def test_an_answer_without_its_end_is_a_problem(tokenizer: Any) -> None:
@@ -144,7 +143,7 @@ def test_each_answer_of_a_conversation_is_looked_at(tokenizer: Any) -> None:
 def test_white_space_behind_the_end_is_no_open_end(tokenizer: Any) -> None:
     rows = [(ids, [1] * len(ids)) for ids, _ in _random_rows(tokenizer, 5, seed=6)]
     check = _check(
-        inspect_rows(tokenizer, {"train": ListRows(rows)}, learned="all").checks, "Learned text ends with an end token"
+        inspect_rows(tokenizer, {"train": ListRows(rows)}, train_on="all").checks, "Learned text ends with an end token"
     )
     assert (check.level, check.of) == ("ok", 5)
 
@@ -287,7 +286,7 @@ def _served_prompt(question: str) -> str:
 def test_rows_that_continue_the_served_prompt_are_proven(tokenizer: Any) -> None:
     questions = ["one two", "where is the house", "how many"]
     rows = ListRows([chat_row(tokenizer, question, "yes please") for question in questions])
-    found = serving_of(tokenizer, rows, lambda number: _served_prompt(questions[number]))
+    found = parity_of(tokenizer, rows, lambda number: _served_prompt(questions[number]))
     assert (found.rows, found.turns, found.matching, found.differences, found.holds) == (3, 3, 3, (), True)
 
 
@@ -295,34 +294,34 @@ def test_a_served_prompt_with_more_tokens_is_shown(tokenizer: Any) -> None:
     """The negative control of the proof: a generation prompt that opens a block of reasoning."""
     questions = ["one two", "where is the house"]
     rows = ListRows([chat_row(tokenizer, question, "yes please") for question in questions])
-    found = serving_of(tokenizer, rows, lambda number: f"{_served_prompt(questions[number])}<think>\n")
+    found = parity_of(tokenizer, rows, lambda number: f"{_served_prompt(questions[number])}<think>\n")
     assert (found.turns, found.matching, found.holds) == (2, 0, False)
     (difference,) = found.differences
     assert (difference.count, difference.where) == (2, "rows.jsonl:1")
     trained = tokenizer(_served_prompt(questions[0]), add_special_tokens=False)["input_ids"]
     assert difference.position == len(trained)
-    assert "".join(token.text for piece in difference.pieces if piece.kind == "served" for token in piece.tokens) == (
-        "<think>\n"
-    )
-    assert difference.served == f"{difference.trained}<think>\n"
+    assert "".join(
+        token.text for piece in difference.stretches if piece.kind == "served" for token in piece.tokens
+    ) == ("<think>\n")
+    assert difference.text("served") == f"{difference.text('trained')}<think>\n"
 
 
 def test_the_pieces_of_a_difference_are_both_prompts(tokenizer: Any) -> None:
     rows = ListRows([chat_row(tokenizer, "the green house", "yes")])
-    (difference,) = serving_of(tokenizer, rows, lambda _: _served_prompt("the blue house please")).differences
-    for kind, whole in (("trained", difference.trained), ("served", difference.served)):
-        texts = [token.text for piece in difference.pieces if piece.kind in ("same", kind) for token in piece.tokens]
-        assert "".join(texts) == whole
+    (difference,) = parity_of(tokenizer, rows, lambda _: _served_prompt("the blue house please")).differences
+    assert difference.text("trained") == _served_prompt("the green house")
+    assert difference.text("served") == _served_prompt("the blue house please")
+    assert [piece.kind for piece in difference.stretches].count("same") >= 2
 
 
 def test_every_answer_of_a_row_that_is_learned_whole_is_compared(tokenizer: Any) -> None:
     ids, _ = chat_row(tokenizer, "one", "two")
     rows = ListRows([(ids, [1] * len(ids))])
-    assert serving_of(tokenizer, rows, lambda _: _served_prompt("one"), whole=True).holds
-    assert not serving_of(tokenizer, rows, lambda _: _served_prompt("two"), whole=True).holds
+    assert parity_of(tokenizer, rows, lambda _: _served_prompt("one"), whole=True).holds
+    assert not parity_of(tokenizer, rows, lambda _: _served_prompt("two"), whole=True).holds
     short = ListRows([(ids[:9], [1] * 9)])
-    assert serving_of(tokenizer, short, lambda _: _served_prompt("one"), whole=True).turns == 0
-    longer = serving_of(tokenizer, rows, lambda _: f"{_served_prompt('one')}{'never ' * 40}", whole=True)
+    assert parity_of(tokenizer, short, lambda _: _served_prompt("one"), whole=True).turns == 0
+    longer = parity_of(tokenizer, rows, lambda _: f"{_served_prompt('one')}{'never ' * 40}", whole=True)
     assert (longer.turns, longer.matching) == (1, 0)
 
 
@@ -330,5 +329,5 @@ def test_a_refused_prompt_is_no_proof(tokenizer: Any) -> None:
     def refuse(number: int) -> str:
         raise DataError("the chat template refuses the conversation")
 
-    found = serving_of(tokenizer, ListRows([chat_row(tokenizer, "one", "two")]), refuse)
+    found = parity_of(tokenizer, ListRows([chat_row(tokenizer, "one", "two")]), refuse)
     assert (found.turns, found.refused, found.holds) == (0, 1, False)

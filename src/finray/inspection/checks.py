@@ -1,0 +1,329 @@
+"""Checks over every prepared row, and all findings of an inspection in sentences, the worst first.
+
+Rows are scanned in blocks with NumPy, so that a million rows take seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from finray.data.dataset.prepared import PreparedSplit
+from finray.inspection.prompt_parity import PromptParity
+from finray.inspection.tokens import SpecialTokens
+
+if TYPE_CHECKING:
+    from finray.inspection.measure import Duplicates, Inspection
+
+IntArray = npt.NDArray[np.int64]
+Level = Literal["ok", "note", "warning", "problem"]
+
+_BLOCK = 2048
+_PLACES = 5
+# A template may write this many tokens of white space after the end of a turn.
+_TRAILING = 4
+_ORDER: dict[Level, int] = {"problem": 0, "warning": 1, "note": 2, "ok": 3}
+_MANY_COPIES = 0.01
+# Counter of the preparation; the level if it is not zero; name and wording of the check.
+_COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
+    ("answers_lost", "problem", "Answers lost", "lost the whole answer to data.max_length"),
+    ("unlearnable", "warning", "Nothing to learn", "had nothing to learn and were left out"),
+    ("truncated", "warning", "Rows cut off", "were cut off at data.max_length"),
+    ("dropped_too_long", "warning", "Rows too long", "were dropped: longer than data.max_length"),
+    ("bad_rows", "warning", "Bad rows", "could not be used and were dropped"),
+    ("system_ignored", "warning", "System message ignored", "have a system message that the chat template leaves out"),
+    ("answers_rewritten", "warning", "Answers rewritten", "have an answer that the chat template changes"),
+    ("tools_as_text", "note", "Tools as text", "have tools or calls that the chat template cannot render itself"),
+    ("split_conversations", "note", "Conversations split", "became several: the chat template rewrites earlier turns"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: short name.
+        level: ``ok``, ``note`` (worth knowing), ``warning`` or ``problem``.
+        finding: what was found, in a sentence.
+        count: how many of ``of`` are affected.
+        where: some of the rows.
+    """
+
+    name: str
+    level: Level
+    finding: str
+    count: int = 0
+    of: int = 0
+    where: tuple[str, ...] = ()
+
+
+@dataclass
+class Tally:
+    """A count of rows, with the first few of them."""
+
+    count: int = 0
+    where: list[str] = field(default_factory=list)
+
+    def add(self, rows: PreparedSplit, numbers: IntArray) -> None:
+        """Count each of these rows."""
+        self.count += len(numbers)
+        self.where += [rows.where(int(number)) for number in numbers[: max(0, _PLACES - len(self.where))]]
+
+
+class TokenScan:
+    """Counts special tokens in every row: ends of learned spans, BOS, unknown tokens, special tokens inside answers.
+
+    Args:
+        tokens: the special tokens.
+        tokenizer: the Transformers tokenizer.
+        max_length: ``data.max_length``.
+        whole: whether all tokens are learned, so that only the last token of a row ends a span.
+    """
+
+    def __init__(self, tokens: SpecialTokens, tokenizer: Any, *, max_length: int, whole: bool) -> None:
+        self._tokens = tokens
+        self._decode = tokenizer.backend_tokenizer.decode
+        self._max_length = max_length
+        self._whole = whole
+        self.rows = self.spans = 0
+        # Ids of the tokens that end learned spans, and of special tokens inside them, to how often.
+        self.ends: Counter[int] = Counter()
+        self.inside: Counter[int] = Counter()
+        # Spans that end with none of the end tokens: though the row had room, or because it is full.
+        self.open, self.cut = Tally(), Tally()
+        self.doubled_bos, self.no_bos, self.unknown, self.inside_rows = Tally(), Tally(), Tally(), Tally()
+        # The unknown token can be told apart only if it has an id of its own.
+        self.unk = None if tokens.unk in (tokens.bos, tokens.eos, tokens.pad) else tokens.unk
+
+    def add(self, rows: PreparedSplit) -> None:
+        """Scan every row of a split."""
+        self.rows += len(rows)
+        # A long text is cut into several rows of one source row; only the first of them begins with BOS.
+        later = np.ones(len(rows), dtype=bool)
+        later[np.unique(rows.source_rows, return_index=True)[1]] = False
+        for first in range(0, len(rows), _BLOCK):
+            numbers = np.arange(first, min(first + _BLOCK, len(rows)), dtype=np.int64)
+            self._add_block(rows, numbers, later[numbers])
+
+    def _add_block(self, rows: PreparedSplit, numbers: IntArray, later: npt.NDArray[np.bool_]) -> None:
+        # All rows of the block end to end: `owner` is the row of each token, `starts` and `stops` where rows lie.
+        parts = [rows.row(number) for number in numbers.tolist()]
+        ids = np.concatenate([one for one, _ in parts])
+        learned = np.concatenate([mask for _, mask in parts]).astype(bool)
+        lengths = np.array([len(one) for one, _ in parts], dtype=np.int64)
+        owner, stops = np.repeat(numbers, lengths), np.cumsum(lengths)
+        starts = stops - lengths
+
+        if self._tokens.bos is not None:
+            begins = ids[starts] == self._tokens.bos
+            second = ids[np.minimum(starts + 1, stops - 1)] == self._tokens.bos
+            self.doubled_bos.add(rows, numbers[begins & second & (lengths > 1)])
+            if self._tokens.puts_bos:
+                self.no_bos.add(rows, numbers[~begins & ~later])
+        if self.unk is not None:
+            self.unknown.add(rows, np.unique(owner[ids == self.unk]))
+
+        next_learned = np.append(learned[1:], False)
+        next_learned[stops - 1] = False
+        last = np.flatnonzero(learned & ~next_learned)
+        if self._whole and len(last):
+            last = last[np.append(np.diff(owner[last]) > 0, True)]
+        if not len(last):
+            return
+        # The token that ends each span, in front of trailing white space.
+        at = last.copy()
+        for _ in range(_TRAILING):
+            candidates = [token for token in np.unique(ids[at]).tolist() if token not in self._tokens.special]
+            spaces = [token for token in candidates if self._decode([token], skip_special_tokens=False).isspace()]
+            white = np.isin(ids[at], spaces) & (at > 0) & learned[at - 1] & (owner[at - 1] == owner[at])
+            if not white.any():
+                break
+            at = np.where(white, at - 1, at)
+        ended = np.isin(ids[at], list(self._tokens.ends))
+        self.spans += len(last)
+        self.ends.update(ids[at][ended].tolist())
+        within = owner[last] - numbers[0]
+        full = (last + 1 == stops[within]) & (lengths[within] >= self._max_length)
+        self.cut.add(rows, owner[last][~ended & full])
+        self.open.add(rows, owner[last][~ended & ~full])
+        if not self._whole:
+            special = np.isin(ids, list(self._tokens.special)) & learned
+            special[at[ended]] = False
+            self.inside.update(ids[special].tolist())
+            self.inside_rows.add(rows, np.unique(owner[special]))
+
+    def checks(self, *, kind: str) -> tuple[Check, ...]:
+        """The results.
+
+        Args:
+            kind: ``chat``, where a chat template writes BOS and not the tokenizer; ``text``, where long rows are cut
+                into pieces of which only the last has an end.
+        """
+        tokens = self._tokens
+        ends, inside = _listed(self.ends, tokens) or "none", _listed(self.inside, tokens)
+        stops = ", ".join(tokens.name(token) for token in sorted(tokens.stops)) or "none"
+        others = Counter({token: count for token, count in self.ends.items() if token not in tokens.stops})
+        unmatched = Tally(others.total())
+        bos = "BOS" if tokens.bos is None else tokens.name(tokens.bos)
+        unk = "" if self.unk is None else tokens.name(self.unk)
+        shared = tokens.pad is not None and tokens.pad == tokens.eos
+        return (
+            _check(
+                "Learned text ends with an end token",
+                self.spans,
+                f"every learned span that was not cut off ends with one: {ends}",
+                (
+                    "problem",
+                    self.open,
+                    "learned spans end without an end-of-turn or EOS token: the model does not learn to stop there",
+                ),
+            ),
+            _check(
+                "Serving stops at these tokens",
+                self.spans,
+                f"a server stops at {stops}",
+                (
+                    "problem",
+                    unmatched,
+                    f"answers end with {_listed(others, tokens)}, but a server stops only at {stops}: there it "
+                    "would run on",
+                ),
+            ),
+            _check(
+                "Learned text that is cut off",
+                self.spans,
+                "no learned span is cut off at data.max_length",
+                ("ok", self.cut if kind == "text" else Tally(), "pieces of long texts continue in another row"),
+                ("warning", self.cut, "learned spans are cut off at data.max_length, so their end is not learned"),
+            ),
+            _check(
+                "BOS",
+                self.rows,
+                "the tokenizer has no BOS"
+                if tokens.bos is None
+                else f"every row begins with {bos} once"
+                if tokens.puts_bos
+                else f"no row begins with {bos} twice",
+                ("problem", self.doubled_bos, f"rows begin with {bos} twice: the text has one, and another was added"),
+                (
+                    "note",
+                    self.no_bos if kind == "chat" else Tally(),
+                    f"rows do not begin with {bos}: the chat template writes none, and neither does a chat server that "
+                    "renders the template",
+                ),
+                (
+                    "problem",
+                    self.no_bos,
+                    f"rows do not begin with {bos}, which the tokenizer puts in front of a prompt",
+                ),
+            ),
+            _check(
+                "Special tokens inside learned text",
+                self.rows,
+                "none, except at its end",
+                ("warning", self.inside_rows, f"rows have special tokens inside their learned text: {inside}"),
+            ),
+            _check(
+                "Unknown tokens",
+                self.rows,
+                f"no row contains {unk}" if unk else "the tokenizer has no unknown token: it can encode every text",
+                ("warning", self.unknown, f"rows contain {unk}: text that the tokenizer cannot encode is lost"),
+            ),
+            Check(
+                "Padding and EOS",
+                "note" if shared else "ok",
+                f"both are {tokens.name(tokens.pad or 0)}. finray does not pad, so EOS is learned all the same; a tool "
+                "that masks the padding token in the loss would mask EOS too"
+                if shared
+                else "the tokenizer has no padding token, and finray needs none"
+                if tokens.pad is None
+                else f"padding is {tokens.name(tokens.pad)}, EOS is another token",
+            ),
+        )
+
+
+def _check(name: str, of: int, otherwise: str, *cases: tuple[Level, Tally, str]) -> Check:
+    """The first case that was counted, or ``ok`` with the words for none."""
+    for level, tally, text in cases:
+        if tally.count:
+            faults = 0 if level == "ok" else tally.count
+            return Check(
+                name, level, f"{tally.count:,} {text}", faults, of, () if level == "ok" else tuple(tally.where)
+            )
+    return Check(name, "ok", otherwise, 0, of)
+
+
+def _listed(counts: Counter[int], tokens: SpecialTokens) -> str:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{tokens.name(token)} ({count:,})" for token, count in ordered[:6])
+
+
+def findings(inspection: Inspection) -> tuple[Check, ...]:
+    """All checks: prompt parity, duplicates, the counters of the preparation, special tokens; the worst first."""
+    counted = [
+        Check(f"{name} ({split.name})", level, f"{count:,} of {of:,} rows {text}", count, of)
+        for split in inspection.splits
+        for of in [split.counts.get("source_rows", split.rows)]
+        for key, level, name, text in _COUNTERS
+        if (count := split.counts.get(key, 0)) > 0
+    ]
+    checks = [
+        parity_check(inspection.parity),
+        *(_duplicates(found) for found in inspection.duplicates),
+        *counted,
+        *inspection.checks,
+    ]
+    return tuple(sorted(checks, key=lambda check: _ORDER[check.level]))
+
+
+def verdict(checks: tuple[Check, ...]) -> tuple[Level, str]:
+    """The worst level, and a sentence that counts what is wrong."""
+    problems, warnings = (sum(check.level == level for check in checks) for level in ("problem", "warning"))
+    if problems:
+        return "problem", f"{problems} problem{'s' if problems > 1 else ''} that will hurt training"
+    if warnings:
+        return "warning", f"{warnings} thing{'s' if warnings > 1 else ''} to look at"
+    return checks[0].level, "No problems found"
+
+
+def parity_check(parity: PromptParity) -> Check:
+    """The comparison with served prompts, in a sentence."""
+    name = "Training continues the served prompt"
+    rows = f"{parity.rows:,} of {parity.of:,} rows compared"
+    if not parity.turns and not parity.refused:
+        return Check(name, "ok", "plain text has no prompt: nothing to compare", 0, parity.rows)
+    if parity.holds:
+        finding = f"{rows}: each of {parity.turns:,} answers continues exactly the prompt that a server renders"
+        return Check(name, "ok", finding, 0, parity.turns)
+    differing = parity.turns - parity.matching
+    parts = []
+    if differing:
+        parts.append(f"{differing:,} of {parity.turns:,} answers follow another prompt than a server will render")
+    if parity.refused:
+        parts.append(f"the chat template refuses a prompt of {parity.refused:,} rows ({parity.refusal})")
+    places = tuple(difference.where for difference in parity.differences[:3])
+    total = parity.turns + parity.refused
+    return Check(name, "problem", f"{rows}: {'; '.join(parts)}", differing + parity.refused, total, places)
+
+
+def _duplicates(found: Duplicates) -> Check:
+    where = tuple(" = ".join(group.where) for group in found.examples[:3])
+    rows, of = f"{found.rows:,}", f"{found.of:,}"
+    if len(found.splits) == 1:
+        name = f"Duplicates inside {found.splits[0]}"
+        if not found.rows:
+            return Check(name, "ok", f"no two of the {of} rows have the same tokens", 0, found.of)
+        level: Level = "warning" if found.rows > found.of * _MANY_COPIES else "note"
+        finding = f"{rows} of {of} rows ({found.rows / found.of:.2%}) are copies of {found.groups:,} others"
+        return Check(name, level, finding, found.rows, found.of, where)
+    first, second = found.splits
+    name = f"Rows of {second} in {first}"
+    if not found.rows:
+        return Check(name, "ok", f"none of the {of} rows of {second} is in {first}", 0, found.of)
+    finding = f"{rows} of {of} rows of {second} are also in {first}, so scores on them say little"
+    return Check(name, "warning", finding, found.rows, found.of, where)

@@ -1,0 +1,78 @@
+"""The shell of a page: one HTML file with style, script and data in it, that asks the network for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import DictLoader, Environment, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+from finray.errors import DataError
+from finray.reporting.plots import Plot
+
+
+def render(template: str, **values: Any) -> str:
+    """A page as HTML.
+
+    Args:
+        template: Jinja source that extends ``shell.html.j2`` and fills its blocks ``title``, ``style`` and ``body``.
+            Values are escaped. It has the filters ``number`` (1,234) and ``percent``, and ``figure(plot)``.
+        values: variables of the template.
+    """
+    here = resources.files("finray.reporting")
+    texts = {
+        name: (here / name).read_text(encoding="utf-8")
+        for name in ("shell.html.j2", "page.css", "plots.js", "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css")
+    }
+    script = f"\n{texts['vendor/uPlot.iife.min.js']}\n{texts['plots.js']}"
+    environment = Environment(
+        loader=DictLoader({"shell.html.j2": texts["shell.html.j2"]}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=lambda value: f"{value:,}", percent=percent)
+    # With this policy a browser runs our script alone and loads nothing, whatever text of the data gets into the page.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment.globals.update(
+        figure=figure,
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'",
+        script=Markup(script),
+        theme=Markup(texts["vendor/uPlot.min.css"] + texts["page.css"]),
+    )
+    return environment.from_string(template).render(values)
+
+
+def write(html: str, file: Path) -> None:
+    """Write a page.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
+    try:
+        file.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"the page cannot be written: {error.strerror}", where=str(file)) from None
+
+
+def figure(plot: Plot, caption: str = "") -> Markup:
+    """A plot as an element; ``caption`` stands beside its title."""
+    return Markup(
+        '<figure class="plot"><figcaption><h3>{}</h3><span class="small quiet">{}</span></figcaption>'
+        '<noscript>This plot needs JavaScript.</noscript><script type="application/json">{}</script></figure>'
+    ).format(plot.title, caption, htmlsafe_json_dumps(plot.plain()))
+
+
+def percent(share: float) -> str:
+    """A share as text; it is 0% or 100% only if it is exactly that."""
+    if share in (0, 1):
+        return f"{share:.0%}"
+    if share > 0.9995:
+        return "> 99.9%"
+    return "< 0.1%" if share < 0.0005 else f"{share:.1%}"
