@@ -1,7 +1,8 @@
-"""Names in a config that stand for code: of finray, of an installed package, or of the user's own.
+"""Names in a config that stand for code: of finray, of an installed package, or of your own.
 
-A name is looked up in a table of finray's, then among the entry points of installed packages (group ``finray.tasks``
-and so on), and else it is written ``package.module:Name``, where the working directory is searched too.
+A name is looked up in finray's table, then among the entry points of installed packages (in a group of the table's
+name), and else it is written ``package.module:Name``; the working directory is searched too. docs/guide/extending.md
+shows one of each.
 """
 
 from __future__ import annotations
@@ -9,43 +10,43 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from finray.errors import ConfigError
 
+# What can be extended: group of entry points, and finray's own by name. A new one is a file and a line here.
+TABLES: dict[str, dict[str, str]] = {
+    "finray.tasks": {"causal_lm": "finray.tasks.causal_lm:CausalLM"},
+    "finray.strategies": {
+        "ddp": "finray.parallel.ddp:DDPStrategy",
+        "fsdp": "finray.parallel.fsdp:FSDPStrategy",
+        "deepspeed": "finray.parallel.deepspeed.strategy:DeepSpeedStrategy",
+    },
+    "finray.trackers": {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"},
+    "finray.metrics": {"exact_match": "finray.evaluation.metrics:exact_match"},
+}
 
-def load_named(name: str, table: Mapping[str, str], *, group: str, where: str) -> Any:
+
+def load_named(group: str, name: str, *, where: str) -> Any:
     """The object that a name in a config stands for.
 
     Args:
-        name: an entry of the table, of an entry point, or ``package.module:Name``.
-        table: finray's own, name to ``package.module:Name``.
-        group: of the entry points, such as ``finray.trackers``.
+        group: of :data:`TABLES`.
+        name: in the table, of an entry point, or ``package.module:Name``.
         where: dotted config path, for the error.
 
     Raises:
         ConfigError: there is no such thing, or importing it fails.
     """
-    if name in table:
-        return _import(table[name], where=where)
-    if ":" in name:
-        return _import(name, where=f"{where}={name}")
-    installed = {point.name: point.value for point in entry_points(group=group)}
-    if name in installed:
-        return _import(installed[name], where=f"{where}={name}")
-    known = [*table, *installed]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    raise ConfigError(
-        f"unknown name `{name}`" + (f" (did you mean `{close[0]}`?)" if close else ""),
-        where=where,
-        repair=f"use one of {', '.join(known)}, or your own class as package.module:Class",
-    )
-
-
-def _import(path: str, *, where: str) -> Any:
+    known = {**{point.name: point.value for point in entry_points(group=group)}, **TABLES[group]}
+    path = known.get(name, name)
+    if ":" not in path:
+        raise ConfigError(
+            _unknown(name, known), where=where, repair="use one of these, or your own package.module:Name"
+        )
     module_name, _, attribute = path.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -57,3 +58,28 @@ def _import(path: str, *, where: str) -> Any:
             where=where,
             repair="write package.module:Name, and run finray where that module can be imported",
         ) from None
+
+
+def named(group: str, *others: str) -> Callable[[str], str]:
+    """A validator of a field that names an extension: nothing is imported, so that loading a config stays quick.
+
+    Args:
+        group: of :data:`TABLES`.
+        others: values that stand for no code, such as ``auto``.
+    """
+
+    def check(value: str) -> str:
+        if value in others or value in TABLES[group] or ":" in value:
+            return value
+        installed = [point.name for point in entry_points(group=group)]
+        if value not in installed:
+            raise ValueError(_unknown(value, [*TABLES[group], *others, *installed]))
+        return value
+
+    return check
+
+
+def _unknown(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    hint = f" (did you mean `{close[0]}`?)" if close else ""
+    return f"unknown name `{name}`{hint}; known are {', '.join(known)}, and your own as package.module:Name"

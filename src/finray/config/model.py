@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
+from finray.config.extensions import named
 from finray.config.section import Section
 
 
@@ -14,7 +15,10 @@ class ModelConfig(Section):
 
     name: str = Field(description="A model directory, a `.gguf` file, or a Hugging Face model id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
-    task: Literal["causal_lm"] = Field("causal_lm", description="What the model is trained to do.")
+    task: Annotated[str, AfterValidator(named("finray.tasks"))] = Field(
+        "causal_lm",
+        description="What the model is trained to do: `causal_lm`, or your own task as `package.module:Class`.",
+    )
     chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template.")
     chat_template_arguments: dict[str, Any] = Field(
         default_factory=dict,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from finray.config.extensions import named
 from finray.config.section import PositiveInt, Section
 
 
 class ParallelConfig(Section):
     """How the work is divided between workers."""
 
-    strategy: Literal["ddp", "fsdp", "deepspeed", "auto"] = Field(
+    strategy: Annotated[str, AfterValidator(named("finray.strategies", "auto"))] = Field(
         "ddp",
         description="`ddp`: a full copy of the model on each worker, gradients all-reduced. `fsdp`: weights, gradients "
         "and optimizer state sharded across the workers (FSDP2). `deepspeed`: sharded by DeepSpeed ZeRO. `auto`: "
-        "`ddp` if the run fits into memory, else `fsdp`.",
+        "`ddp` if the run fits into memory, else `fsdp`. Or your own as `package.module:Class`.",
     )
     reshard_after_forward: bool = Field(
         True,

@@ -34,9 +34,7 @@ CAUSAL_LM = TaskSpec(
     peft_type="CAUSAL_LM",
     best=("eval_loss", "min"),
 )
-# A task is a file in finray/tasks/, a spec above, and a line in each of these two.
 SPECS = {spec.name: spec for spec in (CAUSAL_LM,)}
-IMPLEMENTATIONS = {"causal_lm": "finray.tasks.causal_lm:CausalLM"}
 
 
 def task_class(name: str) -> Any:
@@ -45,7 +43,7 @@ def task_class(name: str) -> Any:
     Raises:
         ConfigError: there is no such task.
     """
-    return load_named(name, IMPLEMENTATIONS, group="finray.tasks", where="model.task")
+    return load_named("finray.tasks", name, where="model.task")
 
 
 def task_spec(name: str) -> TaskSpec:

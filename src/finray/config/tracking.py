@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
+from pydantic import AfterValidator, Field
+
+from finray.config.extensions import named
 from finray.config.section import PositiveInt, Section
 
 
@@ -11,7 +14,7 @@ class TrackingConfig(Section):
     """Where metrics are written. `metrics.jsonl` is always written."""
 
     tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
-    trackers: list[str] = Field(
+    trackers: list[Annotated[str, AfterValidator(named("finray.trackers"))]] = Field(
         default_factory=list,
         description="Further trackers, by name or as `package.module:Class`.",
     )

@@ -13,13 +13,6 @@ if TYPE_CHECKING:
 
     from finray.parallel.base import Strategy
 
-# A strategy is a file in this room and a line here.
-STRATEGIES = {
-    "ddp": "finray.parallel.ddp:DDPStrategy",
-    "fsdp": "finray.parallel.fsdp:FSDPStrategy",
-    "deepspeed": "finray.parallel.deepspeed.strategy:DeepSpeedStrategy",
-}
-
 
 def make_strategy(config: Config, resolved: Resolved, device: torch.device) -> Strategy:
     """The strategy of this process of a group.
@@ -32,6 +25,6 @@ def make_strategy(config: Config, resolved: Resolved, device: torch.device) -> S
     Raises:
         ConfigError: there is no such strategy.
     """
-    kind = load_named(resolved.strategy, STRATEGIES, group="finray.strategies", where="parallel.strategy")
+    kind = load_named("finray.strategies", resolved.strategy, where="parallel.strategy")
     strategy: Strategy = kind.from_config(config, resolved, device)
     return strategy

@@ -17,8 +17,6 @@ from finray.records import Metrics, RunHeader
 BACKLOG = 10_000
 # Seconds that a call may take before the tracker counts as hanging, and that the end of a run waits for each.
 PATIENCE_S = 60.0
-# A tracker is a file in this room and a line here.
-TRACKERS = {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,7 @@ def make_tracker(name: str) -> Tracker:
     Raises:
         ConfigError: there is none.
     """
-    tracker: Tracker = load_named(name, TRACKERS, group="finray.trackers", where="tracking.trackers")()
+    tracker: Tracker = load_named("finray.trackers", name, where="tracking.trackers")()
     return tracker
 
 
