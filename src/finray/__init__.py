@@ -16,7 +16,9 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from finray.config.load import load_config, with_overrides
     from finray.errors import FinrayError
-    from finray.evaluation.compare import evaluate, export_model, generate_text
+    from finray.evaluation.artifacts import export_model
+    from finray.evaluation.compare import evaluate
+    from finray.evaluation.generate import generate_text
     from finray.inspection.inspect import inspect
     from finray.runtime.driver import TrainResult, train
     from finray.runtime.prepare import prepare
@@ -30,8 +32,8 @@ _HOMES = {
     "inspect": ("finray.inspection.inspect", "inspect"),
     "prepare": ("finray.runtime.prepare", "prepare"),
     "evaluate": ("finray.evaluation.compare", "evaluate"),
-    "export_model": ("finray.evaluation.compare", "export_model"),
-    "generate_text": ("finray.evaluation.compare", "generate_text"),
+    "export_model": ("finray.evaluation.artifacts", "export_model"),
+    "generate_text": ("finray.evaluation.generate", "generate_text"),
 }
 __all__ = [
     "FinrayError",

@@ -15,17 +15,22 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
+from finray.checkpoint import manifest
+from finray.checkpoint.store import CheckpointStore
 from finray.config.identity import differences
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import run_path
 from finray.config.redact import redact
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.errors import ClusterError, ConfigError
+from finray.errors import CheckpointError, ClusterError, ConfigError
 
 CONFIG_FILE = "config.yaml"
-FINAL = "final"
 # What every `auto` of the config came to; a continued run keeps to it.
-RESOLVED = "resolved.json"
+RESOLVED_FILE = "resolved.json"
+FINAL = "final"
+# Folders of a checkpoint that only a resume reads.
+RESUME_ONLY = ("training_state", "deepspeed")
 # Ray Train keeps its own list of checkpoints here; finray's manifests are what is believed.
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
@@ -62,6 +67,73 @@ class RunDir:
         scratch = self.path / f".{CONFIG_FILE}.{os.getpid()}"
         scratch.write_text(yaml.safe_dump(redact(config.plain()), sort_keys=False), encoding="utf-8")
         os.replace(scratch, self.config_file)
+
+    def keep_resolved(self, resolved: Resolved) -> None:
+        """Write what every ``auto`` of the config came to, for a later start of the run and for what comes after it."""
+        scratch = self.path / f".{RESOLVED_FILE}.{os.getpid()}"
+        scratch.write_text(json.dumps(resolved.plain(), indent=2) + "\n", encoding="utf-8")
+        os.replace(scratch, self.path / RESOLVED_FILE)
+
+    def resolved(self) -> Resolved | None:
+        """What every ``auto`` came to when the run was last started; None for a run that never came so far.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        path = self.path / RESOLVED_FILE
+        try:
+            return Resolved.from_plain(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"what the run was started with cannot be read: {error}",
+                where=str(path),
+                repair="delete the file; it is then worked out anew",
+            ) from None
+
+    def make_final(self, *, best: tuple[str, str] | None, warn: Callable[[str], None]) -> int:
+        """Make ``final/`` from a checkpoint: what a user needs of it, without what only a resume needs.
+
+        Files are hard links where the file system has them: weights of a terabyte would be copied for an hour. The
+        manifest of the checkpoint, which is verified first, has their digests already.
+
+        Args:
+            best: a metric, and ``min`` or ``max``; None, or a metric that no checkpoint has, takes the last checkpoint.
+            warn: told if that one is damaged, and the newest valid one is taken instead.
+
+        Returns:
+            The step of the checkpoint that was taken.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged.
+        """
+        store = CheckpointStore(self.path)
+        chosen = None if best is None else store.best(*best)
+        chosen = store.steps()[-1] if chosen is None else chosen
+        source = store.path_of(chosen)
+        try:
+            content = manifest.verify(source)
+        except CheckpointError as error:
+            latest = store.latest(lambda message: None)
+            if latest is None:
+                raise
+            warn(f"step {latest.step} becomes final, not {chosen}: {error}")
+            chosen, source, content = latest.step, latest.path, manifest.read(latest.path)
+        scratch = self.path / f".tmp-final-{os.getpid()}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        kept = [entry for entry in content["files"] if Path(entry["path"]).parts[0] not in RESUME_ONLY]
+        for entry in kept:
+            target = scratch / entry["path"]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source / entry["path"], target)
+            except OSError:
+                shutil.copy2(source / entry["path"], target)
+        manifest.write(scratch, manifest.build(kept, step=chosen, metrics=content["metrics"]))
+        shutil.rmtree(self.final, ignore_errors=True)
+        os.replace(scratch, self.final)
+        return chosen
 
     def finish(self, outcome: dict[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""

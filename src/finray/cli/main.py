@@ -78,11 +78,11 @@ def generate(
     base: BaseModel = None,
 ) -> None:
     """Answer prompts with a trained model."""
-    from finray.cli.prompts import read_prompts
-    from finray.evaluation.compare import generate_text
-    from finray.evaluation.generate import Sampling
+    from finray.evaluation.engines.base import Sampling
+    from finray.evaluation.generate import generate_text
+    from finray.evaluation.prompts import read_prompts
 
-    asked = read_prompts(prompts or [], file, system=system)
+    asked = read_prompts(prompts or [], file, system=system, lines=() if sys.stdin.isatty() else sys.stdin)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answers = generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
     show.answers(show.console(), asked, answers, output)
@@ -114,7 +114,7 @@ def export(
     base: BaseModel = None,
 ) -> None:
     """Write a model that plain Transformers or PEFT loads, and prove that it does."""
-    from finray.evaluation.compare import export_model
+    from finray.evaluation.artifacts import export_model
 
     if dtype not in ("fp32", "bf16"):
         raise ConfigError(f"`{dtype}` is no storage dtype", where="--dtype", repair="use fp32 or bf16")

@@ -18,7 +18,8 @@ from finray.tracking.console import ConsoleTracker, PrepareView, duration
 
 if TYPE_CHECKING:
     # At run time these would import torch, which `finray config show` has no use for.
-    from finray.evaluation.compare import Comparison, Prompt
+    from finray.evaluation.compare import Comparison
+    from finray.evaluation.prompts import Prompt
     from finray.runtime.driver import TrainResult
 
 
@@ -151,7 +152,7 @@ def comparison(target: Console, result: Comparison, *, samples: int) -> None:
         target.rule(style="dim")
         for label, key in (("prompt", "prompt"), ("expected", "reference"), ("base", "base"), ("tuned", "tuned")):
             target.print(f"[bold]{label:>9}[/bold] ", end="")
-            target.print(str(prediction[key]).strip(), markup=False, highlight=False, soft_wrap=True)
+            target.print(getattr(prediction, key).strip(), markup=False, highlight=False, soft_wrap=True)
     target.print(f"\npredictions: {result.folder / 'predictions.jsonl'}", highlight=False, soft_wrap=True)
 
 

@@ -1,1 +1,1 @@
-"""The evaluation room: generation back ends, metrics. It knows nothing of training."""
+"""The evaluation room: what a run left is found, prompted, scored and compared with its base model."""

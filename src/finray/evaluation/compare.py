@@ -1,35 +1,32 @@
-"""After training: generate from a run, compare it with its base model, export it."""
+"""A run's model against its base model, on the rows that the run held out."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
-from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.config.paths import PREPARED, local_dir_of
 from finray.config.schema import Config, ModelConfig
 from finray.data.dataset.prepare import prepare_here
-from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
-from finray.data.sampling.collate import collate
-from finray.errors import DataError, FinrayError, ModelError
-from finray.evaluation.generate import Sampling, generate
-from finray.evaluation.metrics import exact_match, is_exact
-from finray.models import attention
-from finray.models.artifacts import Artifact, load_artifact, read_artifact
-from finray.models.export import Exported, export
-from finray.models.loading import DTYPES, load_causal_lm, resolve_precision
+from finray.data.dataset.prepared import PreparedDataset
+from finray.errors import CheckpointError, DataError, FinrayError, ModelError
+from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
+from finray.evaluation.engines.base import Sampling
+from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.metrics import Row, Scores, is_exact, mean_loss
+from finray.models.artifacts import load_artifact
+from finray.models.loading import load_causal_lm
+from finray.models.packing_check import check_packing
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.tasks.causal_lm import CausalLM
+from finray.training.assemble import require_same_data
+from finray.training.state import TrainState
 
 
 class Progress(Protocol):
@@ -43,100 +40,25 @@ def _silent(what: str, done: int, *, total: int) -> None:
     """No progress."""
 
 
-def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
-    """The weights that a run, checkpoint or model directory stands for, verified where there is a manifest.
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """A row to answer: the whole of it, and cut into what comes before its last answer and that answer."""
 
-    Raises:
-        FinrayError: nothing is there, or it is damaged.
-    """
-    if not path.is_dir():
-        raise ModelError(
-            "the directory does not exist", where=str(path), repair="name a run, checkpoint or model directory"
-        )
-    run = RunDir(path.resolve())
-    folder = run.path
-    if run.config_file.is_file():
-        folder = run.final
-        if not folder.is_dir():
-            latest = CheckpointStore(run.path).latest(lambda message: None)
-            if latest is None:
-                raise ModelError("the run has no checkpoint yet", where=str(path), repair="`finray train` it first")
-            folder = latest.path
-    if (folder / manifest.NAME).is_file():
-        manifest.verify(folder)
-    return read_artifact(folder, base=base)
-
-
-def export_model(path: Path, output: Path, *, merge: bool, dtype: str, base: str | None = None) -> Exported:
-    """Export what a directory stands for; see :func:`finray.models.export.export`."""
-    return export(find_artifact(path, base=base), output, merge=merge, dtype=dtype)
+    row: Row
+    prompt: list[int]
+    reference: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What to answer: a conversation, or raw text."""
+class Prediction:
+    """One row as text, and whether each model's answer is the reference; a line of ``predictions.jsonl``."""
 
-    text: str = ""
-    messages: tuple[dict[str, str], ...] = ()
-
-
-def generate_text(
-    path: Path,
-    prompts: Sequence[Prompt],
-    *,
-    sampling: Sampling,
-    batch_size: int,
-    raw: bool | None = None,
-    base: str | None = None,
-) -> list[str]:
-    """Answers to prompts.
-
-    Args:
-        path: a run, checkpoint or model directory.
-        prompts: what to answer.
-        sampling: how tokens are chosen.
-        batch_size: prompts at a time.
-        raw: give text to the model as it is; None does so where it was trained on plain prompts.
-        base: overrides the base model of an adapter.
-
-    Raises:
-        FinrayError: the model cannot be loaded, or a conversation meets no chat template.
-    """
-    artifact = find_artifact(path, base=base)
-    tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
-    if raw is None:
-        raw = artifact.notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
-    ids = [_prompt_ids(tokenizer, prompt, raw=raw) for prompt in prompts]
-    device = _device()
-    model = load_artifact(artifact, dtype=_dtype(device)).to(device)
-    answers = generate(
-        model,
-        ids,
-        pad_id=_pad_id(tokenizer),
-        stop_ids=_stop_ids(tokenizer, model),
-        sampling=sampling,
-        batch_size=batch_size,
-    )
-    return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
-
-
-def _prompt_ids(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:
-    if raw and not prompt.messages:
-        return list(tokenizer(prompt.text)["input_ids"])
-    if not tokenizer.chat_template:
-        raise ModelError("the model has no chat template", repair="give prompts as text with --raw")
-    messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How a model did: share of exact answers, and loss and perplexity of the references."""
-
-    exact_match: float
-    loss: float
-    perplexity: float
+    prompt: str
+    reference: str
+    base: str
+    tuned: str
+    base_exact: bool
+    tuned_exact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,27 +66,35 @@ class Comparison:
     """Base against tuned model on held-out rows.
 
     Attributes:
-        rows: number of rows.
         base: scores of the model that training started from.
         tuned: scores of the trained model.
-        predictions: one dictionary per row, as in ``predictions.jsonl``.
+        predictions: one for each row.
         folder: where scores and predictions were written.
     """
 
-    rows: int
     base: Scores
     tuned: Scores
-    predictions: list[dict[str, Any]]
+    predictions: list[Prediction]
     folder: Path
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.predictions)
 
 
 def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress = _silent) -> Comparison:
     """Generate on a run's held-out rows with the base and the tuned model, and score both.
 
-    The rows are read from the prepared dataset, so prompts are the very tokens of training up to the last answer.
+    Rows are read from the prepared dataset, so that a prompt is the very tokens of training up to the last answer.
+
+    Args:
+        run_path: a run directory.
+        max_rows: score at most this many rows; None takes ``evaluation.max_rows``.
+        progress: told how far each part has come.
 
     Raises:
-        FinrayError: the run holds no rows out, or something cannot be loaded.
+        FinrayError: the run holds no rows out, its data has changed, or something cannot be loaded.
     """
     run = RunDir(run_path.resolve())
     if not run.config_file.is_file():
@@ -173,40 +103,67 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
         )
     config = saved_config(run)
     artifact = find_artifact(run.path)
-    rows = _held_out(run, config, config.evaluation.max_rows if max_rows is None else max_rows)
+    rows = held_out_rows(run, config, config.evaluation.max_rows if max_rows is None else max_rows)
     tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
-    sampling = Sampling(max_new_tokens=config.evaluation.max_new_tokens)
-    results = {}
-    for name, model, context in _both(artifact, config):
-        with context:
-            loss = _loss(model, rows.tokens, progress=partial(progress, f"{name} loss", total=len(rows.tokens)))
-            answers = generate(
-                model,
-                rows.prompts,
-                pad_id=_pad_id(tokenizer),
-                stop_ids=_stop_ids(tokenizer, model),
-                sampling=sampling,
-                batch_size=config.evaluation.batch_size,
-                progress=partial(progress, f"{name} answers", total=len(rows.prompts)),
-            )
-        results[name] = (loss, [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers])
-    return _compare(run, tokenizer, rows, results)
+    resolved = run.resolved()
+    packs = check_packing(config.model).safe if resolved is None else resolved.packs
+    device = inference_device()
+    dtype = inference_dtype(config.train.precision, device)
+
+    def score(name: str, model: Any) -> tuple[float, list[str]]:
+        """Mean loss and answers."""
+        told = partial(progress, total=len(rows))
+        loss = mean_loss(model, [one.row for one in rows], packs=packs, progress=partial(told, f"{name} loss"))
+        answers = TransformersEngine(model, tokenizer).generate(
+            [one.prompt for one in rows],
+            sampling=Sampling(max_new_tokens=config.evaluation.max_new_tokens),
+            batch_size=config.evaluation.batch_size,
+            progress=partial(told, f"{name} answers"),
+        )
+        return loss, [text(answer) for answer in answers]
+
+    def text(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    model = load_artifact(artifact, dtype=dtype).to(device)
+    if artifact.is_adapter:
+        # One set of weights serves both.
+        with model.disable_adapter():
+            base_loss, base = score("base", model)
+    else:
+        base_loss, base = score("base", load_causal_lm(config.model, dtype=dtype).eval().to(device))
+    tuned_loss, tuned = score("tuned", model)
+    references = [text(one.reference) for one in rows]
+    predictions = [
+        Prediction(text(one.prompt), right, before, after, is_exact(before, right), is_exact(after, right))
+        for one, right, before, after in zip(rows, references, base, tuned, strict=True)
+    ]
+    found = Comparison(
+        Scores.of(base, references, loss=base_loss),
+        Scores.of(tuned, references, loss=tuned_loss),
+        predictions,
+        run.path / "evaluation",
+    )
+    _write(found)
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class _HeldOut:
-    """Rows to answer: whole rows, and each cut into prompt and reference."""
+def held_out_rows(run: RunDir, config: Config, max_rows: int | None) -> list[HeldOut]:
+    """The test split of a run, or its evaluation split where it has no test split.
 
-    tokens: list[tuple[Any, Any]]
-    prompts: list[list[int]]
-    references: list[list[int]]
+    Args:
+        run: the run.
+        config: that it was started with.
+        max_rows: at most this many; None for all.
 
-
-def _held_out(run: RunDir, config: Config, max_rows: int | None) -> _HeldOut:
+    Raises:
+        DataError: the run holds no rows out, they have no answer apart from their prompt, or the data has changed.
+    """
     dataset = PreparedDataset(
         prepare_here(config, root=None if config.prepare.dir else run.path.parent / PREPARED),
         local_dir=local_dir_of(config),
     )
+    _require_same_data(run, config, dataset)
     if config.data.train_on == "all" or dataset.kind() == "text":
         raise DataError(
             "rows that are learned as a whole have no prompt to answer",
@@ -221,99 +178,41 @@ def _held_out(run: RunDir, config: Config, max_rows: int | None) -> _HeldOut:
             where="data",
             repair="train with data.eval_ratio, data.eval_split or data.eval_source",
         )
-    return _cut(split, min(len(split), max_rows or len(split)))
-
-
-def _cut(split: PreparedSplit, count: int) -> _HeldOut:
-    held_out = _HeldOut([], [], [])
-    for number in range(count):
+    rows = []
+    for number in range(min(len(split), max_rows or len(split))):
         ids, mask = split.row(number)
-        learned = mask.astype(bool)
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], learned, [False]]).astype(np.int8)))
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.astype(bool), [False]]).astype(np.int8)))
         start, stop = int(edges[-2]), int(edges[-1])
-        held_out.tokens.append((ids, mask))
-        held_out.prompts.append(ids[:start].tolist())
-        held_out.references.append(ids[start:stop].tolist())
-    return held_out
+        rows.append(HeldOut((ids, mask), ids[:start].tolist(), ids[start:stop].tolist()))
+    return rows
 
 
-def _both(artifact: Artifact, config: Config) -> list[tuple[str, Any, Any]]:
-    """Base and tuned model with the context each is used in; an adapter needs only one set of weights."""
-    device = _device()
-    precision = resolve_precision(config.train.precision, device)
-    # A CPU works in fp16 so slowly that nobody can want it.
-    dtype = DTYPES["fp32" if precision == "fp16" and device.type == "cpu" else precision]
-    tuned = load_artifact(artifact, dtype=dtype).to(device)
-    if artifact.is_adapter:
-        return [("base", tuned, tuned.disable_adapter()), ("tuned", tuned, nullcontext())]
-    base = load_causal_lm(config.model, dtype=dtype).eval().to(device)
-    return [("base", base, nullcontext()), ("tuned", tuned, nullcontext())]
+def _require_same_data(run: RunDir, config: Config, dataset: PreparedDataset) -> None:
+    """Refuse a dataset other than the one that the run was trained on, which its checkpoints name by a digest.
+
+    A ratio splits other data in another way, so rows that were learned would be scored as if they had been held out.
+    """
+    store = CheckpointStore(run.path)
+    for step in reversed(store.steps()):
+        try:
+            trained_on = TrainState.load(store.path_of(step)).data
+        except CheckpointError:
+            continue
+        require_same_data(trained_on, dataset, config)
+        return
+    raise DataError(
+        "the run has no checkpoint left that says which data it was trained on",
+        where=str(run.path),
+        repair="keep a checkpoint beside `final`: without one, held-out rows cannot be told from learned ones",
+    )
 
 
-@torch.no_grad()
-def _loss(model: Any, rows: list[tuple[Any, Any]], *, progress: Callable[[int], None]) -> float:
-    """Mean loss per target, by the code that trains."""
-    device = _device()
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    usual = inner.config._attn_implementation
-    inner.set_attn_implementation(attention.NAME)
-    precision = "bf16" if inner.dtype == torch.bfloat16 else "fp32"
-    task = CausalLM(model, precision=precision, attention_name=attention.NAME, device=device)
-    sums = torch.zeros(task.metric_count, dtype=torch.float64, device=device)
-    for number, row in enumerate(rows):
-        task.score(collate([row], [number]).to(device), sums)
-        progress(number + 1)
-    inner.set_attn_implementation(usual)
-    return task.metrics(sums.tolist())["eval_loss"]
-
-
-def _compare(run: RunDir, tokenizer: Any, rows: _HeldOut, results: dict[str, tuple[float, list[str]]]) -> Comparison:
-    references = [str(tokenizer.decode(reference, skip_special_tokens=True)) for reference in rows.references]
-    predictions = []
-    for number, prompt in enumerate(rows.prompts):
-        base, tuned = results["base"][1][number], results["tuned"][1][number]
-        predictions.append(
-            {
-                "prompt": str(tokenizer.decode(prompt, skip_special_tokens=True)),
-                "reference": references[number],
-                "base": base,
-                "tuned": tuned,
-                "base_exact": is_exact(base, references[number]),
-                "tuned_exact": is_exact(tuned, references[number]),
-            }
-        )
-    scores = {
-        name: Scores(exact_match(answers, references), loss, float(np.exp(min(loss, 700.0))))
-        for name, (loss, answers) in results.items()
-    }
-    folder = run.path / "evaluation"
+def _write(found: Comparison) -> None:
+    lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in found.predictions)
+    table = {"rows": found.rows, "base": asdict(found.base), "tuned": asdict(found.tuned)}
     try:
-        folder.mkdir(exist_ok=True)
-        lines = "".join(json.dumps(prediction, ensure_ascii=False) + "\n" for prediction in predictions)
-        (folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
-        table = {"rows": len(predictions), **{name: asdict(score) for name, score in scores.items()}}
-        (folder / "scores.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        found.folder.mkdir(exist_ok=True)
+        (found.folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
+        (found.folder / "scores.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise FinrayError(f"the scores cannot be written: {error.strerror}", where=str(folder)) from None
-    return Comparison(len(predictions), scores["base"], scores["tuned"], predictions, folder)
-
-
-def _pad_id(tokenizer: Any) -> int:
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
-
-
-def _stop_ids(tokenizer: Any, model: Any) -> list[int]:
-    """Every token that ends an answer: the tokenizer's EOS, and those of the generation config (end of turn)."""
-    stop = {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
-    configured = model.generation_config.eos_token_id
-    if configured is not None:
-        stop |= set(configured) if isinstance(configured, list | tuple) else {configured}
-    return sorted(stop)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and not os.environ.get("FINRAY_CPU") else "cpu")
-
-
-def _dtype(device: torch.device) -> torch.dtype:
-    return DTYPES[resolve_precision("auto", device)]
+        raise FinrayError(f"the scores cannot be written: {error.strerror}", where=str(found.folder)) from None

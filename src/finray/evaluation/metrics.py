@@ -1,8 +1,37 @@
-"""Scores of answers against references."""
+"""Scores: of answers against references, and the loss of references under a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from finray import compat
+from finray.data.sampling.collate import collate
+from finray.models import attention
+from finray.tasks.causal_lm import CausalLM
+
+Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a model did: share of exact answers (0 to 1), and loss (nats per target) and perplexity of the references."""
+
+    exact_match: float
+    loss: float
+    perplexity: float
+
+    @classmethod
+    def of(cls, answers: Sequence[str], references: Sequence[str], *, loss: float) -> Scores:
+        """From a model's answers, and its mean loss on the references."""
+        hits = [is_exact(answer, reference) for answer, reference in zip(answers, references, strict=True)]
+        return cls(sum(hits) / len(hits) if hits else 0.0, loss, math.exp(min(loss, 700.0)))
 
 
 def is_exact(answer: str, reference: str) -> bool:
@@ -10,7 +39,34 @@ def is_exact(answer: str, reference: str) -> bool:
     return answer.strip() == reference.strip()
 
 
-def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Share of exact answers, from 0 to 1."""
-    hits = [is_exact(answer, reference) for answer, reference in zip(answers, references, strict=True)]
-    return sum(hits) / len(hits) if hits else 0.0
+@torch.no_grad()
+def mean_loss(
+    model: Any, rows: Sequence[Row], *, packs: bool, progress: Callable[[int], None] = lambda done: None
+) -> float:
+    """Cross-entropy per target (nats) of rows of (ids, mask), by the forward pass that trains.
+
+    Args:
+        model: a causal language model in evaluation mode, on its device; a PEFT adapter is left as it is, on or off.
+        rows: what is scored, one in each forward pass.
+        packs: whether the model can be packed. One that cannot keeps its own attention here too: finray's attention
+            for packed rows would silently leave out what it does not know (attention sinks, for one).
+        progress: called with the number of rows scored so far.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    usual = compat.attention_implementation(inner)
+    if packs:
+        attention.register()
+        inner.set_attn_implementation(attention.NAME)
+    task = CausalLM(
+        model,
+        precision="bf16" if inner.dtype == torch.bfloat16 else "fp32",
+        attention_name=attention.NAME if packs else None,
+        device=model.device,
+    )
+    sums = torch.zeros(task.metric_count, dtype=torch.float64, device=model.device)
+    for number, row in enumerate(rows):
+        task.score(collate([row], [number]).to(model.device), sums)
+        progress(number + 1)
+    if packs:
+        inner.set_attn_implementation(usual)
+    return task.metrics(sums.tolist())["eval_loss"]

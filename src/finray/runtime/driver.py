@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finray.checkpoint import CheckpointStore, directory_name, manifest
-from finray.checkpoint.rundir import RESOLVED, RunDir, open_run
+from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.data.dataset.report import preparation_report
-from finray.errors import CheckpointError, FinrayError, TrainingError, from_dict
+from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import packing_of, resolve
@@ -85,7 +83,10 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
             clock.lap("prepare")
             outcome = _fit(ray, config, resolved, run, prepared, placement, env, handle)
             clock.lap("workers")
-        chosen = _finish(config, run, handle)
+        chosen = run.make_final(
+            best=task_spec(config.model.task).best if config.checkpoint.keep_best else None,
+            warn=lambda message: handle(Note(message, level="warning")),
+        )
         summary = replace(outcome, phases=_phases(clock, outcome.phases))
         run.finish({"chosen_step": chosen, "summary": summary.json()})
     return TrainResult(run.path, run.final, chosen, summary)
@@ -99,8 +100,6 @@ def _resolved(
     say: Callable[[str], None],
 ) -> Resolved:
     """What every ``auto`` comes to; the run directory keeps it."""
-    kept = run.path / RESOLVED
-    before = Resolved.from_plain(json.loads(kept.read_text(encoding="utf-8"))) if kept.is_file() else None
     ours = not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
     packing = packing_of(config.model)
     if not packing.safe:
@@ -110,10 +109,10 @@ def _resolved(
         placement,
         device_of(placement, None if ours else nodes),
         packing=packing,
-        before=before,
+        before=run.resolved(),
         chose=lambda choice: say(choice.note),
     )
-    kept.write_text(json.dumps(resolved.plain()) + "\n", encoding="utf-8")
+    run.keep_resolved(resolved)
     return resolved
 
 
@@ -195,30 +194,6 @@ def _explain(error: Exception, run: RunDir) -> FinrayError:
         where=str(run.path),
         repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on from the last checkpoint",
     )
-
-
-def _finish(config: Config, run: RunDir, handle: Handle) -> int:
-    """Make ``final/`` from the best checkpoint, or from the last where nothing was evaluated."""
-    store = CheckpointStore(run.path)
-    best = store.best(*task_spec(config.model.task).best) if config.checkpoint.keep_best else None
-    chosen = best if best is not None else store.steps()[-1]
-    try:
-        content = manifest.verify(run.path / directory_name(chosen))
-    except CheckpointError as error:
-        latest = store.latest(lambda message: None)
-        if latest is None:
-            raise
-        handle(Note(f"step {latest.step} becomes final, not {chosen}: {error}", level="warning"))
-        chosen, content = latest.step, manifest.read(latest.path)
-    source = run.path / directory_name(chosen)
-    scratch = run.path / f".tmp-final-{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source, scratch, ignore=shutil.ignore_patterns("training_state", "deepspeed", manifest.NAME))
-    sealed = manifest.build(manifest.entries_of(scratch), step=chosen, metrics=content["metrics"])
-    manifest.write(scratch, sealed)
-    shutil.rmtree(run.final, ignore_errors=True)
-    os.replace(scratch, run.final)
-    return chosen
 
 
 class _Clock:

@@ -1,0 +1,129 @@
+"""Who may write to a run directory, and what beginning anew leaves behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint.rundir import RunDir, open_run, saved_config
+from finray.config.load import build_config
+from finray.config.resolved import Resolved
+from finray.config.schema import Config
+from finray.errors import CheckpointError, ClusterError, ConfigError
+
+
+def config(output: Path, **train: object) -> Config:
+    plain = {"run": {"output_dir": str(output)}, "model": {"name": "m"}, "data": {"source": "d.jsonl"}, "train": train}
+    return build_config(plain, source="test")
+
+
+def nobody(message: str) -> None:
+    raise AssertionError(message)
+
+
+def test_a_run_is_continued_with_the_same_configuration(tmp_path: Path) -> None:
+    for _ in range(2):
+        with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+            assert saved_config(run) == config(tmp_path)
+
+
+def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+        before = run.config_file.read_bytes()
+    with (
+        pytest.raises(ConfigError, match="another configuration"),
+        open_run(config(tmp_path, learning_rate=1.0), fresh=False, say=nobody),
+    ):
+        pass
+    assert run.config_file.read_bytes() == before
+
+
+def test_fresh_moves_the_earlier_run_aside_whole(tmp_path: Path) -> None:
+    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+        (run.path / "checkpoint-000001").mkdir()
+    said: list[str] = []
+    for _ in range(2):
+        with open_run(config(tmp_path, learning_rate=1.0), fresh=True, say=said.append) as run:
+            assert not (run.path / "checkpoint-000001").exists()
+    aside = sorted(tmp_path.glob("run.before-*"))
+    assert len(aside) == len(said) == 2
+    assert sum((path / "checkpoint-000001").is_dir() for path in aside) == 1
+
+
+def test_two_drivers_cannot_have_one_run(tmp_path: Path) -> None:
+    with (
+        open_run(config(tmp_path), fresh=False, say=nobody),
+        pytest.raises(ClusterError, match="another `finray train`"),
+        open_run(config(tmp_path), fresh=True, say=nobody, wait_s=0.1),
+    ):
+        pass
+
+
+def test_rests_of_a_killed_write_are_swept(tmp_path: Path) -> None:
+    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+        (run.path / ".tmp-checkpoint-000003-ab").mkdir()
+    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+        assert not list(run.path.glob(".tmp-*"))
+
+
+RESOLVED = Resolved("bf16", None, "finray_packed", True, "ddp", 2, False)
+
+
+def test_what_auto_came_to_is_kept(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.resolved() is None
+    run.keep_resolved(RESOLVED)
+    assert run.resolved() == RESOLVED
+    (tmp_path / "resolved.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run.resolved()
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> RunDir:
+    """Three checkpoints, of which the second has the lowest evaluation loss."""
+
+    def fill(folder: Path) -> None:
+        for name in ("model.safetensors", "original/tokenizer.model", "training_state/state.json"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(f"{name} of {folder}", encoding="utf-8")
+
+    store = CheckpointStore(tmp_path)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        scratch = store.begin(step)
+        store.commit(scratch, step, store.fill(scratch, step, fill), metrics={"eval_loss": loss})
+    return RunDir(tmp_path)
+
+
+@pytest.mark.parametrize(("best", "step"), [(True, 2), (False, 3)])
+@pytest.mark.parametrize("linked", [True, False])
+def test_final_holds_a_checkpoint_without_what_a_resume_needs(
+    finished: RunDir, best: bool, step: int, linked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not linked:
+
+        def refuse(*_: object) -> None:
+            raise OSError("no links here")
+
+        monkeypatch.setattr("os.link", refuse)
+    for _ in range(2):
+        assert finished.make_final(best=("eval_loss", "min") if best else None, warn=nobody) == step
+    content = manifest.verify(finished.final)
+    assert [entry["path"] for entry in content["files"]] == ["model.safetensors", "original/tokenizer.model"]
+    assert content["step"] == step
+    assert not (finished.final / "training_state").exists()
+    weights = finished.final / "model.safetensors"
+    assert weights.samefile(finished.path / f"checkpoint-00000{step}" / "model.safetensors") == linked
+
+
+def test_a_damaged_best_checkpoint_does_not_become_final(finished: RunDir) -> None:
+    (finished.path / "checkpoint-000002" / "model.safetensors").write_text("damaged", encoding="utf-8")
+    said: list[str] = []
+    assert finished.make_final(best=("eval_loss", "min"), warn=said.append) == 3
+    assert "step 3 becomes final, not 2" in said[0]
+    for step in (1, 3):
+        (finished.path / f"checkpoint-00000{step}" / "model.safetensors").write_text("damaged", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="every checkpoint"):
+        finished.make_final(best=("eval_loss", "min"), warn=said.append)

@@ -1,0 +1,104 @@
+"""Base against tuned model on held-out rows: the rows of the run, and losses by the model's own forward pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finray.checkpoint.rundir import RunDir
+from finray.errors import DataError
+from finray.evaluation.compare import evaluate
+from finray.tracking.jsonl import read_records
+from tests.support import runs, tiny
+
+ROWS = 20
+
+
+def trained(model: Path, output: Path, **sections: dict[str, Any]) -> Path:
+    """A run of one step that holds some rows out."""
+    rows = tiny.write_chat_rows(output, ROWS)
+    changed = {
+        "data": {"source": str(rows), "max_length": 64, "eval_ratio": 0.2},
+        "train": {"max_steps": 1, "global_batch_size": 1, "precision": "fp32"},
+        "evaluation": {"max_new_tokens": 2},
+        **sections,
+    }
+    plain = runs.settings(model, rows, output, **changed)
+    run = RunDir.of(runs.config_of(plain))
+    runs.run_alone(plain, run.path)
+    run.keep_config(runs.config_of(plain))
+    return run.path
+
+
+def evaluation_loss(run_dir: Path) -> float:
+    """Of the last evaluation in the training."""
+    records = read_records(run_dir / "metrics.jsonl")
+    return float([record for record in records if record["kind"] == "eval"][-1]["eval_loss"])
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    return trained(tiny_model_dir, tmp_path_factory.mktemp("run"))
+
+
+def test_scores_and_answers_of_held_out_rows(run_dir: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    found = evaluate(run_dir, progress=lambda what, done, *, total: told.append((what, done, total)))
+    assert found.rows == len(found.predictions) > 0
+    assert ("tuned loss", found.rows, found.rows) in told
+    scores = json.loads((found.folder / "scores.json").read_text())
+    assert scores["base"]["loss"] == found.base.loss
+    assert found.tuned.loss != found.base.loss
+    assert found.tuned.loss == pytest.approx(evaluation_loss(run_dir), rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [lambda rows: [*rows, rows[0]], lambda rows: rows[1:]])
+def test_other_data_than_the_runs_is_refused(
+    tmp_path: Path, tiny_model_dir: Path, change: Callable[[list[str]], list[str]]
+) -> None:
+    """Another source is another split by ratio: rows that were learned would be scored as if they were held out."""
+    path = trained(tiny_model_dir, tmp_path)
+    source = tmp_path / "rows.jsonl"
+    before = source.read_text(encoding="utf-8")
+    source.write_text("".join(change(before.splitlines(keepends=True))), encoding="utf-8")
+    with pytest.raises(DataError, match="changed since the run") as caught:
+        evaluate(path)
+    assert str(source) in str(caught.value.where)
+    source.write_text(before, encoding="utf-8")
+    assert evaluate(path).rows > 0
+
+
+def test_the_loss_of_a_model_that_cannot_be_packed(tmp_path: Path) -> None:
+    """Attention sinks are unknown to finray's attention over packed rows; the model's own has them."""
+    model = tmp_path / "model"
+    config = AutoConfig.for_model(
+        "gpt_oss",
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            # Large sinks, which take much of the attention away.
+            parameter.fill_(3.0) if name.endswith("sinks") else parameter.mul_(4.0)
+    made.save_pretrained(str(model))
+    tiny.train_tokenizer().save_pretrained(str(model))
+    path = trained(model, tmp_path, adapter={"target_modules": ["q_proj", "v_proj"]})
+
+    assert evaluate(path).tuned.loss == pytest.approx(evaluation_loss(path), rel=1e-5)
