@@ -31,7 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from finray.config.load import build_config
 from finray.config.schema import Config
-from finray.data.dataset.prepare import is_prepared
+from finray.data.dataset.prepare import is_prepared, start_preparation
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.order import Order
 from finray.data.sampling.packing import PackPlan, plan_packs
@@ -103,7 +103,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with clusters.connected(config.cluster) as ray:
         env = worker_environment(config.cluster, threads=1)
         start_seconds = laps.lap()
-        prepared = prepare_on_ray(ray, config, env=env)
+        with start_preparation(config) as preparation:
+            prepared = prepare_on_ray(ray, preparation, env=env)
         prepare_seconds = laps.lap()
         split, plan = open_and_plan(config, prepared)
         plan_seconds = laps.lap()

@@ -286,7 +286,7 @@ def test_the_command_killed_with_its_workers(
     """The next try is the command again, and once a preparation without Ray."""
     expected, _, _ = undisturbed
     root = tmp_path / "prepared"
-    file = runs.write_config({**plain, "prepare": {"dir": str(root)}}, tmp_path / "run.yaml")
+    file = runs.write_config({**plain, "prepare": {"dir": str(root), "num_workers": 2}}, tmp_path / "run.yaml")
     config = into(plain, root)
     wanted = random.Random(seed).randrange(1, sum("tokens" in name for name in expected) // 2)
     mark = uuid.uuid4().hex

@@ -21,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 
 from finray.config.schema import Config
 from finray.data.dataset.export import export_rows
-from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepare import prepare_here, start_preparation
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sources import pieces
 from finray.data.sources.resolve import resolve
@@ -177,7 +177,7 @@ def record(path, processes):
 def test_num_proc_is_the_number_of_workers(
     workers: int, preparing: Preparing, put: Write, tmp_path: Path, ray_cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One worker never has two rows at a time; with two, each row waits until there is another process."""
+    """One process never has two rows at a time; with two, each row waits until there is another process."""
     import ray
 
     code = put("code/shaping_for_processes.py", CONVERTER).parent
@@ -195,7 +195,10 @@ def test_num_proc_is_the_number_of_workers(
     log = tmp_path / "log"
     log.write_text("")
     env = {"PYTHONPATH": str(code), "CONVERTER_LOG": str(log), "CONVERTER_PROCESSES": str(workers)}
-    prepare_on_ray(ray, config, env=env)
+    for name in ("CONVERTER_LOG", "CONVERTER_PROCESSES"):
+        monkeypatch.setenv(name, env[name])
+    with start_preparation(config) as preparation:
+        prepare_on_ray(ray, preparation, env=env)
     seen = [json.loads(line) for line in log.read_text().splitlines()]
     if workers == 1:
         spans = sorted((start, end) for _, start, end in seen)

@@ -1,5 +1,5 @@
-"""A prepared dataset is the same, byte for byte, from one process and from any number of Ray workers with blocks of any
-size: for every format, and every kind of file."""
+"""A prepared dataset is the same, byte for byte, from one process and from any number of Ray workers: for every format,
+and every kind of file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import csv
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from finray.config.schema import Config
-from finray.data.dataset.plan import plan
-from finray.data.dataset.prepare import plan_preparation, prepare_here
+from finray.data.dataset.plan import Part, plan
+from finray.data.dataset.prepare import Preparation, plan_preparation, prepare_here
+from finray.pretrained.tokenizers import load_tokenizer
 from finray.runtime.prepare import prepare
 from tests.support import runs, tiny
 
@@ -186,7 +188,7 @@ def converted(labelled: dict[str, Any]) -> dict[str, Any]:
     return {**labelled, "data": {"source": labelled["data"]["source"], "converter": CONVERTER, "max_length": 64}}
 
 
-def into(plain: dict[str, Any], folder: Path, workers: int = 1) -> Config:
+def into(plain: dict[str, Any], folder: Path, workers: int | None = None) -> Config:
     prepare = {**plain.get("prepare", {}), "dir": str(folder), "num_workers": workers}
     return runs.config_of({**plain, "prepare": prepare})
 
@@ -200,36 +202,46 @@ def digests(location: str | Path) -> dict[str, str]:
     }
 
 
+class Helpers:
+    """What Ray tasks took of the preparations of a test, and how many parts they had at a time."""
+
+    def __init__(self) -> None:
+        self.taken = self.at_a_time = self.most = 0
+        self.all_taken = threading.Event()
+
+
 @pytest.fixture
-def pools(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many workers each preparation asked for."""
-    import ray
+def helpers(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> Helpers:
+    seen = Helpers()
+    take, give = Preparation.take, Preparation.give
 
-    seen: list[int] = []
-    map_batches = ray.data.Dataset.map_batches
+    def noted_take(self: Preparation) -> Part | None:
+        part = take(self)
+        if part is None:
+            seen.all_taken.set()
+        else:
+            seen.taken += 1
+            seen.at_a_time += 1
+            seen.most = max(seen.most, seen.at_a_time)
+        return part
 
-    def noted(self: Any, *arguments: Any, concurrency: int, **options: Any) -> Any:
-        seen.append(concurrency)
-        return map_batches(self, *arguments, concurrency=concurrency, **options)
+    def noted_give(self: Preparation, result: Any) -> None:
+        seen.at_a_time -= 1
+        give(self, result)
 
-    monkeypatch.setattr(ray.data.Dataset, "map_batches", noted)
-    context = ray.data.DataContext.get_current()
-    size = context.target_max_block_size
-    yield seen
-    context.target_max_block_size = size
+    monkeypatch.setattr(Preparation, "take", noted_take)
+    monkeypatch.setattr(Preparation, "give", noted_give)
+    return seen
 
 
-def blocks(monkeypatch: pytest.MonkeyPatch, *, count: int | None = None, size: int | None = None) -> None:
-    """Another number of blocks than finray asks for, or another size than Ray takes."""
-    import ray
+def leave_all_to(helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process begins when nothing is left."""
 
-    if size is not None:
-        ray.data.DataContext.get_current().target_max_block_size = size
-    if count is not None:
-        items = ray.data.from_items
-        monkeypatch.setattr(
-            ray.data, "from_items", lambda rows, *, override_num_blocks: items(rows, override_num_blocks=count)
-        )
+    def late(model: Any) -> Any:
+        assert helpers.all_taken.wait(120)
+        return load_tokenizer(model)
+
+    monkeypatch.setattr("finray.data.dataset.prepare.load_tokenizer", late)
 
 
 # --- the tests ------------------------------------------------------------------------------------------------------
@@ -248,28 +260,36 @@ def test_the_mix_holds_what_it_should(mixed: dict[str, Any], tmp_path: Path) -> 
     assert len(by_stream) == len(mixed["data"]["mix"]) + 1
 
 
-@pytest.mark.parametrize(("workers", "count", "size"), [(1, 3, None), (2, None, None), (4, None, 1), (4, 4, 2**30)])
+@pytest.mark.parametrize(("workers", "alone"), [(2, True), (2, False), (4, True)])
 def test_every_format_gives_the_same_bytes_from_any_cluster(
     workers: int,
-    count: int | None,
-    size: int | None,
+    alone: bool,
     mixed: dict[str, Any],
     tmp_path: Path,
-    pools: list[int],
+    helpers: Helpers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Whether Ray's tasks write all parts or share them with this process."""
     expected = digests(prepare_here(into(mixed, tmp_path / "here")))
     assert len(expected) > 40
     assert {"manifest.json", "bad-rows.jsonl", "train-0/tokens-00001.arrow", "eval/index-00000.arrow"} <= set(expected)
-    blocks(monkeypatch, count=count, size=size)
+    if alone:
+        leave_all_to(helpers, monkeypatch)
     assert digests(prepare(into(mixed, tmp_path / "ray", workers))) == expected
-    assert pools == [workers]
+    parts = sum("tokens" in name for name in expected)
+    assert helpers.taken == parts if alone else 0 < helpers.taken <= parts
+    assert helpers.most == workers - 1
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("name", ["labelled", "converted"])
 def test_labels_and_converters(
-    name: str, workers: int, tmp_path: Path, pools: list[int], request: pytest.FixtureRequest
+    name: str,
+    workers: int,
+    tmp_path: Path,
+    helpers: Helpers,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     plain = request.getfixturevalue(name)
     here = prepare_here(into(plain, tmp_path / "here"))
@@ -279,8 +299,18 @@ def test_labels_and_converters(
     assert (manifest["kind"], manifest["labels"], manifest["left_out"] > 0) == (
         ("labelled", ["0", "1", "2"], False) if name == "labelled" else ("completion", [], True)
     )
+    leave_all_to(helpers, monkeypatch)
     assert digests(prepare(into(plain, tmp_path / "ray", workers))) == expected
-    assert pools == [workers]
+    assert helpers.taken == sum("tokens" in name for name in expected)
+
+
+def test_what_is_done_in_seconds_needs_no_ray(
+    converted: dict[str, Any], tmp_path: Path, helpers: Helpers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.runtime.cluster.connected", lambda cluster: pytest.fail("Ray was asked for"))
+    expected = digests(prepare_here(into(converted, tmp_path / "here")))
+    for workers in (1, None):
+        assert digests(prepare(into(converted, tmp_path / f"{workers} workers", workers))) == expected
 
 
 def test_one_changed_word_shows(converted: dict[str, Any], tmp_path: Path) -> None:
@@ -296,7 +326,11 @@ def test_one_changed_word_shows(converted: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_a_bad_row_is_named_whoever_meets_it(
-    converted: dict[str, Any], tmp_path: Path, pools: list[int], write_rows: Callable[..., Path]
+    converted: dict[str, Any],
+    tmp_path: Path,
+    helpers: Helpers,
+    monkeypatch: pytest.MonkeyPatch,
+    write_rows: Callable[..., Path],
 ) -> None:
     """In the middle of a file that several workers share; and nothing is left of the attempt."""
     rows: list[Any] = [{"text": text} for text in sentences(ROWS)]
@@ -304,6 +338,8 @@ def test_a_bad_row_is_named_whoever_meets_it(
     plain = {**converted, "data": {"source": str(write_rows(rows)), "max_length": 64}}
     messages = []
     for run in (prepare_here, prepare):
+        if run is prepare:
+            leave_all_to(helpers, monkeypatch)
         with pytest.raises(Exception, match=r"rows\.jsonl:100.*holds int, not text") as refused:
             run(into(plain, tmp_path / run.__name__, 2))
         messages.append(str(refused.value))

@@ -29,7 +29,7 @@ def prepare(
     settings = load_config(config, overrides or [])
     console = show.console()
     with show.RunView(console) as view:
-        location = run_preparation(settings, handle=view.handle)
+        location = run_preparation(settings, handle=view.handle, hide_torch=True)
     console.print(f"prepared: {location}", highlight=False, soft_wrap=True)
     for line in preparation_report(location, local_dir=local_dir_of(settings)):
         console.print(line, highlight=False, soft_wrap=True)

@@ -13,7 +13,9 @@ class PrepareConfig(Section):
     """How and where data is prepared."""
 
     num_workers: PositiveInt | None = Field(
-        None, description="Ray workers that tokenise. null uses one per CPU, and no more than there is work for."
+        None,
+        description="Processes that tokenise: the one that was started, and Ray workers beside it. 1 never uses Ray; "
+        "null adds a worker for each spare CPU where so much is left to do that it is worth starting them.",
     )
     dir: str | None = Field(
         None,

@@ -30,6 +30,11 @@ LOCAL_RAY = {
 }
 
 
+def address_of(cluster: ClusterConfig) -> str | None:
+    """The address of the cluster that a config or the environment names; None for a Ray of our own."""
+    return cluster.address or os.environ.get("RAY_ADDRESS")
+
+
 @contextmanager
 def connected(cluster: ClusterConfig) -> Iterator[Any]:
     """Ray, connected to the configured cluster or started on this machine; left as it was found.
@@ -39,7 +44,9 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
     Raises:
         ClusterError: the cluster cannot be reached.
     """
-    address = cluster.address or os.environ.get("RAY_ADDRESS")
+    address = address_of(cluster)
+    # Ray forks to start its processes. Unless told, tokenizers would warn at each and leave threads off from then on.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     # Ray Train asks workers for news every two seconds by default, and a report waits for that.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     # Ray 2.60 warns about a change of defaults that does not concern us.

@@ -15,6 +15,7 @@ from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
+from finray.data.dataset.prepare import start_preparation
 from finray.data.dataset.report import preparation_report
 from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
@@ -71,13 +72,13 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
             done = json.loads(run.summary_file.read_text(encoding="utf-8"))
             return TrainResult(run.path, run.final, done["chosen_step"], RunSummary.from_json(done["summary"]))
         failures.forget(run.path)
-        with clusters.connected(config.cluster) as ray:
+        with start_preparation(config) as preparation, clusters.connected(config.cluster) as ray:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             placement = place(config.cluster, nodes)
             resolved = _resolved(config, run, placement, nodes, say)
             env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
             clock.lap("start_ray")
-            prepared = prepare_on_ray(ray, config, env=env, handle=handle)
+            prepared = prepare_on_ray(ray, preparation, env=env, handle=handle)
             for line in preparation_report(prepared, local_dir=local_dir_of(config)):
                 say(line)
             clock.lap("prepare")

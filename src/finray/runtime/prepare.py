@@ -1,16 +1,16 @@
-"""Preparation of data on the cluster's CPUs, before any training worker is held.
+"""Preparing data with the help of a cluster's CPUs, before any training worker is held.
 
-The source is cut into parts, Ray Data hands them to workers, and each part is written where it belongs by whoever got
-it. A manifest, written last, makes a prepared dataset of them.
+The preparation is at work in a thread of this process (:mod:`finray.data.dataset.prepare`). Where so much is left that
+it is worth starting processes, Ray tasks take parts from the other end of its queue. They are plain tasks and
+``ray.wait``, and not Ray Data: what is handed out are ranges of files, rows never pass through Ray, and Ray Data has no
+queue with two ends. Ray places the tasks, starts a lost one again, and keeps their processes, so that libraries and
+tokenizer are loaded once in each.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import time
-from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -19,137 +19,132 @@ from finray.config.load import build_config
 from finray.config.paths import with_absolute_paths
 from finray.config.schema import Config
 from finray.data.dataset.parts import PartWriter
-from finray.data.dataset.plan import (
-    Part,
-    Settings,
-    plan,
-)
-from finray.data.dataset.prepare import Handle, cleaned, finish, ignore, is_prepared, locked, plan_preparation
+from finray.data.dataset.plan import Part, Settings
+from finray.data.dataset.prepare import Handle, Preparation, ignore, start_preparation
 from finray.data.storage import Folder
-from finray.errors import FinrayError, from_dict
+from finray.errors import ClusterError, FinrayError, from_dict
 from finray.planning.placement import worker_environment
 from finray.pretrained.tokenizers import load_tokenizer, without_torch
-from finray.records import PrepareProgress
 from finray.runtime import cluster as clusters
 
 # Set where workers do nothing else; also keeps Ray from using their processes for anything else.
 _TOKENISES_ONLY = "FINRAY_TOKENISES_ONLY"
+# A worker imports and loads for some four seconds before it writes its first part.
+_WORTH_HELP_S = 10.0
+_POLL_S = 0.1
+# Cores that the thread of this process keeps busy: its Python takes a third of the time that its tokenizer does.
+_OWN_CPUS = 4
 
 
-def prepare_on_ray(ray: Any, config: Config, *, env: dict[str, str], handle: Handle = ignore) -> str:
-    """Prepare the data of a config on the cluster's CPUs; returns the directory or URL of the prepared dataset.
+def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False) -> str:
+    """Prepare the data of a config, on this machine or with the help of a cluster where one is named.
+
+    Ray is not started for a data set that this process can prepare in seconds.
 
     Args:
-        ray: the connected Ray.
-        config: of the run.
-        env: environment variables of the workers.
+        config: whose data it is.
         handle: shown records of progress.
-
-    Raises:
-        FinrayError: the data, the tokenizer or the storage is not right.
-    """
-    planned = plan_preparation(config)
-    if not planned.is_done:
-        with locked(planned, handle):
-            if not planned.is_done:
-                with cleaned(planned):
-                    parts = plan(planned.settings, planned.streams)
-                    outcomes = _outcomes(ray, config, parts, planned.scratch.root, env=env)
-                    finish(planned, config, list(_watched(outcomes, len(parts), handle)))
-    return planned.target.root
-
-
-def prepare(config: Config, *, handle: Handle = ignore) -> str:
-    """Prepare the data of a config on the cluster, or on this machine where none is named.
+        hide_torch: see :func:`finray.data.dataset.prepare.start_preparation`.
 
     Returns:
-        The directory or URL of the prepared dataset. Ray is not started where it is there already.
+        The directory or URL of the prepared dataset.
 
     Raises:
         FinrayError: the data, the tokenizer, the storage or the cluster is not right.
     """
     config = with_absolute_paths(config)
-    ready = is_prepared(config)
-    if ready is not None:
-        return ready
-    with clusters.connected(config.cluster) as ray:
-        env = worker_environment(config.cluster, threads=1)
-        return prepare_on_ray(ray, config, env=env, handle=handle)
+    # A converter of the user's may want a model.
+    with start_preparation(config, hide_torch=hide_torch and config.data.converter is None) as preparation:
+        # On this machine alone, Ray's workers would only share the CPUs that this process has already.
+        alone = clusters.address_of(config.cluster) is None and (os.cpu_count() or 1) <= _OWN_CPUS
+        while not preparation.wait(_POLL_S, handle=handle):
+            if _is_worth_help(preparation) and (config.prepare.num_workers is not None or not alone):
+                with clusters.connected(config.cluster) as ray:
+                    env = worker_environment(config.cluster, threads=1)
+                    return prepare_on_ray(ray, preparation, env=env, handle=handle)
+        return preparation.result()
 
 
-# --- Ray Data -------------------------------------------------------------------------------------------------------
+def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], handle: Handle = ignore) -> str:
+    """Help a preparation with Ray tasks where that is worth it; returns the directory or URL of the prepared dataset.
+
+    Args:
+        ray: the connected Ray.
+        preparation: which has begun; is cancelled where this raises.
+        env: environment variables of the workers.
+        handle: shown records of progress.
+
+    Raises:
+        FinrayError: the data, the tokenizer or the storage is not right, or tasks were lost again and again.
+    """
+    tasks: dict[Any, Part] = {}
+    write: Any = None
+    workers = 0
+    try:
+        while not preparation.wait(0 if tasks else _POLL_S, handle=handle):
+            if write is None and _is_worth_help(preparation):
+                workers = _workers(ray, preparation.config)
+                work = ray.put((preparation.config.plain(), preparation.scratch))
+                # A converter of the user's may want a model.
+                own = {_TOKENISES_ONLY: "0" if preparation.config.data.converter else "1"}
+                options = {"num_cpus": 1, "runtime_env": {"env_vars": {**env, **own}}}
+                write = ray.remote(**options)(_write_part).remote
+            while len(tasks) < workers and (part := preparation.take()) is not None:
+                # A reference in a list stays one: the function fetches it once in each process.
+                tasks[write([work], part)] = part
+            if tasks:
+                for reference in ray.wait(list(tasks), timeout=_POLL_S)[0]:
+                    del tasks[reference]
+                    preparation.give(_outcome(ray, reference))
+    except BaseException:
+        preparation.cancel()
+        for reference in tasks:
+            ray.cancel(reference)
+        raise
+    return preparation.result(handle=handle)
 
 
-def _outcomes(
-    ray: Any, config: Config, parts: list[Part], root: str, *, env: dict[str, str]
-) -> Iterator[dict[str, Any]]:
-    """The results of all parts, as they come, from a pool of workers."""
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    _quiet(logging.getLogger("ray.data"))
-    cpus = int(ray.cluster_resources().get("CPU", 1))
-    # A reference in a list stays one: the parts of a large source are too much for an argument.
-    work = [ray.put((config.plain(), parts, root))]
-    rows = ray.data.from_items([{"part": number} for number in range(len(parts))], override_num_blocks=len(parts))
-    written = rows.map_batches(
-        _write_parts,
-        batch_size=1,
-        fn_args=[work],
-        # Tasks and not actors: Ray keeps their processes, so that libraries are loaded once.
-        concurrency=max(1, min(len(parts), config.prepare.num_workers or cpus)),
-        num_cpus=1,
-        # A converter of the user's may want a model.
-        runtime_env={"env_vars": {**env, _TOKENISES_ONLY: "0" if config.data.converter else "1"}},
-    )
-    for row in written.iter_rows():
-        outcome = json.loads(row["outcome"])
-        if "error" in outcome:
-            raise from_dict(outcome["error"])
-        yield outcome
+def _is_worth_help(preparation: Preparation) -> bool:
+    wanted = preparation.config.prepare.num_workers
+    if wanted is not None:
+        return wanted > 1 and preparation.scratch is not None
+    return (preparation.seconds_left or 0.0) > _WORTH_HELP_S
 
 
-def _quiet(logger: logging.Logger) -> None:
-    """Ray Data's notes stay in its log file."""
-    for handler in logger.handlers:
-        if handler.get_name() == "console":
-            handler.setLevel(logging.ERROR)
+def _workers(ray: Any, config: Config) -> int:
+    """Tasks at a time: what the config says beside this process, else one for each CPU that it does not use itself."""
+    if config.prepare.num_workers is not None:
+        return config.prepare.num_workers - 1
+    return max(1, int(ray.cluster_resources().get("CPU", 1)) - min(_OWN_CPUS, os.cpu_count() or 1))
 
 
-def _write_parts(batch: dict[str, Any], work: list[Any]) -> dict[str, list[str]]:
+def _outcome(ray: Any, reference: Any) -> dict[str, Any] | FinrayError:
+    try:
+        outcome = json.loads(ray.get(reference))
+    except ray.exceptions.RayError as error:
+        return ClusterError(
+            f"a part could not be prepared on the cluster: {str(error).strip().splitlines()[-1]}",
+            repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on with the parts that are left",
+        )
+    return from_dict(outcome["error"]) if "error" in outcome else outcome
+
+
+def _write_part(work: list[Any], part: Part) -> str:
     """Runs in Ray's workers. Errors are values, because Ray retries what raises."""
-    outcomes: list[dict[str, Any]] = []
-    for number in batch["part"]:
-        try:
-            writer, parts = _work(work[0])
-            outcomes.append(writer.write(parts[int(number)]))
-        except FinrayError as error:
-            outcomes.append({"error": error.to_dict()})
-    return {"outcome": [json.dumps(outcome) for outcome in outcomes]}
+    try:
+        return json.dumps(_writer(work[0]).write(part))
+    except FinrayError as error:
+        return json.dumps({"error": error.to_dict()})
 
 
 @lru_cache(maxsize=1)
-def _work(reference: Any) -> tuple[PartWriter, list[Part]]:
-    """The tokenizer and the plan, loaded once in each process."""
+def _writer(reference: Any) -> PartWriter:
+    """The tokenizer, loaded once in each process."""
     import ray
 
-    plain, parts, root = ray.get(reference)
+    plain, root = ray.get(reference)
     config = build_config(plain, source="driver")
     settings = Settings.of(config)
     with without_torch() if os.environ.get(_TOKENISES_ONLY) == "1" else nullcontext():
         tokenizer = load_tokenizer(config.model)
-    return PartWriter(settings, settings.encoder(tokenizer), Folder(root)), parts
-
-
-def _watched(outcomes: Iterable[dict[str, Any]], total: int, handle: Handle) -> Iterator[dict[str, Any]]:
-    started = time.perf_counter()
-    rows = tokens = 0
-    for done, outcome in enumerate(outcomes, start=1):
-        rows += outcome["counts"]["source_rows"]
-        tokens += outcome["counts"]["tokens"]
-        seconds = time.perf_counter() - started
-        handle(PrepareProgress(done, total, rows, tokens, seconds))
-        yield outcome
-
-
-# --- putting it together --------------------------------------------------------------------------------------------
+    return PartWriter(settings, settings.encoder(tokenizer), Folder(root))

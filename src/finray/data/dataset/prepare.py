@@ -1,14 +1,25 @@
-"""Preparation in this process: what a config's data is, its parts written, and the dataset put together."""
+"""Preparing a data set: what a config's data is, its parts written, and the dataset put together.
+
+A :class:`Preparation` works in a thread of the process that starts it. Parts wait in one queue: the thread writes them
+from the front, and helpers, such as Ray tasks on other machines, take them from the back. The bytes of a part follow
+from the source and the config alone, so it does not matter who writes which part.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import queue
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from finray.config.paths import is_url, prepared_dir
@@ -16,6 +27,7 @@ from finray.config.schema import Config
 from finray.data.dataset.manifest import bad_rows, manifest_of
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import (
+    Part,
     Settings,
     Stream,
     fingerprint,
@@ -26,9 +38,9 @@ from finray.data.dataset.plan import (
 )
 from finray.data.dataset.prepared import BAD_ROWS, MANIFEST
 from finray.data.storage import DigestCache, Folder, content_digest
-from finray.errors import DataError, FinrayError
-from finray.pretrained.tokenizers import check_exists, load_tokenizer, tokenizer_files
-from finray.records import Note, Record
+from finray.errors import ClusterError, DataError, FinrayError
+from finray.pretrained.tokenizers import check_exists, load_tokenizer, tokenizer_files, without_torch
+from finray.records import Note, PrepareProgress, Record
 
 Handle = Callable[[Record], None]
 _DIGESTS = ".digests.json"
@@ -129,22 +141,203 @@ def _check_task(config: Config) -> None:
         )
 
 
+class Preparation:
+    """The preparation of a config's data, at work in a thread of this process; see :func:`start_preparation`.
+
+    Attributes:
+        config: whose data it is.
+    """
+
+    def __init__(self, config: Config, *, root: str | None, hide_torch: bool) -> None:
+        self.config = config
+        self._root = root
+        self._hide_torch = hide_torch
+        self._outcome: Future[str] = Future()
+        self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        # Guards what follows, and is notified when any of it changes.
+        self._changed = threading.Condition()
+        self._scratch: str | None = None
+        self._left: deque[Part] = deque()
+        self._helped = 0
+        self._results: list[dict[str, Any]] = []
+        self._failure: FinrayError | None = None
+        self._cancelled = False
+        self._seconds_per_part: float | None = None
+        # A process that is interrupted ends at once; the parts that are finished are kept for the next attempt.
+        threading.Thread(target=self._run, name="finray-prepare", daemon=True).start()
+
+    def __enter__(self) -> Preparation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def wait(self, timeout: float | None = None, *, handle: Handle = ignore) -> bool:
+        """Wait until the data is prepared or cannot be, showing records of progress; whether that is so.
+
+        Args:
+            timeout: seconds after which to return in any case; None for none.
+            handle: called, in this thread, with each record.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            done = self._outcome.done()
+            while not self._records.empty():
+                handle(self._records.get())
+            left = None if deadline is None else deadline - time.monotonic()
+            if done or (left is not None and left <= 0):
+                return done
+            with self._changed:
+                self._changed.wait_for(lambda: self._outcome.done() or not self._records.empty(), left)
+
+    def result(self, *, handle: Handle = ignore) -> str:
+        """Wait; returns the directory or URL of the prepared dataset.
+
+        Raises:
+            FinrayError: the data, the tokenizer or the storage is not right.
+        """
+        self.wait(handle=handle)
+        return self._outcome.result()
+
+    def cancel(self) -> None:
+        """Begin no further part. What is finished stays for the next preparation; nothing happens after the end."""
+        with self._changed:
+            self._cancelled = True
+            self._left.clear()
+            self._helped = 0
+            self._changed.notify_all()
+
+    # --- for helpers ------------------------------------------------------------------------------------------------
+
+    @property
+    def scratch(self) -> str | None:
+        """Where parts are written; None before it is known which parts there are."""
+        return self._scratch
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long this process alone would take for the parts that nobody has begun; None before that can be told."""
+        with self._changed:
+            return None if self._seconds_per_part is None else len(self._left) * self._seconds_per_part
+
+    def take(self) -> Part | None:
+        """A part for a helper to write, the last one left; None where none is left. Answer with :meth:`give`."""
+        with self._changed:
+            if not self._left:
+                return None
+            self._helped += 1
+            return self._left.pop()
+
+    def give(self, result: dict[str, Any] | FinrayError) -> None:
+        """What came of a part that was taken; an error ends the preparation."""
+        with self._changed:
+            self._helped = max(0, self._helped - 1)
+            self._add(result)
+
+    # --- in the thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            location = self._prepare()
+        except BaseException as error:
+            # Raised where the result is asked for.
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(location)
+        with self._changed:
+            self._changed.notify_all()
+
+    def _prepare(self) -> str:
+        planned = plan_preparation(self.config, root=self._root)
+        if not planned.is_done:
+            with locked(planned, self._tell):
+                if not planned.is_done:
+                    with cleaned(planned):
+                        parts = plan(planned.settings, planned.streams)
+                        with self._changed:
+                            self._scratch = planned.scratch.root
+                            self._left.extend(parts if not self._cancelled else [])
+                            self._changed.notify_all()
+                        self._write(planned, len(parts))
+                        finish(planned, self.config, self._results)
+        return planned.target.root
+
+    def _write(self, planned: Planned, total: int) -> None:
+        """Write parts until none is left, and wait for those that helpers have taken."""
+        started = time.perf_counter()
+        self._total, self._started = total, started
+        try:
+            with without_torch() if self._hide_torch else nullcontext():
+                tokenizer = load_tokenizer(self.config.model)
+            writer = PartWriter(planned.settings, planned.settings.encoder(tokenizer), planned.scratch)
+            began, written = time.perf_counter(), 0
+            while (part := self._next()) is not None:
+                result = writer.write(part)
+                written += 1
+                with self._changed:
+                    self._seconds_per_part = (time.perf_counter() - began) / written
+                    self._add(result)
+        finally:
+            with self._changed:
+                # After an error the directory is removed, and nobody may be writing to it then.
+                self._left.clear()
+                self._changed.wait_for(lambda: not self._helped)
+        if self._failure is not None:
+            raise self._failure
+
+    def _next(self) -> Part | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._left or not self._helped or self._failure or self._cancelled)
+            if self._cancelled:
+                raise _Cancelled
+            return self._left.popleft() if self._left and self._failure is None else None
+
+    def _add(self, result: dict[str, Any] | FinrayError) -> None:
+        if isinstance(result, FinrayError):
+            self._failure = self._failure or result
+        else:
+            self._results.append(result)
+            counts = [one["counts"] for one in self._results]
+            rows, tokens = (sum(one[name] for one in counts) for name in ("source_rows", "tokens"))
+            seconds = time.perf_counter() - self._started
+            self._records.put(PrepareProgress(len(counts), self._total, rows, tokens, seconds))
+        self._changed.notify_all()
+
+    def _tell(self, record: Record) -> None:
+        with self._changed:
+            self._records.put(record)
+            self._changed.notify_all()
+
+
+class _Cancelled(Exception):
+    """Nobody wants the result any more."""
+
+
+def start_preparation(config: Config, *, root: str | Path | None = None, hide_torch: bool = False) -> Preparation:
+    """Begin to prepare the data of a config in a thread of this process; returns at once.
+
+    Where the data is prepared already, the result is there within milliseconds. Used as a context manager, a
+    preparation is cancelled when the block is left before its end.
+
+    Args:
+        config: with absolute paths, where helpers are to read them too.
+        root: holds prepared datasets; None for what the config says.
+        hide_torch: load the tokenizer without importing torch. For processes that will load no model, because
+            Transformers does not look for torch again.
+    """
+    return Preparation(config, root=None if root is None else str(root), hide_torch=hide_torch)
+
+
 def prepare_here(config: Config, *, root: str | Path | None = None) -> str:
     """Prepare the data of a config in this process; returns the directory or URL of the prepared dataset.
 
     Raises:
         FinrayError: the data, the tokenizer or the storage is not right.
     """
-    planned = plan_preparation(config, root=None if root is None else str(root))
-    if not planned.is_done:
-        with locked(planned):
-            if not planned.is_done:
-                encoder = planned.settings.encoder(load_tokenizer(config.model))
-                writer = PartWriter(planned.settings, encoder, planned.scratch)
-                with cleaned(planned):
-                    parts = plan(planned.settings, planned.streams)
-                    finish(planned, config, [writer.write(part) for part in parts])
-    return planned.target.root
+    with start_preparation(config, root=root) as preparation:
+        return preparation.result()
 
 
 def is_prepared(config: Config) -> str | None:
@@ -198,14 +391,14 @@ def finish(planned: Planned, config: Config, results: list[dict[str, Any]]) -> N
 
 @contextmanager
 def cleaned(planned: Planned) -> Iterator[None]:
-    """What was written before an error in the data is of no use, and removed; after a kill it is gone on with.
+    """Remove what was written before an error in the data, which is of no use; what a kill leaves is kept.
 
     Not behind a URL, where somebody else may be writing the same objects.
     """
     try:
         yield
-    except FinrayError:
-        if not planned.scratch.is_remote:
+    except FinrayError as error:
+        if not isinstance(error, ClusterError) and not planned.scratch.is_remote:
             planned.scratch.delete()
         raise
 
