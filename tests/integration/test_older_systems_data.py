@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -194,7 +195,8 @@ def test_num_proc_is_the_number_of_workers(
     )
     log = tmp_path / "log"
     log.write_text("")
-    env = {"PYTHONPATH": str(code), "CONVERTER_LOG": str(log), "CONVERTER_PROCESSES": str(workers)}
+    path = os.pathsep.join([str(code), os.environ.get("PYTHONPATH", "")])
+    env = {"PYTHONPATH": path, "CONVERTER_LOG": str(log), "CONVERTER_PROCESSES": str(workers)}
     for name in ("CONVERTER_LOG", "CONVERTER_PROCESSES"):
         monkeypatch.setenv(name, env[name])
     with start_preparation(config) as preparation:
