@@ -7,7 +7,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 # pytest-xdist workers; tests/conftest.py says which tests run in the same one.
 JOBS   ?= 2
 
-.PHONY: quickstart test browser check format docs bench clean help
+.PHONY: quickstart test browser check format docs pictures bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -71,6 +71,10 @@ format: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/finray config docs > docs/reference/config.md
 	$(BIN)/mkdocs build --strict --site-dir build/site
+
+# The screenshots in docs/guide/images.
+pictures: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
+	$(BIN)/python -m tools.pictures
 
 bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
 	$(PIP) --editable '.[bench]'

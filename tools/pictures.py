@@ -1,0 +1,72 @@
+"""Take the pictures of docs/guide/images from the pages that finray writes: `make pictures`.
+
+They show the data of the quickstart, with a limit that cuts some rows off, and with a template whose generation prompt
+differs from what is trained. The command runs in the root of the repository.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import FloatRect, Page
+from tests.support.browser import chromium, opened
+
+from finray.config.load import build_config
+from finray.inspection.inspect import inspect
+from finray.inspection.page import page
+from finray.reporting.page import write
+
+IMAGES = Path("docs/guide/images")
+MODEL = Path(".models/SmolLM2-135M-Instruct")
+WIDTH = 1000
+MARGIN = 14
+
+
+def inspection_page(folder: Path, name: str, *, template: str | None = None, **data: Any) -> Path:
+    """The page of the quickstart's training rows."""
+    model: dict[str, Any] = {"name": str(MODEL)}
+    if template is not None:
+        model["chat_template"] = str(folder / f"{name}.jinja")
+        Path(model["chat_template"]).write_text(template, encoding="utf-8")
+    raw = {
+        "run": {"output_dir": str(folder)},
+        "model": model,
+        "data": {"source": "examples/quickstart/train.jsonl", **data},
+    }
+    file = folder / f"{name}.html"
+    write(page(inspect(build_config(raw, source="tools/pictures.py"), examples=1)), file)
+    return file
+
+
+def shoot(page: Page, name: str, top: str, bottom: str | None = None) -> None:
+    """Write what lies between the tops and bottoms of two elements, over the whole width, as a PNG of few colours."""
+    first, last = page.locator(top).first.bounding_box(), page.locator(bottom or top).first.bounding_box()
+    assert first is not None
+    assert last is not None
+    y = max(0, first["y"] - MARGIN)
+    clip = FloatRect(x=0, y=y, width=WIDTH, height=last["y"] + last["height"] + MARGIN - y)
+    picture = Image.open(io.BytesIO(page.screenshot(clip=clip, full_page=True))).convert("RGB")
+    picture.quantize(96).save(IMAGES / f"{name}.png", optimize=True)
+
+
+def main() -> None:
+    """Write the pictures."""
+    own = (MODEL / "chat_template.jinja").read_text(encoding="utf-8")
+    opens_reasoning = own.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    assert opens_reasoning != own
+    with tempfile.TemporaryDirectory() as scratch, chromium() as browser:
+        whole = inspection_page(Path(scratch), "whole", max_length=120, eval_ratio=0.1, test_ratio=0.1)
+        refused = inspection_page(Path(scratch), "refused", template=opens_reasoning)
+        with opened(browser, whole, width=WIDTH) as found:
+            shoot(found.page, "inspect", "header", "#examples")
+            shoot(found.page, "inspect-lengths", "#lengths figure")
+        with opened(browser, refused, width=WIDTH) as found:
+            shoot(found.page, "inspect-serving", "#serving")
+
+
+if __name__ == "__main__":
+    main()
