@@ -1,4 +1,4 @@
-"""What training asks of a strategy. The loop knows no strategy by name."""
+"""What training asks of a strategy, and what all strategies share. The loop knows no strategy by name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from finray import compat
 from finray.errors import FinrayError, from_dict
-from finray.sharding import FlatShard
+from finray.sharding import FlatShard, local_rows
 
 T = TypeVar("T")
 
@@ -20,22 +22,31 @@ class StateReader(Protocol):
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows of a tensor; all of it when nothing else is said."""
+        """Rows ``start`` to ``stop`` of a tensor; all of it by default."""
 
 
 class NamedOptimizer(Protocol):
-    """An optimizer as the loop sees it."""
+    """An optimizer over named parameters, as the loop sees it."""
 
     parameters: dict[str, torch.nn.Parameter]
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
-        """One update from the gradients, which are then freed; none where ``found_inf`` (fp32 scalar) is one."""
+        """One update from the gradients, which are then freed.
+
+        Args:
+            learning_rate: of parameter groups whose ``lr_scale`` is one.
+            found_inf: fp32 scalar on the device; where it is one, weights and state stay as they are.
+        """
 
     def sharded_state(self) -> Mapping[str, torch.Tensor | FlatShard]:
         """The moments and update counts as ``<parameter>/<kind>`` tensors, or this rank's part of them."""
 
     def load_sharded_state(self, reader: StateReader) -> None:
-        """Put back what :meth:`sharded_state` gave, this rank's part of it."""
+        """Load what :meth:`sharded_state` gave, under any strategy and world size: this rank's part of it.
+
+        Raises:
+            CheckpointError: the state belongs to other parameters, or to another optimizer.
+        """
 
 
 class Strategy(Protocol):
@@ -44,13 +55,13 @@ class Strategy(Protocol):
     rank: int
     world_size: int
     device: torch.device
-    # Every rank must do the same number of forward passes, because each is a meeting of all.
+    # Every rank must run the same number of forward passes, because each of them is a collective.
     lockstep: bool
-    # Weights are built without memory and filled after `shard`, each rank its own rows.
+    # Weights are built on the meta device and loaded after `shard`, each rank its own rows.
     shards_weights: bool
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-        """Share the weights of a module between the ranks, block by block and then the rest; or leave it as it is."""
+        """Shard the weights of a module between the ranks, block by block and then the rest; or leave them whole."""
 
     def prepare(
         self,
@@ -59,35 +70,35 @@ class Strategy(Protocol):
         make_optimizer: Callable[[], NamedOptimizer],
         make_torch_optimizer: Callable[[], torch.optim.Optimizer],
     ) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """The optimizer, and the module to call for a forward pass.
+        """The module to call for a forward pass, and the optimizer.
 
         Args:
-            module: that :meth:`shard` was given.
-            parameters: that are trained, by name.
+            module: the one that :meth:`shard` was given.
+            parameters: the trained ones, by name.
             make_optimizer: makes finray's optimizer, where the strategy has none of its own.
             make_torch_optimizer: makes a torch optimizer of them, for a strategy that drives it itself.
         """
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add a micro-batch's gradients; ``last`` says that no more come before the update."""
+        """Accumulate a micro-batch's gradients; ``last`` says that it is the step's last one on this rank."""
 
-    def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
-        """Make weights that every rank has made for itself equal, before the first step."""
+    def broadcast_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Make parameters that each rank has initialised for itself equal, before the first step."""
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks in place, and return the sum of ``extra`` (1-D fp64)."""
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the ranks."""
+        """The sum of a tensor over the ranks, in place."""
 
     def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
-        """Divide summed gradients by the loss's ``scale`` (fp32 scalar on the device) before they are clipped."""
+        """Divide summed gradients by the loss scale (fp32 scalar on the device) before they are clipped."""
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
 
     def save_own(self, folder: Path) -> bool:
-        """Write what the strategy's library keeps of its own; a collective. Returns whether there is such a thing."""
+        """Write the checkpoint of the strategy's own library (a collective); False where it has none."""
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank (plain Python values)."""
@@ -96,10 +107,78 @@ class Strategy(Protocol):
         """Every rank's value, in order of rank (plain Python values)."""
 
 
+class ProcessGroup:
+    """One process of torch.distributed's default group, or the only one where that is not initialised.
+
+    What a strategy does unless it says otherwise: nothing is sharded, and gradients are ordinary ones.
+    """
+
+    lockstep = False
+    shards_weights = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self.rank = 0 if self.is_alone else dist.get_rank()
+        self.world_size = 1 if self.is_alone else dist.get_world_size()
+
+    def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
+        """Leave every weight whole."""
+
+    def prepare(
+        self,
+        module: torch.nn.Module,
+        parameters: Mapping[str, torch.nn.Parameter],  # noqa: ARG002
+        make_optimizer: Callable[[], NamedOptimizer],
+        make_torch_optimizer: Callable[[], torch.optim.Optimizer],  # noqa: ARG002
+    ) -> tuple[torch.nn.Module, NamedOptimizer]:
+        """The module as it is, and finray's optimizer."""
+        return module, make_optimizer()
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:  # noqa: ARG002
+        """An ordinary backward pass."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def broadcast_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Nothing: every rank has loaded its rows of the same files, or a library broadcasts them."""
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over the ranks, in place."""
+        if not self.is_alone:
+            dist.all_reduce(values)
+        return values
+
+    @torch.no_grad()
+    def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
+        """Divide this rank's gradients, or its rows of them, in place."""
+        gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
+        compat.foreach_mul_(gradients, scale.reciprocal())
+
+    def save_own(self, folder: Path) -> bool:  # noqa: ARG002
+        """Nothing."""
+        return False
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.is_alone:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in order of rank."""
+        if self.is_alone:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+
 def on_all_ranks(strategy: Strategy, action: Callable[[], T]) -> T:
     """Do something on every rank, and fail on all when it fails on any, so that no rank waits for one that is gone.
 
-    ``action`` may use no collective itself.
+    ``action`` must not use a collective itself.
 
     Raises:
         FinrayError: the failure of the lowest rank that has one.

@@ -1,140 +1,162 @@
-"""Data parallelism: a whole model per rank, gradients summed once per optimizer step.
+"""Data parallelism: every rank has the whole model, and gradients are summed once per optimizer step.
 
-The gradients are summed here and not by ``DistributedDataParallel``: accumulation then needs no hooks switched on
-and off, ranks may have unequal numbers of micro-batches (none, even), and buckets never change their layout, which
-keeps sums over more than two ranks bitwise equal after a restart.
+Not by ``DistributedDataParallel``: it rebuilds its buckets after the first step, in the order in which gradients came,
+so sums over more than two ranks would have other bits after a restart. And it wants as many micro-batches on every
+rank, or a ``Join`` that shadows its collectives; here a rank may have none at all.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from finray import compat
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.parallel.base import NamedOptimizer
-from finray.sharding import local_rows
+from finray.parallel.base import NamedOptimizer, ProcessGroup
 
 BUCKET_ELEMENTS = 8 * 2**20
 
 
-class DDPStrategy:
-    """One process of a data-parallel group; of a group of one when torch.distributed is not initialised."""
-
-    lockstep = False
-    shards_weights = False
+class DDPStrategy(ProcessGroup):
+    """One process of a data-parallel group."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self.rank = 0 if self._alone else dist.get_rank()
-        self.world_size = 1 if self._alone else dist.get_world_size()
+        super().__init__(device)
+        self._buckets: _Buckets | None = None
 
     @classmethod
     def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> DDPStrategy:  # noqa: ARG003
         """As a config wants it."""
         return cls(device)
 
-    def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-        """Nothing: every rank has all weights."""
-
     def prepare(
         self,
         module: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],  # noqa: ARG002
+        parameters: Mapping[str, torch.nn.Parameter],
         make_optimizer: Callable[[], NamedOptimizer],
-        make_torch_optimizer: Callable[[], torch.optim.Optimizer],  # noqa: ARG002
+        make_torch_optimizer: Callable[[], torch.optim.Optimizer],
     ) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """finray's own optimizer over the module as it is."""
-        return module, make_optimizer()
+        """The module as it is, and finray's optimizer; from now on gradients lie in buckets."""
+        if not self.is_alone:
+            self._buckets = _Buckets(list(parameters.values()))
+        return super().prepare(module, parameters, make_optimizer, make_torch_optimizer)
 
-    def backward(self, loss: torch.Tensor, *, last: bool) -> None:  # noqa: ARG002
-        """An ordinary backward pass."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Accumulate gradients; in the last backward pass, sum each bucket as soon as it is full."""
+        if self._buckets is not None:
+            self._buckets.is_last_backward = last
+        super().backward(loss, last=last)
 
-    def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
+    def broadcast_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Broadcast rank 0's: decompositions may differ in the last bits from one kind of machine to another."""
-        if self._alone:
+        if self.is_alone:
             return
         with torch.no_grad():
-            for weight in weights:
-                dist.broadcast(weight, src=0)
+            for parameter in parameters:
+                dist.broadcast(parameter, src=0)
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
-        """Sum gradients over the ranks in place, in buckets of fixed layout; see :class:`Strategy`."""
+        """Sum the buckets that are not on their way yet, and wait for all."""
+        if self._buckets is not None:
+            self._buckets.all_reduce(extra)
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if self._alone:
-            return extra
-        pending = []
-        for bucket in _buckets(parameters):
-            flat = torch.cat([_grad(parameter).reshape(-1) for parameter in bucket])
-            pending.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
-        dist.all_reduce(extra)
-        for bucket, flat, work in pending:
-            work.wait()
-            start = 0
-            for parameter in bucket:
-                _grad(parameter).copy_(flat[start : start + parameter.numel()].view_as(parameter))
-                start += parameter.numel()
         return extra
-
-    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over the ranks."""
-        if not self._alone:
-            dist.all_reduce(values)
-        return values
-
-    @torch.no_grad()
-    def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:
-        """Divide this rank's gradients, or its rows of them, in place."""
-        gradients = [local_rows(one.grad)[0] for one in parameters if one.grad is not None]
-        compat.foreach_mul_(gradients, scale.reciprocal())
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
-        limit = float("inf") if max_norm is None else max_norm
-        return torch.nn.utils.clip_grad_norm_(parameters, limit)
-
-    def save_own(self, folder: Path) -> bool:  # noqa: ARG002
-        """Nothing."""
-        return False
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        if self._alone:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of rank."""
-        if self._alone:
-            return [value]
-        boxes: list[Any] = [None] * self.world_size
-        dist.all_gather_object(boxes, value)
-        return boxes
+        return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
 
 
-def _grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+class _Buckets:
+    """Gradients as views into flat tensors that are summed in place; allocated in a step's first backward pass.
+
+    The layout follows from the parameters' order alone, and sums start from the last bucket to the first on every rank:
+    collectives must come in the same order everywhere, and bits must not depend on which gradient was ready first.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.is_last_backward = False
+        self._buckets: list[_Bucket] = []
+        size = BUCKET_ELEMENTS
+        for parameter in parameters:
+            if size + parameter.numel() > BUCKET_ELEMENTS or self._buckets[-1].dtype != parameter.dtype:
+                self._buckets.append(_Bucket(parameter.dtype))
+                size = 0
+            bucket = self._buckets[-1]
+            bucket.offsets[parameter] = size
+            size += parameter.numel()
+            hook = functools.partial(self._accumulated, bucket)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._buckets.reverse()
+        self._reset()
+
+    def _reset(self) -> None:
+        self.is_last_backward = False
+        self._started: list[dist.Work] = []
+        for bucket in self._buckets:
+            bucket.flat = None
+            bucket.missing = len(bucket.offsets)
+
+    def _accumulated(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
+        """Called by autograd when a gradient is there."""
+        bucket.take(parameter)
+        if self.is_last_backward:
+            bucket.missing -= 1
+            while len(self._started) < len(self._buckets) and not self._buckets[len(self._started)].missing:
+                self._start_next()
+
+    def _start_next(self) -> None:
+        flat = self._buckets[len(self._started)].all_gradients()
+        work = dist.all_reduce(flat, async_op=True)
+        assert work is not None
+        self._started.append(work)
+
+    def all_reduce(self, extra: torch.Tensor) -> None:
+        """Sum what is not on its way yet, ``extra`` last, and wait for everything."""
+        while len(self._started) < len(self._buckets):
+            self._start_next()
+        dist.all_reduce(extra)
+        for work in self._started:
+            work.wait()
+        # The gradients keep the memory alive until the optimizer frees them.
+        self._reset()
 
 
-def _buckets(parameters: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
-    buckets: list[list[torch.nn.Parameter]] = []
-    size = BUCKET_ELEMENTS
-    for parameter in parameters:
-        if size + parameter.numel() > BUCKET_ELEMENTS or buckets[-1][0].dtype != parameter.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += parameter.numel()
-    return buckets
+class _Bucket:
+    """Parameters of one dtype whose gradients are neighbours in one flat tensor."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.offsets: dict[torch.Tensor, int] = {}
+        self.flat: torch.Tensor | None = None
+        self.missing = 0
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Make a gradient a view into the flat tensor. Autograd adds later micro-batches to it in place."""
+        gradient = parameter.grad
+        if len(self.offsets) == 1:
+            # No neighbours: the gradient is the flat tensor, and a large one is not copied.
+            if gradient is None or not gradient.is_contiguous():
+                parameter.grad = gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
+            self.flat = gradient
+            return
+        if self.flat is None:
+            size = sum(one.numel() for one in self.offsets)
+            self.flat = torch.zeros(size, dtype=self.dtype, device=parameter.device)
+        view = self.flat.narrow(0, self.offsets[parameter], parameter.numel()).view_as(parameter)
+        if gradient is None or gradient.data_ptr() != view.data_ptr():
+            if gradient is not None:
+                view.copy_(gradient)
+            parameter.grad = view
+
+    def all_gradients(self) -> torch.Tensor:
+        """The flat tensor; zero where this rank has no gradient."""
+        for parameter in self.offsets:
+            self.take(parameter)
+        assert self.flat is not None
+        return self.flat

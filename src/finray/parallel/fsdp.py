@@ -15,11 +15,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ParallelConfig
-from finray.parallel.ddp import DDPStrategy
+from finray.parallel.base import ProcessGroup
 from finray.sharding import full_tensor
 
 
-class FSDPStrategy(DDPStrategy):
+class FSDPStrategy(ProcessGroup):
     """One process of a group that shares the weights.
 
     Args:
@@ -35,9 +35,6 @@ class FSDPStrategy(DDPStrategy):
         super().__init__(device)
         self._parallel = parallel
         self._precision = precision
-
-    def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
-        """Nothing: every rank read its own rows from the same files."""
 
     @classmethod
     def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> FSDPStrategy:

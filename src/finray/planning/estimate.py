@@ -281,16 +281,14 @@ def gradient_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 
 def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """Flat copies of gradients on their way. Data parallelism has all buckets under way at once."""
+    """Flat copies of gradients on their way; in data parallelism gradients lie in the buckets themselves."""
     if setup.strategy == "fsdp":
         # Whole gradients of what is shared at once, and their flat copy: last those of embedding and head.
         return 2 * FP32 * max(_trained_per_layer(blueprint), root_weights(blueprint) if blueprint.adapter == 0 else 0)
     # ZeRO-3 updates from a flat fp32 copy of a worker's gradients, of so many at a time.
     flat = FP32 * min(blueprint.trainable / setup.sharers, ZERO_GROUP) if setup.strategy == "zero3" else 0
-    if setup.workers == 1:
+    if setup.workers == 1 or setup.strategy == "ddp":
         return flat
-    if setup.strategy == "ddp":
-        return FP32 * blueprint.trainable
     return flat + setup.element * min(blueprint.trainable, ZERO_BUCKET)
 
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from finray import compat
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.parallel.base import NamedOptimizer
-from finray.parallel.ddp import DDPStrategy
+from finray.parallel.base import NamedOptimizer, ProcessGroup
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.deepspeed.state import Partition, ZeroOptimizer, keep_trained
 from finray.sharding import attach_store
@@ -30,7 +29,7 @@ _TAG = "shards"
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DeepSpeedStrategy(DDPStrategy):
+class DeepSpeedStrategy(ProcessGroup):
     """One process of a group that DeepSpeed drives.
 
     Args:
@@ -101,9 +100,6 @@ class DeepSpeedStrategy(DDPStrategy):
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed takes the mean over the ranks. The loss is divided by the targets of the whole step already.
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
-
-    def broadcast_parameters(self, weights: Sequence[torch.nn.Parameter]) -> None:
-        """Nothing: DeepSpeed copies rank 0's weights, and checkpoints are the same for all."""
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Gradients are summed already; the sum of ``extra`` is not."""
