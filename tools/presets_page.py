@@ -93,7 +93,7 @@ def _lines(plans: Mapping[str, Plan]) -> Iterator[str]:
         yield f"## {name}\n"
         yield preset_text(name).splitlines()[0].lstrip("# ") + "\n"
         count = flops[name]
-        again = f", and {count.again / 1e9:.1f} to compute activations again" if count.again else ""
+        again = f", and {count.again / 1e9:.1f} to recompute activations" if count.again else ""
         yield f"GFLOP per token: {count.useful / 1e9:.1f}{again}.\n"
         yield "| part | GiB per GPU |"
         yield "| --- | ---: |"
@@ -110,26 +110,25 @@ def _rounded(value: float) -> int:
 
 _HEAD = """# Presets
 
-A preset is a configuration to begin with. `finray config presets` lists them, `finray init my-run.yaml --preset NAME`
-writes one to edit, and a line `preset: NAME` in a file of your own takes what the file does not say. If your file names
-a `data.source`, what the preset says about reading its own source is left out.
+A preset is a configuration to start from. `finray config presets` lists them. `finray init my-run.yaml --preset NAME`
+writes one to edit. A line `preset: NAME` in your own file supplies what the file leaves out. If your file sets a
+`data.source`, the preset's fields about its own source are ignored.
 
 ```
 finray init my-run.yaml --preset llama3-8b-lora
 finray plan my-run.yaml --gpu a100-40gb --offline
 ```
 
-With `--offline`, `finray plan` accepts every preset on a machine without a network and without a GPU: the shapes of
-their models come with finray. What then cannot be checked (the tokenizer, the data) is listed as `not checked`.
+With `--offline`, `finray plan` accepts every preset on a machine without a network or a GPU: the shapes of their models
+come with finray. What cannot be checked that way (the tokenizer, the data) is listed as `not checked`.
 
 <!-- Made by `HF_HUB_OFFLINE=1 python -m tools.presets_page`; a test compares it. -->
 """
 _BELOW = f"""
-Memory is the plan's estimate of the peak of one worker, for packs as long as the preset allows, all of whose tokens are
-learned; shorter rows need less. Tokens/s are no measurement, but arithmetic: operations per token, with rows of
-{ROW} tokens of which half are learned, over {UTILISATION:.0%} of what the GPU's data sheet promises for 16-bit
-matrices, times the GPUs. Small models and short micro-batches keep a GPU waiting, and a slow network does too: they
-give less.
+Memory is the plan's estimate of the peak of one worker, for packs as long as the preset allows with loss on every token;
+shorter rows need less. Tokens/s are computed, not measured: {UTILISATION:.0%} of the 16-bit matrix throughput in the
+GPU's data sheet, times the GPUs, divided by the operations per token, for rows of {ROW} tokens with loss on half of them.
+Small models, short micro-batches and slow networks give less.
 """
 
 
