@@ -125,10 +125,10 @@ come with finray. What cannot be checked that way (the tokenizer, the data) is l
 <!-- Made by `HF_HUB_OFFLINE=1 python -m tools.presets_page`; a test compares it. -->
 """
 _BELOW = f"""
-Memory is the plan's estimate of the peak of one worker, for packs as long as the preset allows with loss on every token;
-shorter rows need less. Tokens/s are computed, not measured: {UTILISATION:.0%} of the 16-bit matrix throughput in the
-GPU's data sheet, times the GPUs, divided by the operations per token, for rows of {ROW} tokens with loss on half of them.
-Small models, short micro-batches and slow networks give less.
+Memory is the plan's estimate of the peak of one worker, for packs as long as the preset allows with loss on every
+token; shorter rows need less. Tokens/s are computed, not measured: {UTILISATION:.0%} of the 16-bit matrix throughput in
+the GPU's data sheet, times the GPUs, divided by the operations per token, for rows of {ROW} tokens with loss on half of
+them. Small models, short micro-batches and slow networks give less.
 """
 
 
