@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from finray.config.extensions import named
 from finray.config.section import PositiveInt, Ratio, Section
 
 
 class AdapterConfig(Section):
     """Which weights are trained."""
 
-    method: Literal["none", "lora", "rslora", "dora", "pissa"] = Field(
+    method: Annotated[str, AfterValidator(named("finray.adapter_methods", "none"))] = Field(
         "lora",
         description="Which weights are trained: all of them (`none`), or an adapter: LoRA, rank-stabilised LoRA "
         "(`rslora`), weight-decomposed LoRA (`dora`), or LoRA initialised from the principal singular vectors of the "

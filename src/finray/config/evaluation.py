@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
+from pydantic import AfterValidator, Field
+
+from finray.config.extensions import named
 from finray.config.section import PositiveInt, Section
 
 
@@ -25,6 +28,10 @@ class EvaluationConfig(Section):
     early_stopping: EarlyStoppingConfig | None = Field(
         None,
         description="Stop the run when the evaluation loss no longer improves: `{patience: 3, min_gain: 0.001}`.",
+    )
+    metrics: list[Annotated[str, AfterValidator(named("finray.metrics"))]] = Field(
+        default_factory=lambda: ["exact_match"],
+        description="Scores of the answers in `finray evaluate`, by name or as `package.module:function`.",
     )
     max_rows: PositiveInt | None = Field(None, description="Evaluate at most this many rows.")
     max_new_tokens: PositiveInt = Field(128, description="`finray evaluate`: maximum tokens generated per answer.")

@@ -25,6 +25,12 @@ TABLES: dict[str, dict[str, str]] = {
         "fsdp": "finray.parallel.fsdp:FSDPStrategy",
         "deepspeed": "finray.parallel.deepspeed.strategy:DeepSpeedStrategy",
     },
+    "finray.adapter_methods": {
+        "lora": "finray.models.adapter_methods:LORA",
+        "rslora": "finray.models.adapter_methods:RSLORA",
+        "dora": "finray.models.adapter_methods:DORA",
+        "pissa": "finray.models.adapter_methods:PISSA",
+    },
     "finray.trackers": {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"},
     "finray.metrics": {"exact_match": "finray.evaluation.metrics:exact_match"},
 }

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from finray.models.adapter_methods import AdapterMethod
+
 # The principal part that a PiSSA adapter began with; frozen, and subtracted from what is trained.
 PISSA_RESIDUAL = "pissa_residual"
 # Power iterations of the search for principal parts (Halko et al. 2011), with twice the rank and some more directions.
@@ -47,7 +49,7 @@ class AdapterInit:
     """First values of the tensors of an adapter, by name.
 
     Args:
-        method: ``adapter.method``.
+        method: the kind of adapter.
         seed: of everything random.
         scaling: of a module's product B A, by the module's name.
         base: a module's base weight (out, in), by the module's name; asked for by DoRA and PiSSA only.
@@ -55,7 +57,7 @@ class AdapterInit:
 
     def __init__(
         self,
-        method: str,
+        method: AdapterMethod,
         *,
         seed: int,
         scaling: Callable[[str], float],
@@ -73,18 +75,12 @@ class AdapterInit:
         if kind.startswith("magnitude_vector."):
             norms: torch.Tensor = torch.linalg.norm(self._base(module).float(), dim=1)
             return norms
-        if self._method == "pissa" and kind.startswith(("A.", "B.")):
+        if self._method.is_pissa and kind.startswith(("A.", "B.")):
             up, down = self._principal(module, min(shape))
             if kind.startswith("A."):
                 return down
             return -up if f".{PISSA_RESIDUAL}." in name else up
-        value = torch.zeros(shape)
-        if kind.startswith("A."):
-            # As in PEFT.
-            torch.nn.init.kaiming_uniform_(value, a=5**0.5, generator=generator(name, seed=self._seed))
-        elif kind.startswith("embedding_B."):
-            value.normal_(generator=generator(name, seed=self._seed))
-        return value
+        return self._method.first_value(kind.partition(".")[0], shape, generator(name, seed=self._seed))
 
     def _principal(self, module: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """B and A of a module; kept until another module is asked for, since tensors of one come together."""

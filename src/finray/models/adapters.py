@@ -19,6 +19,7 @@ import torch
 from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
 from finray.models.adapter_init import PISSA_RESIDUAL, AdapterInit
+from finray.models.adapter_methods import adapter_method
 from finray.sharding import load_local, shape_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -48,7 +49,7 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int, new_tokens: tuple
         # What PEFT draws is drawn again below.
         with torch.random.fork_rng(devices=[]):
             wrapped = get_peft_model(model, config)
-            if adapter.method == "pissa":
+            if adapter_method(adapter.method).is_pissa:
                 _keep_start(wrapped, config)
     except ValueError as error:
         raise ModelError(
@@ -85,8 +86,7 @@ def _peft_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         lora_dropout=adapter.dropout,
         target_modules=adapter.target_modules,
         modules_to_save=list(adapter.modules_to_save) or None,
-        use_rslora=adapter.method == "rslora",
-        use_dora=adapter.method == "dora",
+        **adapter_method(adapter.method).options,
         trainable_token_indices=_token_rows(model, new_tokens),
         # GPT-2 keeps its projections transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
@@ -128,7 +128,8 @@ def _keep_start(wrapped: Any, config: Any) -> None:
 def adapter_init(model: Any, method: str, *, seed: int, base: Callable[[str], torch.Tensor]) -> AdapterInit:
     """First values of a model's adapter; ``base`` gives the base weight (out, in) of a module by name."""
     modules = dict(model.named_modules())
-    return AdapterInit(method, seed=seed, scaling=lambda name: float(modules[name].scaling[NAME]), base=base)
+    kind = adapter_method(method)
+    return AdapterInit(kind, seed=seed, scaling=lambda name: float(modules[name].scaling[NAME]), base=base)
 
 
 @torch.no_grad()

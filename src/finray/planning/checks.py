@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from finray.checkpoint.rundir import RunDir
+from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
 from finray.config.schema import Config
 from finray.data.dataset.prepare import check_inputs
@@ -50,6 +51,7 @@ def quick_problems(config: Config) -> list[FinrayError]:
     """Everything that the quick checks find; paths of the config must be absolute."""
     problems: list[FinrayError] = []
     for check in (
+        check_extensions,
         check_inputs,
         check_extras,
         check_output,
@@ -69,6 +71,25 @@ def collected(problems: list[FinrayError]) -> Iterator[None]:
         yield
     except FinrayError as error:
         problems.append(error)
+
+
+def check_extensions(config: Config) -> None:
+    """Import what the config names outside of finray, so that a mistake in it is found here and not in the workers.
+
+    Raises:
+        ConfigError: something cannot be imported.
+    """
+    wanted = [
+        ("finray.tasks", "model.task", config.model.task),
+        ("finray.adapter_methods", "adapter.method", config.adapter.method),
+        ("finray.strategies", "parallel.strategy", config.parallel.strategy),
+        *(("finray.trackers", "tracking.trackers", name) for name in config.tracking.trackers),
+        *(("finray.metrics", "evaluation.metrics", name) for name in config.evaluation.metrics),
+    ]
+    for group, where, name in wanted:
+        # finray's own are known to be there, and importing them would take torch.
+        if name not in TABLES[group] and name not in ("none", "auto"):
+            load_named(group, name, where=where)
 
 
 def check_extras(

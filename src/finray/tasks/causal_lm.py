@@ -36,7 +36,7 @@ class CausalLM:
         self.packed = PackedModel(model, precision=precision, attention_name=attention_name, device=device)
         self.model = model
         self.layout = SavedLayout(model)
-        self.module: torch.nn.Module = _LossModule(model, self._loss_sum)
+        self.module: torch.nn.Module = _LossModule(model, self.compute_loss)
 
     @classmethod
     def build(cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> CausalLM:
@@ -97,7 +97,8 @@ class CausalLM:
         loss = sums[0] / sums[1]
         return {"eval_loss": loss, "perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
 
-    def _loss_sum(self, batch: Batch) -> torch.Tensor:
+    def compute_loss(self, batch: Batch) -> torch.Tensor:
+        """The loss of :meth:`loss_sum`, inside what a strategy wraps; a task with another loss replaces it."""
         with self.packed.autocast():
             if not self.packed.has_plain_head(batch):
                 logits = self.packed.logits_KV(batch, batch.target_positions_K)

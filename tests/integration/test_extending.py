@@ -1,0 +1,119 @@
+"""The parts that docs/guide/extending.md adds from outside the package train, each as what it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from finray.config.load import build_config
+from finray.errors import ConfigError
+from finray.tracking.jsonl import read_records
+from tests.support import runs, tiny
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "extending.md"
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+@pytest.fixture
+def plain(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The page's config and its file, with a tiny model."""
+    (tmp_path / "my_parts.py").write_text(block("python"), encoding="utf-8")
+    notes = [{"note": tiny.WORDS[row % 50], "record": " ".join(tiny.WORDS[row % 7 : row % 7 + 3])} for row in range(30)]
+    notes.append({"note": "left out", "record": ""})
+    (tmp_path / "notes.jsonl").write_text("".join(json.dumps(note) + "\n" for note in notes), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # A module of this name that another test imported is not this one.
+    monkeypatch.delitem(__import__("sys").modules, "my_parts", raising=False)
+    own = yaml.safe_load(block("yaml"))
+    own["model"]["name"] = str(tiny_model_dir)
+    own["data"] |= {"source": str(tmp_path / "notes.jsonl"), "max_length": 64}
+    own["train"] = {"max_steps": 4, "global_batch_size": 4, "precision": "fp32", "warmup_steps": 0}
+    own["checkpoint"] = {"every_steps": 2}
+    own["run"] = {"output_dir": str(tmp_path / "runs"), "name": "own"}
+    own["tracking"] |= {"tensorboard": False, "record_samples": True}
+    own["cluster"] = {"cpus_per_worker": 1, "num_workers": 2}
+    return own
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [record["loss"] for record in read_records(run_dir / "metrics.jsonl") if record["kind"] == "train"]
+
+
+def test_parts_from_outside_train_under_ray_and_resume(ray_cluster: str, plain: dict[str, Any], tmp_path: Path) -> None:
+    config = runs.write_config(plain, tmp_path / "own.yaml")
+    code, out, err = runs.cli("train", str(config), cwd=tmp_path)
+    assert code == 0, err
+    run_dir = tmp_path / "runs" / "own"
+    tracked = (run_dir / "losses.txt").read_text().splitlines()
+    assert re.fullmatch(r"# [0-9a-f]{32} from step 0", tracked[0])
+    assert [line.split()[0] for line in tracked[1:]] == ["1", "2", "3", "4"]
+    # The converter left a row out, and the report says so.
+    assert "left out 1 of 31 rows" in out
+    # Rank-stabilised scaling and orthogonal rows are in the adapter's own files.
+    assert json.loads((run_dir / "final" / "adapter_config.json").read_text())["use_rslora"] is True
+    # A later start of the same run has the same id.
+    (run_dir / "summary.json").unlink()
+    code, _, err = runs.cli("train", str(config), "train.max_steps=4", cwd=tmp_path)
+    assert code == 0, err
+    assert [line for line in (run_dir / "losses.txt").read_text().splitlines() if line.startswith("#")][1] == tracked[
+        0
+    ].replace("step 0", "step 4")
+
+
+def test_each_part_from_outside_does_what_it_says(plain: dict[str, Any], tmp_path: Path) -> None:
+    import my_parts
+
+    config = runs.config_of(plain)
+    assembled = runs.assemble_alone(plain, tmp_path / "alone")
+    weights = {name: one for name, one in assembled.loop.task.trainable().items() if ".lora_A." in name}
+    for weight in weights.values():
+        rows = weight.detach()
+        torch.testing.assert_close(rows @ rows.T, torch.eye(len(rows)), rtol=0, atol=1e-5)
+    assert isinstance(assembled.loop.task, my_parts.SmoothedLM)
+    assembled.loop.run()
+    smoothed = losses(tmp_path / "alone")
+    assert config.model.task == "my_parts:SmoothedLM"
+    # Control: without the task of its own the same rows have another loss.
+    usual = {**plain, "model": {**plain["model"], "task": "causal_lm"}}
+    runs.run_alone(usual, tmp_path / "usual")
+    assert losses(tmp_path / "usual")[0] != smoothed[0]
+    assert my_parts.same_length(["a b", "c"], ["x y", "z z"]) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "said"),
+    [
+        ("model", "task", "causal_lmm", "did you mean `causal_lm`"),
+        ("parallel", "strategy", "fsdpp", "did you mean `fsdp`"),
+        ("adapter", "method", "lorra", "did you mean `lora`"),
+        ("tracking", "trackers", ["tensorbord"], "did you mean `tensorboard`"),
+    ],
+)
+def test_a_name_that_is_not_known_is_found_when_the_config_is_loaded(
+    plain: dict[str, Any], section: str, field: str, value: Any, said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config({**plain, section: {**plain[section], field: value}}, source="test")
+    assert said in str(caught.value)
+    assert f"{section}.{field}" in str(caught.value)
+
+
+def test_a_part_that_cannot_be_imported_is_named_before_ray_is_asked(plain: dict[str, Any], tmp_path: Path) -> None:
+    from finray.planning.checks import check_extensions
+
+    wrong = {**plain, "tracking": {"trackers": ["my_parts:LostFile"]}}
+    with pytest.raises(ConfigError, match="LostFile") as caught:
+        check_extensions(runs.config_of(wrong))
+    assert caught.value.where == "tracking.trackers=my_parts:LostFile" or caught.value.where == "tracking.trackers"
