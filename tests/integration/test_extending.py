@@ -63,6 +63,12 @@ def test_parts_from_outside_train_under_ray_and_resume(ray_cluster: str, plain: 
     assert "left out 1 of 31 rows" in out
     # Rank-stabilised scaling and orthogonal rows are in the adapter's own files.
     assert json.loads((run_dir / "final" / "adapter_config.json").read_text())["use_rslora"] is True
+    code, out, err = runs.cli("evaluate", str(run_dir), cwd=tmp_path)
+    assert code == 0, err
+    assert {"exact_match", "same_length", "loss", "perplexity"} == set(
+        json.loads((run_dir / "evaluation" / "scores.json").read_text())["tuned"]
+    )
+    assert "same length" in out
     # A later start of the same run has the same id.
     (run_dir / "summary.json").unlink()
     code, _, err = runs.cli("train", str(config), "train.max_steps=4", cwd=tmp_path)

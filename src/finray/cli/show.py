@@ -144,7 +144,8 @@ def comparison(target: Console, result: Comparison, *, samples: int) -> None:
     table = Table(title=f"{result.rows} held-out rows", title_justify="left")
     for column in ("", "base", "tuned"):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row("exact match", f"{result.base.exact_match:.1%}", f"{result.tuned.exact_match:.1%}")
+    for name, base in result.base.metrics.items():
+        table.add_row(name.replace("_", " "), f"{base:.1%}", f"{result.tuned.metrics[name]:.1%}")
     table.add_row("loss", f"{result.base.loss:.4f}", f"{result.tuned.loss:.4f}")
     table.add_row("perplexity", f"{result.base.perplexity:.3f}", f"{result.tuned.perplexity:.3f}")
     target.print(table)

@@ -138,9 +138,10 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
         Prediction(text(one.prompt), right, before, after, is_exact(before, right), is_exact(after, right))
         for one, right, before, after in zip(rows, references, base, tuned, strict=True)
     ]
+    metrics = config.evaluation.metrics
     found = Comparison(
-        Scores.of(base, references, loss=base_loss),
-        Scores.of(tuned, references, loss=tuned_loss),
+        Scores.of(base, references, loss=base_loss, metrics=metrics),
+        Scores.of(tuned, references, loss=tuned_loss, metrics=metrics),
         predictions,
         run.path / "evaluation",
     )
@@ -209,7 +210,7 @@ def _require_same_data(run: RunDir, config: Config, dataset: PreparedDataset) ->
 
 def _write(found: Comparison) -> None:
     lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in found.predictions)
-    table = {"rows": found.rows, "base": asdict(found.base), "tuned": asdict(found.tuned)}
+    table = {"rows": found.rows, "base": found.base.json(), "tuned": found.tuned.json()}
     try:
         found.folder.mkdir(exist_ok=True)
         (found.folder / "predictions.jsonl").write_text(lines, encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from finray import compat
+from finray.config.extensions import load_named
 from finray.data.sampling.collate import collate
 from finray.models import attention
 from finray.tasks.causal_lm import CausalLM
@@ -19,19 +20,46 @@ from finray.tasks.causal_lm import CausalLM
 Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
 
 
+# Score of answers against references, in the same order. A metric is a function and a line in config/extensions.py.
+Metric = Callable[[Sequence[str], Sequence[str]], float]
+
+
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a model did: share of exact answers (0 to 1), and loss (nats per target) and perplexity of the references."""
+    """How a model did.
 
-    exact_match: float
+    Attributes:
+        metrics: by the name in ``evaluation.metrics``, that of a function of your own without its module.
+        loss: of the references, nats per target.
+        perplexity: its exponential.
+    """
+
+    metrics: Mapping[str, float]
     loss: float
     perplexity: float
 
     @classmethod
-    def of(cls, answers: Sequence[str], references: Sequence[str], *, loss: float) -> Scores:
-        """From a model's answers, and its mean loss on the references."""
-        hits = [is_exact(answer, reference) for answer, reference in zip(answers, references, strict=True)]
-        return cls(sum(hits) / len(hits) if hits else 0.0, loss, math.exp(min(loss, 700.0)))
+    def of(cls, answers: Sequence[str], references: Sequence[str], *, loss: float, metrics: Sequence[str]) -> Scores:
+        """From a model's answers, its mean loss on the references, and the names of the metrics.
+
+        Raises:
+            ConfigError: there is no such metric.
+        """
+        found: dict[str, float] = {}
+        for name in metrics:
+            metric: Metric = load_named("finray.metrics", name, where="evaluation.metrics")
+            found[name.rpartition(":")[2]] = float(metric(answers, references))
+        return cls(found, loss, math.exp(min(loss, 700.0)))
+
+    def json(self) -> dict[str, float]:
+        """The scores as they are written."""
+        return {**self.metrics, "loss": self.loss, "perplexity": self.perplexity}
+
+
+def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
+    """Share of answers that are the reference, from 0 to 1."""
+    hits = [is_exact(answer, reference) for answer, reference in zip(answers, references, strict=True)]
+    return sum(hits) / len(hits) if hits else 0.0
 
 
 def is_exact(answer: str, reference: str) -> bool:
