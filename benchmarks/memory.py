@@ -268,7 +268,7 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
     from finray.models.blocks import wrap_blocks
     from finray.models.loading import choose_attention
     from finray.parallel.ddp import DDPStrategy
-    from finray.pretrained.tokenizers import quiet
+    from finray.pretrained.tokenizers import silence_transformers
     from finray.tasks.causal_lm import CausalLM
     from finray.training.loader import StepData
     from finray.training.nonfinite import Watch
@@ -276,7 +276,7 @@ def train_on_gpu(case: Case, batches: Sequence[Any], device: torch.device) -> No
     from finray.training.state import TrainState
     from finray.training.step import train_step
 
-    quiet()
+    silence_transformers()
     attention.register()
     name = choose_attention(ModelConfig(name="random"), device, precision="bf16")
     torch.manual_seed(1)

@@ -23,7 +23,7 @@ from finray.planning.blueprint import Blueprint, build_blueprint
 from finray.planning.estimate import estimate
 from finray.planning.placement import GPUS
 from finray.planning.setup import Setup, Workload
-from finray.pretrained.bundled_configs import shipped_shape
+from finray.pretrained.bundled_configs import bundled_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "scaling.md"
 MARKS = ("<!-- tables: python benchmarks/scaling.py --write -->", "<!-- end of tables -->")
@@ -79,7 +79,7 @@ class Outcome:
 
 @cache
 def blueprint(model: str, method: str) -> Blueprint:
-    shape = shipped_shape(ModelConfig(name=MODELS[model]))
+    shape = bundled_config(ModelConfig(name=MODELS[model]))
     assert shape is not None
     return build_blueprint(shape, AdapterConfig(method="lora" if method == "LoRA" else "none", rank=16))
 

@@ -15,7 +15,7 @@ from finray.config.schema import Config
 from finray.planning.blueprint import build_blueprint
 from finray.planning.placement import GPUS as KINDS
 from finray.planning.plan import Plan, make_plan
-from finray.pretrained.bundled_configs import shipped_shape
+from finray.pretrained.bundled_configs import bundled_config
 
 # A GPU on which each preset fits, with room for what an estimate does not see.
 GPUS = {
@@ -50,7 +50,7 @@ def plan_preset(name: str, *, output_dir: Path, gpu: str | None = None) -> Plan:
 
 def preset_flops(config: Config) -> Flops:
     """Operations per token of a preset."""
-    shape = shipped_shape(config.model)
+    shape = bundled_config(config.model)
     assert shape is not None, f"the shape of {config.model.name} is not shipped"
     return flops_per_token(
         build_blueprint(shape, config.adapter),

@@ -12,7 +12,7 @@ from finray.models import adapters, attention, fused_lora
 from finray.models.blocks import compile_blocks, wrap_blocks
 from finray.models.loading import choose_attention
 from finray.models.quantised import QuantisedLinear, quantise_layers
-from finray.pretrained.tokenizers import quiet
+from finray.pretrained.tokenizers import silence_transformers
 from finray.tasks.causal_lm import CausalLM
 
 RANK = 16
@@ -96,7 +96,7 @@ def random_model(shape: Shape, dtype: torch.dtype, implementation: str, device: 
 
 def build_task(shape: Shape, setup: Setup, device: torch.device, *, seed: int) -> CausalLM:
     """As `CausalLM.build` makes it, but for the weights."""
-    quiet()
+    silence_transformers()
     attention.register()
     name = choose_attention(ModelConfig(name="random"), device, precision="bf16")
     dtype = torch.float32 if setup.method == "full" else torch.bfloat16

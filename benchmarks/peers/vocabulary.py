@@ -29,7 +29,7 @@ from measuring import peak_rss_bytes
 from finray.config.schema import AdapterConfig
 from finray.data.sampling.collate import collate
 from finray.models import adapters, attention, fused_lora
-from finray.pretrained.tokenizers import quiet
+from finray.pretrained.tokenizers import silence_transformers
 from finray.tasks.causal_lm import CausalLM
 
 # Every sixth token or so is a question's.
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     options = parser.parse_args(argv)
-    quiet()
+    silence_transformers()
     loss, model, targets = (finray_loss if options.mode == "finray" else full_loss)(options)
     before = resident_bytes()
     for _ in range(2):

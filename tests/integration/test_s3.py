@@ -254,7 +254,7 @@ def test_what_is_fetched_ahead_keeps_nobody_waiting_and_may_fail_once(
     bucket.put(prefix + bad, bytes(len(content)))
     dataset = PreparedDataset(location, local_dir=tmp_path / "fetched")
     files = RemoteFiles(dataset.folder, dataset.name, dataset.files(), tmp_path / "fetched")
-    files.ahead(names)
+    files.prefetch(names)
     deadline = time.monotonic() + 60
     while not all((tmp_path / "fetched" / dataset.name / name).is_file() for name in names[1:]):
         assert time.monotonic() < deadline

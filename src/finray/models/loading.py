@@ -11,7 +11,7 @@ from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.hardware import cpu_has_bf16
 from finray.models import attention, vocabulary
-from finray.pretrained.tokenizers import check_exists, new_tokens, not_loaded, quiet, source_options
+from finray.pretrained.tokenizers import check_exists, new_tokens, not_loaded, silence_transformers, source_options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,7 +45,7 @@ def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
     from transformers import AutoModelForCausalLM
 
     check_exists(model.name)
-    quiet()
+    silence_transformers()
     _tell_deepspeed()
     attention.register()
     options = {} if attention_name is None else {"attn_implementation": attention_name}
@@ -72,7 +72,7 @@ def meta_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: st
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_exists(model.name)
-    quiet()
+    silence_transformers()
     _tell_deepspeed()
     attention.register()
     options = {} if attention_name is None else {"attn_implementation": attention_name}

@@ -17,7 +17,7 @@ from finray import compat
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
 from finray.models import attention
-from finray.pretrained.tokenizers import check_exists, not_loaded, quiet, source_options
+from finray.pretrained.tokenizers import check_exists, not_loaded, silence_transformers, source_options
 
 # Rows of the trial: longer than the window of the small model, and of different lengths.
 _LENGTHS = (9, 17, 5)
@@ -62,7 +62,7 @@ def check_packing(model: ModelConfig) -> Packing:
     from transformers import AutoConfig
 
     check_exists(model.name)
-    quiet()
+    silence_transformers()
     try:
         config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
     except (OSError, ValueError, ImportError, KeyError) as error:

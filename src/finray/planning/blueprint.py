@@ -18,7 +18,7 @@ import torch
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.models import adapters, vocabulary
 from finray.models.head import plain_head
-from finray.pretrained.tokenizers import new_ids, new_tokens, not_loaded, quiet, source_options
+from finray.pretrained.tokenizers import new_ids, new_tokens, not_loaded, silence_transformers, source_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def build_meta_model(model: ModelConfig) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    quiet()
+    silence_transformers()
     try:
         config = AutoConfig.from_pretrained(**source_options(model))
         # Older configurations of GGUF files and quantised checkpoints would start a quantiser.

@@ -15,7 +15,7 @@ from finray.models.packing_check import check_packing
 from finray.planning.blueprint import Blueprint, build_meta_model, draw_blueprint
 from finray.planning.checks import check_targets
 from finray.planning.findings import Findings
-from finray.pretrained.bundled_configs import shipped_shape
+from finray.pretrained.bundled_configs import bundled_config
 from finray.pretrained.tokenizers import load_tokenizer, new_ids
 from finray.pretrained.weights import StoredWeights, stored_weights
 
@@ -119,7 +119,7 @@ def _open(
         found.skip("its weights and its tokenizer", known.where)
     else:
         found.problem(known)
-    shape = None if Path(config.model.name).exists() else shipped_shape(config.model)
+    shape = None if Path(config.model.name).exists() else bundled_config(config.model)
     if shape is None:
         return None
     found.warn("its shape is the one that comes with finray, not read from the Hub", "model.name")

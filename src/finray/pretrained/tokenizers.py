@@ -26,7 +26,7 @@ _TOKENIZER_FILES = (
 )
 
 
-def quiet() -> None:
+def silence_transformers() -> None:
     """Keep Transformers' bars and advice out of finray's output; errors still come."""
     import warnings
 
@@ -170,7 +170,7 @@ def _plain_tokenizer(model: ModelConfig) -> Any:
     """As :func:`load_tokenizer`, without new tokens."""
     from transformers import AutoTokenizer
 
-    quiet()
+    silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_options(model))
     except (OSError, ValueError, ImportError, KeyError) as error:

@@ -226,7 +226,7 @@ def _data(
         pin=strategy.device.type == "cuda",
     )
     if dataset.folder.is_remote:
-        rows.ahead(loader.rows_from(position))
+        rows.prefetch(loader.rows_from(position))
     evaluation = None
     if held_out is not None:
         lengths = held_out.lengths[: config.evaluation.max_rows]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from finray.config.schema import FIELDS
 from finray.data.sources import json_window, pieces
-from finray.data.sources.readers import BadRow, Piece, Reading, read_array
+from finray.data.sources.readers import BadRow, ByteRange, Reading, read_array
 from finray.errors import DataError
 from tests.support import tiny
 from tests.support.preparing import Preparing, Write, bad_rows_of, ids, lines
@@ -390,7 +390,7 @@ def test_an_array_reads_the_same_through_any_window(
         path = Path(folder) / "rows.json"
         path.write_text(f"[{spaces}{f',{spaces}'.join(written)}{spaces}]{spaces}", encoding="utf-8", newline="")
         patch.setattr(json_window, "CHUNK", window)
-        found = list(read_array(Piece(str(path), "array"), Reading(max_row_bytes=limit)))
+        found = list(read_array(ByteRange(str(path), "array"), Reading(max_row_bytes=limit)))
     assert [number for number, _ in found] == list(range(1, len(rows) + 1))
     for (_, value), row, text in zip(found, rows, written, strict=True):
         if len(text.encode()) > limit:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from finray.data.sources import pieces
 from finray.data.sources.pieces import plan_parts, read, read_piece, row_number
-from finray.data.sources.readers import BadRow, Piece, Reading
+from finray.data.sources.readers import BadRow, ByteRange, Reading
 from finray.data.sources.resolve import Slice, Source, resolve, split_name
 from finray.errors import DataError
 from tests.support.preparing import Preparing, Write, bad_rows_of, lines
@@ -63,7 +63,7 @@ def test_any_cut_reads_every_row_once_under_its_number(content: bytes, cuts: lis
         found = []
         for start, stop in pairwise(borders):
             assert start is not None
-            piece = Piece(str(path), "lines", start, stop, first=None if start else 0)
+            piece = ByteRange(str(path), "lines", start, stop, first=None if start else 0)
             found += values(read_piece(piece, source, READING), row_number(piece, 0, READING))
     assert found == expected(content)
 

@@ -12,7 +12,7 @@ from finray.config.load import build_config, preset_names, read_preset
 from finray.config.schema import AdapterConfig, Config, EarlyStoppingConfig, ModelConfig
 from finray.planning.blueprint import build_blueprint
 from finray.planning.plan import Plan, make_plan
-from finray.pretrained.bundled_configs import shipped_names, shipped_shape
+from finray.pretrained.bundled_configs import bundled_config, bundled_names
 
 # As published by those who made the models.
 PARAMETERS = {
@@ -28,14 +28,14 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
-def test_shipped_shapes_have_the_published_number_of_parameters(name: str) -> None:
-    shape = shipped_shape(ModelConfig(name=name))
+def test_bundled_configs_have_the_published_number_of_parameters(name: str) -> None:
+    shape = bundled_config(ModelConfig(name=name))
     assert shape is not None
     assert build_blueprint(shape, AdapterConfig(method="none")).parameters == PARAMETERS[name]
 
 
 def test_every_model_of_a_preset_is_shipped() -> None:
-    assert {read_preset(name)["model"]["name"] for name in preset_names()} == set(shipped_names())
+    assert {read_preset(name)["model"]["name"] for name in preset_names()} == set(bundled_names())
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_what_is_wrong_without_any_network_stays_a_problem_offline(tmp_path: Pat
 
 
 def test_a_revision_is_another_model(tmp_path: Path) -> None:
-    assert shipped_shape(ModelConfig(name="Qwen/Qwen3-8B", revision="main")) is None
+    assert bundled_config(ModelConfig(name="Qwen/Qwen3-8B", revision="main")) is None
 
 
 def test_a_source_of_ones_own_does_not_inherit_the_presets_way_to_read() -> None:

@@ -27,7 +27,7 @@ class LocalFiles:
         """A local path of a file."""
         return self._root / name
 
-    def ahead(self, names: Iterable[str]) -> None:
+    def prefetch(self, names: Iterable[str]) -> None:
         """Nothing to do."""
 
 
@@ -66,7 +66,7 @@ class RemoteFiles:
         """
         return self._claim(name).result()
 
-    def ahead(self, names: Iterable[str]) -> None:
+    def prefetch(self, names: Iterable[str]) -> None:
         """Begin to fetch files, the first one first."""
         with self._lock:
             self._wanted.extend(names)

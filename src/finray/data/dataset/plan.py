@@ -16,7 +16,7 @@ from finray.data.formats.convert import FormatChoice
 from finray.data.formats.examples import RowFormat
 from finray.data.sources import hub
 from finray.data.sources.pieces import count_rows, plan_parts, read_piece, row_number
-from finray.data.sources.readers import BadRow, Piece, Reading
+from finray.data.sources.readers import BadRow, ByteRange, Reading
 from finray.data.sources.resolve import Source, resolve
 from finray.data.storage import DigestCache, content_digest
 from finray.data.tokenize.encode import Tokenizer
@@ -54,7 +54,7 @@ class Part:
 
     stream: Stream
     number: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ByteRange, ...]
     row_format: RowFormat
 
     @property
@@ -224,7 +224,7 @@ def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
     return parts
 
 
-def first_columns(stream: Stream, parts: list[tuple[Piece, ...]], settings: Settings) -> list[str]:
+def first_columns(stream: Stream, parts: list[tuple[ByteRange, ...]], settings: Settings) -> list[str]:
     """The columns of the first rows that can be read: they decide the format.
 
     Raises:
@@ -251,6 +251,6 @@ def first_columns(stream: Stream, parts: list[tuple[Piece, ...]], settings: Sett
     raise DataError("the data set is empty", where=stream.source.name, repair="check data.source and the split names")
 
 
-def bad_row(row: BadRow, piece: Piece, number: int, reading: Reading) -> DataError:
+def bad_row(row: BadRow, piece: ByteRange, number: int, reading: Reading) -> DataError:
     """The error that names a bad row."""
     return DataError(row.message, where=f"{piece.file}:{row_number(piece, number, reading)}", repair=row.repair)

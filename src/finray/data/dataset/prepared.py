@@ -35,7 +35,7 @@ class Files(Protocol):
     def path(self, name: str) -> Path:
         """A local path of a file; waits until it is there."""
 
-    def ahead(self, names: Iterable[str]) -> None:
+    def prefetch(self, names: Iterable[str]) -> None:
         """Say which files will be wanted, the first one first."""
 
 
@@ -97,7 +97,7 @@ class PreparedSplit:
         counts = [part["rows"] for part in self._entries]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         indices_of = [f"{stream['name']}/{part['index']['name']}" for _, stream, part in parts]
-        files.ahead(indices_of)
+        files.prefetch(indices_of)
         self._index = _Index([files.path(name) for name in indices_of])
         before = np.concatenate([[0], np.cumsum([part["source_rows"] for part in self._entries], dtype=np.int64)])
         everything = np.arange(self._starts[-1])
@@ -152,14 +152,14 @@ class PreparedSplit:
         found = self._index.strings("label")
         return [found[int(at)] for at in self._indices]
 
-    def ahead(self, rows: Iterable[int]) -> None:
+    def prefetch(self, rows: Iterable[int]) -> None:
         """Say in which order rows will be read, so that remote files are fetched in that order."""
         names: dict[str, None] = {}
         for row in rows:
             names.setdefault(self._parts[self._find(row)[0]].name)
             if len(names) == len(self._parts):
                 break
-        self._files.ahead(names)
+        self._files.prefetch(names)
 
     def _find(self, number: int) -> tuple[int, int]:
         at = int(self._indices[number])

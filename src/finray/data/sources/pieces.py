@@ -13,8 +13,8 @@ from typing import Any
 from finray.data.sources import hub
 from finray.data.sources.readers import (
     BadRow,
+    ByteRange,
     Numbered,
-    Piece,
     Reading,
     kind_of,
     parquet_file,
@@ -44,7 +44,7 @@ class Read:
     value: dict[str, Any] | BadRow
 
 
-def plan_parts(source: Source, reading: Reading) -> list[tuple[Piece, ...]]:
+def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
     """The source as parts of about equal size, each of one or more pieces; a pure function of the source.
 
     Raises:
@@ -59,7 +59,7 @@ def plan_parts(source: Source, reading: Reading) -> list[tuple[Piece, ...]]:
     weighed = [item for file in source.files for item in _pieces(file, sizes[file], target)]
     if source.slice is not None:
         weighed = _sliced(weighed, source, reading)
-    parts: list[tuple[Piece, ...]] = []
+    parts: list[tuple[ByteRange, ...]] = []
     room = 0
     for piece, weight in weighed:
         if parts and weight <= room:
@@ -72,7 +72,7 @@ def plan_parts(source: Source, reading: Reading) -> list[tuple[Piece, ...]]:
 
 
 def read_piece(
-    piece: Piece, source: Source, reading: Reading, *, saw: Callable[[int], None] = lambda number: None
+    piece: ByteRange, source: Source, reading: Reading, *, saw: Callable[[int], None] = lambda number: None
 ) -> Iterator[Read]:
     """The rows of a piece, good and bad.
 
@@ -122,15 +122,15 @@ def read_file(path: Path) -> Iterator[Row]:
     yield from read(Source(str(path), (str(path),)))
 
 
-def row_number(piece: Piece, number: int, reading: Reading) -> int:
+def row_number(piece: ByteRange, number: int, reading: Reading) -> int:
     """The number of a row in its file, from its number in the piece; counts what lies before where it must."""
     if piece.first is not None:
         return piece.first + number
-    before = Piece(piece.file, "lines", 0, piece.start)
+    before = ByteRange(piece.file, "lines", 0, piece.start)
     return number + sum(1 for _ in raw_lines(before, reading))
 
 
-def _good(piece: Piece, source: Source, reading: Reading) -> Iterator[Row]:
+def _good(piece: ByteRange, source: Source, reading: Reading) -> Iterator[Row]:
     first = row_number(piece, 0, reading)
     for item in read_piece(piece, source, reading):
         if isinstance(item.value, BadRow):
@@ -138,7 +138,7 @@ def _good(piece: Piece, source: Source, reading: Reading) -> Iterator[Row]:
         yield Row(piece.file, first + item.number, item.value)
 
 
-def _pieces(file: str, length: int, target: int) -> Iterator[tuple[Piece, int]]:
+def _pieces(file: str, length: int, target: int) -> Iterator[tuple[ByteRange, int]]:
     """Pieces of a file, each with about how many bytes it is."""
     kind = kind_of(file)
     # Servers of plain HTTP need not know how to begin in the middle.
@@ -147,14 +147,14 @@ def _pieces(file: str, length: int, target: int) -> Iterator[tuple[Piece, int]]:
         count = -(-length // target)
         for index in range(count):
             stop = (index + 1) * target if index + 1 < count else None
-            yield Piece(file, kind, index * target, stop, 0 if index == 0 else None), target
+            yield ByteRange(file, kind, index * target, stop, 0 if index == 0 else None), target
     elif kind == "parquet":
         yield from _groups(file, target)
     else:
-        yield Piece(file, kind), length
+        yield ByteRange(file, kind), length
 
 
-def _groups(file: str, target: int) -> Iterator[tuple[Piece, int]]:
+def _groups(file: str, target: int) -> Iterator[tuple[ByteRange, int]]:
     with parquet_file(file) as table:
         start = rows = weight = before = 0
         for index in range(table.num_row_groups):
@@ -162,20 +162,20 @@ def _groups(file: str, target: int) -> Iterator[tuple[Piece, int]]:
             rows += group.num_rows
             weight += group.total_byte_size
             if weight >= target or index + 1 == table.num_row_groups:
-                yield Piece(file, "parquet", start, index + 1, before), weight
+                yield ByteRange(file, "parquet", start, index + 1, before), weight
                 start, before, weight = index + 1, rows, 0
 
 
-def _datasets_pieces(source: Source) -> Iterator[Piece]:
+def _datasets_pieces(source: Source) -> Iterator[ByteRange]:
     rows = len(hub.load(source))
     each = ROWS_PER_PIECE
     while rows > each * MOST_PARTS:
         each *= 2
     for start in range(0, rows, each):
-        yield Piece(source.name, "datasets", start, min(start + each, rows), start)
+        yield ByteRange(source.name, "datasets", start, min(start + each, rows), start)
 
 
-def _sliced(weighed: list[tuple[Piece, int]], source: Source, reading: Reading) -> list[tuple[Piece, int]]:
+def _sliced(weighed: list[tuple[ByteRange, int]], source: Source, reading: Reading) -> list[tuple[ByteRange, int]]:
     assert source.slice is not None
     counts = [_count(piece, source, reading) for piece, _ in weighed]
     low, high = source.slice.of(sum(rows for rows, _ in counts))
@@ -191,7 +191,7 @@ def _sliced(weighed: list[tuple[Piece, int]], source: Source, reading: Reading) 
     return kept
 
 
-def _count(piece: Piece, source: Source, reading: Reading) -> tuple[int, int]:
+def _count(piece: ByteRange, source: Source, reading: Reading) -> tuple[int, int]:
     """Rows of a piece, and rows with blank ones."""
     if piece.kind == "lines":
         lines = [line is None or bool(line.strip()) for _, line in raw_lines(piece, reading)]
@@ -200,7 +200,7 @@ def _count(piece: Piece, source: Source, reading: Reading) -> tuple[int, int]:
     return rows, rows
 
 
-def _rows(piece: Piece, source: Source, reading: Reading) -> Numbered:
+def _rows(piece: ByteRange, source: Source, reading: Reading) -> Numbered:
     match piece.kind:
         case "lines":
             return read_lines(piece, reading)
@@ -218,7 +218,7 @@ def _rows(piece: Piece, source: Source, reading: Reading) -> Numbered:
             return _read_datasets(piece, source)
 
 
-def _read_datasets(piece: Piece, source: Source) -> Numbered:
+def _read_datasets(piece: ByteRange, source: Source) -> Numbered:
     dataset = hub.load(source)
     assert piece.stop is not None
     for start in range(piece.start, piece.stop, 256):

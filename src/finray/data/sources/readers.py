@@ -51,7 +51,7 @@ class BadRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ByteRange:
     """A range of a file.
 
     Attributes:
@@ -115,7 +115,7 @@ def kind_of(file: str) -> Kind:
     return kinds.get(suffix, "lines")
 
 
-def raw_lines(piece: Piece, reading: Reading) -> Iterator[tuple[int, bytes | None]]:
+def raw_lines(piece: ByteRange, reading: Reading) -> Iterator[tuple[int, bytes | None]]:
     """Lines that begin in the piece, numbered from 1; None for one that is too long to be read."""
     # Line ends and a byte order mark do not count.
     most = reading.max_row_bytes + len(_BOM) + 2
@@ -153,7 +153,7 @@ def _skip_line(stream: IO[bytes], most: int | None = None) -> int:
     return skipped
 
 
-def read_lines(piece: Piece, reading: Reading) -> Numbered:
+def read_lines(piece: ByteRange, reading: Reading) -> Numbered:
     """Rows of JSON lines that begin in the piece."""
     for number, line in raw_lines(piece, reading):
         if line is None:
@@ -214,7 +214,7 @@ def _starts_with_array(file: str) -> bool:
         return stream.read(4096).removeprefix(_BOM).lstrip()[:1] == b"["
 
 
-def read_array(piece: Piece, reading: Reading) -> Numbered:
+def read_array(piece: ByteRange, reading: Reading) -> Numbered:
     """Objects of one JSON array, without holding the whole of it."""
     with _opened(piece.file) as stream:
         text = GrowingText(stream)
@@ -251,7 +251,7 @@ def _array_row(text: GrowingText, number: int, file: str, reading: Reading) -> d
     return _too_long(number, reading) if len(written) > reading.max_row_bytes else _checked(number, value, written)
 
 
-def read_csv(piece: Piece, reading: Reading) -> Numbered:
+def read_csv(piece: ByteRange, reading: Reading) -> Numbered:
     """Rows of comma- or tab-separated values, under the header of the file."""
     csv.field_size_limit(2**31 - 1)
     with _opened(piece.file) as stream:
@@ -314,7 +314,7 @@ def parquet_file(file: str) -> Any:
         raise DataError(f"not a Parquet file: {_first_line(error)}", where=file) from None
 
 
-def read_parquet(piece: Piece) -> Numbered:
+def read_parquet(piece: ByteRange) -> Numbered:
     """Rows of some row groups."""
     import pyarrow.parquet as pq
 
@@ -323,7 +323,7 @@ def read_parquet(piece: Piece) -> Numbered:
         yield from _table_rows(table.iter_batches(batch_size=1024, row_groups=groups))
 
 
-def read_arrow(piece: Piece) -> Numbered:
+def read_arrow(piece: ByteRange) -> Numbered:
     """Rows of an Arrow file or stream."""
     import pyarrow as pa
 
@@ -360,7 +360,7 @@ def _table_row(batch: Any, at: int, number: int) -> dict[str, Any] | BadRow:
     return value
 
 
-def read_text(piece: Piece, reading: Reading, *, name: str) -> Numbered:
+def read_text(piece: ByteRange, reading: Reading, *, name: str) -> Numbered:
     """Rows `text` and `path` of a text file; empty ones are left out."""
     with _opened(piece.file) as stream:
         content = stream.read().removeprefix(_BOM).replace(b"\r\n", b"\n")

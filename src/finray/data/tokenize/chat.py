@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 from finray import compat
 from finray.data.formats.examples import Chat, Message
-from finray.data.tokenize.template_cache import Outlines
 from finray.errors import DataError
 
 Span = tuple[int, int]
@@ -99,7 +98,6 @@ class ChatRenderer:
         self._dated = "strftime_now" in source
         self._shapes: dict[Any, frozenset[int] | None] = {}
         self._compiled: dict[bool, Any] = {}
-        self._known: Outlines | None = None
         self._variables = {**tokenizer.special_tokens_map, **self._arguments}
         # Longest first, because one special token may begin with another.
         self._any_special = re.compile(
@@ -256,13 +254,8 @@ class ChatRenderer:
     ) -> str:
         from jinja2.exceptions import TemplateError
 
-        template = self._template(bool(tools))
-        if not tools:
-            filled = self._outlines(template).fill(messages, add_generation_prompt=add_generation_prompt)
-            if filled is not None:
-                return filled
         try:
-            text = template.render(
+            text = self._template(bool(tools)).render(
                 messages=[message.plain() for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 documents=None,
@@ -287,11 +280,6 @@ class ChatRenderer:
     def _source(self, with_tools: bool) -> str:
         source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
         return _dated(source) if self._dated else source
-
-    def _outlines(self, template: Any) -> Outlines:
-        if self._known is None:
-            self._known = Outlines(template, self._source(False), self._variables)
-        return self._known
 
     def _within_the_template(self, chat: Chat, noted: _Noted) -> Chat:
         """The conversation without what the template cannot write: tools and their calls become text."""
