@@ -16,6 +16,23 @@ import torch
 from torch.nn import functional as F
 
 NAME = "finray_packed"
+# What Transformers' models hand down to any attention and what changes nothing here. Whatever else they hand down may
+# change the result (attention sinks, biases by distance), so a model that does so is not packed.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "max_length_k",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 # On a CPU in bf16, rows up to this length are faster by plain matrix products than by the fused kernel.
 EXPLICIT_UP_TO = 512
 
@@ -51,7 +68,8 @@ def packed_attention(
     segment_lengths: tuple[int, ...] | RowLengths | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each row.
 
@@ -68,17 +86,23 @@ def packed_attention(
         segment_lengths: tokens per row, adding up to T.
         cu_seq_lens_q: int32 cumulative lengths, S + 1 entries, on the device.
         max_length_q: the longest row.
+        is_causal: must not be False.
+        others: anything without effect on the result.
 
     Returns:
         (1, T, H, D) and None.
 
     Raises:
-        RuntimeError: the model did not hand the row lengths down to its attention.
+        RuntimeError: the model did not hand the row lengths down to its attention, or wants what this cannot compute.
     """
     if segment_lengths is None:
         raise RuntimeError(f"{type(module).__name__} does not pass row lengths on to its attention")
     if attention_mask is not None:
         raise RuntimeError(f"{type(module).__name__} builds a mask of its own, which packed rows cannot honour")
+    unknown = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
+    if unknown or is_causal is False:
+        name = unknown[0] if unknown else "is_causal"
+        raise RuntimeError(f"{type(module).__name__} wants `{name}` in its attention, which packed rows cannot have")
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embeddings may have widened queries and keys; values are as the projection left them.
         dtype = torch.get_autocast_dtype(query.device.type)

@@ -17,11 +17,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """``auto`` as bf16 where the device has it, else fp32."""
+    """``auto`` as bf16 where the device multiplies it in hardware, else fp32."""
     if precision != "auto":
         return precision
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return "bf16" if cpu_has_bf16() else "fp32"
 
 
