@@ -265,7 +265,7 @@ def test_generate_and_evaluate_and_export(
     refused(*finray("evaluate", str(finished_run)), "holds no rows out", "data.eval_ratio")
     refused(*finray("export", str(finished_run), "--output", str(finished_run)), "not empty")
     refused(
-        *finray("export", str(finished_run), "--output", str(tmp_path / "x"), "--dtype", "int3"), "no storage dtype"
+        *finray("export", str(finished_run), "--output", str(tmp_path / "x"), "--dtype", "int3"), "cannot be stored as"
     )
     refused(*finray("generate", str(finished_run), "--file", str(tmp_path / "none.txt")), "does not exist")
     refused(*finray("init", str(finished_run / "config.yaml")), "exists already")

@@ -117,7 +117,7 @@ def export(
     from finray.evaluation.artifacts import export_model
 
     if dtype not in ("fp32", "bf16"):
-        raise ConfigError(f"`{dtype}` is no storage dtype", where="--dtype", repair="use fp32 or bf16")
+        raise ConfigError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32 or bf16")
     exported = export_model(run, output, merge=merge, dtype=dtype, base=base)
     what = f"model in {exported.dtype}" if exported.merged else "adapter"
     lines = [

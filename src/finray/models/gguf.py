@@ -19,13 +19,15 @@ def convert(file: Path, output: Path, *, dtype: str) -> None:
         ModelError: the file cannot be read, the `gguf` package is missing, or the output is in the way.
     """
     if dtype not in DTYPES:
-        raise ModelError(f"`{dtype}` is no storage dtype", where="--dtype", repair="use fp32 or bf16")
+        raise ModelError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32 or bf16")
     if output.exists():
-        raise ModelError("the output exists already", where=str(output), repair="name a new directory")
+        raise ModelError("the output already exists", where=str(output), repair="name a new directory")
     try:
         import gguf  # noqa: F401
     except ImportError:
-        raise ModelError("GGUF files need a package more", repair="pip install 'finray[gguf]'") from None
+        raise ModelError(
+            "reading a GGUF file needs the package gguf, which is not installed", repair="pip install 'finray[gguf]'"
+        ) from None
     model = ModelConfig(name=str(file))
     scratch = output.with_name(f".tmp-{output.name}-{os.getpid()}")
     try:

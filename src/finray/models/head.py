@@ -1,8 +1,8 @@
 """The language-model head and its loss, only where there is a label, a chunk at a time.
 
 For K labelled positions and a vocabulary of V the logits would take 4·K·V bytes, and their gradient as much again:
-at 128 k words more than the rest of the model. Here the loss and the gradient of each chunk are worked out together
-and its logits thrown away, at no extra floating-point work (the softmax gradient is ``p - onehot``).
+at 128 k words more than the rest of the model. Here the loss and the gradient of each chunk are computed together
+and its logits freed, at no extra floating-point work (the softmax gradient is ``p - onehot``).
 """
 
 from __future__ import annotations

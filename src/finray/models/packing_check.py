@@ -175,7 +175,7 @@ def _joined(rows: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def _by_class(config: Any) -> str:
-    """What Transformers says of the model's class: a state from token to token, or an attention that is all its own."""
+    """What Transformers says of the model's class: a recurrent state, or attention that cannot be replaced."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

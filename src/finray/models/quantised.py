@@ -145,7 +145,7 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
     """
     if find_spec("bitsandbytes") is None:
         raise ModelError(
-            "a package for quantization is not installed",
+            "model.quantization needs the package bitsandbytes, which is not installed",
             where="model.quantization",
             repair="pip install 'finray[quantization]'",
         )

@@ -1,7 +1,7 @@
 """Muon (Jordan 2024) and Adafactor (Shazeer & Stern 2018) for weights that may be shards.
 
-They do what ``torch.optim.Muon`` and ``torch.optim.Adafactor`` do, which the tests hold them to. Those neither work on
-sharded weights nor leave an update out without asking the device whether to.
+They compute what ``torch.optim.Muon`` and ``torch.optim.Adafactor`` (torch 2.13) compute, which the tests hold them to.
+Torch's have no ``found_inf``, so skipping an update would wait for the device, and they do not take FSDP2's shards.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _FactoredUpdate:
         return sums
 
     def learn(self) -> None:
-        """Update the second moment, and work the unscaled update out."""
+        """Update the second moment, and compute the update before it is scaled."""
         smallest = torch.finfo(self._own.dtype).eps
         if self.parameter.ndim < 2:
             variance, _ = local_rows(self._state["variance"])
