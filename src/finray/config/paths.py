@@ -1,4 +1,8 @@
-"""Where a config's files are: local paths made absolute, because workers have another working directory."""
+"""Where a config's files are: local paths made absolute, because workers have another working directory.
+
+`finray evaluate` and later starts read the config of a run again, from any directory. The price: files that were moved
+make another configuration.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ import torch
 
 from finray.models.adapter_methods import AdapterMethod
 
-# The principal part that a PiSSA adapter began with; frozen, and subtracted from what is trained.
+# The principal part that a PiSSA adapter began with; frozen, and subtracted from what is trained. It is saved with the
+# adapter, as one LoRA of twice the rank: otherwise every resume would need a decomposition that is the same to the bit,
+# of weights that no rank holds whole. The price is a second low-rank product.
 PISSA_RESIDUAL = "pissa_residual"
 # Power iterations of the search for principal parts (Halko et al. 2011), with twice the rank and some more directions.
 _ITERATIONS = 8

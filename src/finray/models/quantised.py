@@ -4,6 +4,9 @@ The product is computed with unpacked weights, in the arithmetic's dtype, forwar
 product would round the inputs too, by columns of the whole batch: what a row learns would then depend on its
 neighbours in the pack.
 
+bitsandbytes' own layers are not used: they keep what unpacking needs on the parameter, which FSDP2 replaces, and change
+the layout of their weights when a CPU evaluates.
+
 Packed bytes are kept in a tensor of the arithmetic's dtype, because FSDP gathers the weights of a block in one dtype.
 Scales belong to the module and are not sharded: they are 0.13 bits a weight (4 bits), or one number a row (8 bits).
 """

@@ -37,6 +37,9 @@ class Placement:
 def place(cluster: ClusterConfig, nodes: Sequence[Node]) -> Placement:
     """How workers are placed on a cluster.
 
+    A worker runs on one node, so the CPUs of two nodes cannot be added up for it. GPUs are counted over the whole
+    cluster; whether a node has both the GPU and the CPUs of a worker is left to Ray.
+
     Args:
         cluster: what the run asks for.
         nodes: resources of each node; a worker lies on one of them.

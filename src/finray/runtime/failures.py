@@ -1,6 +1,8 @@
 """Telling a bug from bad luck: a run that fails twice in the same way from the same step is not tried a third time.
 
 Ray restarts workers that die, which is right for a lost machine and useless for a mistake in a model or in the code.
+The file is in the run directory, because workers on any machine write it. Failures before a start knows its step are
+recorded but do not count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Carries records from the workers to the driver's console, without a shared disk and without slowing a step."""
+"""Carries records from the workers to the driver's console, without a shared disk and without slowing a step.
+
+``ray.train.report`` could carry them, but it is a barrier of all workers and takes up to a poll interval; a file would
+need a shared disk. A worker does not wait for the mailbox. If it is lost, the console goes quiet, and training and
+``metrics.jsonl`` continue.
+"""
 
 from __future__ import annotations
 

@@ -211,6 +211,7 @@ class Loop:
         metric, mode = self.task.spec.best
         value = metrics[metric]
         if not math.isfinite(value):
+            # No checkpoint could be called better or worse than another by it.
             raise TrainingError(
                 f"{metric} is {value} at step {self.state.step}",
                 repair="look at the held-out rows, or lower train.learning_rate; the last checkpoint is good",

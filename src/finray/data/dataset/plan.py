@@ -135,6 +135,10 @@ def _own(data: DataConfig, split: str) -> Source:
 
 
 def _check_apart(streams: list[Stream], data: DataConfig, reading: Reading) -> None:
+    """Refuse splits that read the same rows: a directory without named splits gives its files for every split name.
+
+    Files are compared, not rows; `finray inspect` counts rows that two files share.
+    """
     for number, later in enumerate(streams):
         for earlier in streams[:number]:
             if later.split != earlier.split and _share_rows(later.source, earlier.source, reading):

@@ -1,6 +1,7 @@
 """Which rows are trained on: held-out rows by ratio, whole groups at a time, and several sources mixed.
 
-Both are pure functions of the prepared rows and the seed, so another ratio or weight needs no new tokens.
+Both are pure functions of the prepared rows and the seed, so another ratio or weight needs no new tokens. Rows are held
+out before they are mixed, so that no copy of a held-out row is trained on.
 """
 
 from __future__ import annotations

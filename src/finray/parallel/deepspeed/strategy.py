@@ -97,6 +97,7 @@ class DeepSpeedStrategy(ProcessGroup):
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add gradients; on the last micro-batch DeepSpeed sums them over the ranks, if it has not done so before."""
+        # By hand, because DeepSpeed counts micro-batches, and those of steps and ranks may be uneven.
         self._engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed takes the mean over the ranks. The loss is divided by the targets of the whole step already.
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
