@@ -1,4 +1,4 @@
-"""`finray cache`: what prepared datasets there are, whether they are whole, and removing them."""
+"""``finray cache``: list, verify and remove prepared datasets."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from finray.cli import show
 from finray.config.load import load_config
 from finray.errors import DataError
 
-app = typer.Typer(help="List, verify and remove prepared data sets.", no_args_is_help=True)
+app = typer.Typer(help="List, verify and remove prepared datasets.", no_args_is_help=True)
 
 Where = Annotated[
-    str, typer.Argument(help="Config file, or the directory or URL that holds prepared data sets.", show_default=False)
+    str, typer.Argument(help="Config file, or the directory or URL that holds prepared datasets.", show_default=False)
 ]
 
 
 @app.command("list")
 def list_(where: Where) -> None:
-    """List the prepared data sets."""
+    """List the prepared datasets."""
     from finray.data.dataset.cache import entries
 
     console = show.console()
@@ -44,7 +44,7 @@ def list_(where: Where) -> None:
 
 @app.command()
 def verify(where: Where) -> None:
-    """Check every file of every prepared data set against its SHA-256."""
+    """Check every file of every prepared dataset against its SHA-256."""
     from finray.data.dataset.cache import damaged, entries
 
     console = show.console()
@@ -58,18 +58,20 @@ def verify(where: Where) -> None:
         raise DataError(
             f"{len(problems)} files are damaged: {', '.join(problems[:4])}",
             where=_root(where),
-            repair="`finray cache prune --damaged` removes these data sets; they are prepared again when needed",
+            repair="`finray cache prune --damaged` removes these datasets; they are prepared again when needed",
         )
 
 
 @app.command()
 def prune(
     where: Where,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all of them.")] = False,
-    damaged_ones: Annotated[bool, typer.Option("--damaged", help="Remove those that fail `verify`.")] = False,
-    older_than_days: Annotated[float | None, typer.Option(min=0, help="Remove those not used for so long.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all datasets.")] = False,
+    damaged_ones: Annotated[bool, typer.Option("--damaged", help="Remove datasets that fail `verify`.")] = False,
+    older_than_days: Annotated[
+        float | None, typer.Option(min=0, help="Remove datasets that were not used for this long.")
+    ] = None,
 ) -> None:
-    """Remove prepared data sets, and what interrupted preparations left. A run that needs one prepares it again."""
+    """Remove prepared datasets and leftovers of interrupted preparations. A run that needs one prepares it again."""
     from finray.data.dataset.cache import prune as remove
 
     console = show.console()

@@ -1,4 +1,4 @@
-"""``finray init`` and ``finray config``: starter file, resolved configuration, schema, reference."""
+"""``finray init`` and ``finray config``: starter file, whole configuration, schema, reference."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def init(
 ) -> None:
     """Write a commented starter file."""
     if preset is not None and (model or data):
-        raise ConfigError("a preset brings its own model and data", where="--preset", repair="edit the written file")
+        raise ConfigError(
+            "--preset cannot be combined with --model or --data", where="--preset", repair="edit the file it writes"
+        )
     model, data = model or "HuggingFaceTB/SmolLM2-135M-Instruct", data or "data/train.jsonl"
     text = starter_yaml(model=model, source=data) if preset is None else preset_text(preset)
     try:

@@ -1,4 +1,4 @@
-"""`finray prepare`."""
+"""``finray prepare``: tokenise the data of a config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def prepare(
     ] = None,
     export_jsonl: Annotated[
         Path | None,
-        typer.Option(help="Also write training.jsonl, validation.jsonl and test.jsonl with input and output here."),
+        typer.Option(
+            help="Also write training.jsonl, validation.jsonl and test.jsonl with input and output to this directory."
+        ),
     ] = None,
 ) -> None:
     """Tokenise the data of a config on the CPUs of the cluster, without training."""

@@ -1,6 +1,6 @@
-"""The command line: parse, call the API, print. Nothing is decided here.
+"""The command line: parse, call the API, print.
 
-Exit codes: 0 done, 2 something the user can repair (one message, no traceback), 130 interrupted.
+Exit codes: 0 success, 2 an error that the user can repair (one message, no traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _INTERRUPTED = 130
 ConfigFile = Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="Run, checkpoint or model directory.", show_default=False)]
-BaseModel = Annotated[str | None, typer.Option(help="Base model of an adapter, where the recorded one has moved.")]
+BaseModel = Annotated[str | None, typer.Option(help="Base model of an adapter, if it is no longer where it was.")]
 
 
 @app.command()
@@ -47,10 +47,10 @@ def train(
     config: ConfigFile,
     overrides: Overrides = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move an earlier run of this name aside and begin anew.")
+        bool, typer.Option("--fresh", help="Move an earlier run of this name aside and start over.")
     ] = False,
 ) -> None:
-    """Fine-tune a model. The same command continues a run that was stopped."""
+    """Fine-tune a model. Running the same command again continues a run that was stopped."""
     from finray.runtime.driver import train as run_training
 
     settings = load_config(config, overrides or [])
@@ -65,16 +65,16 @@ def generate(
     model: RunPath,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
     file: Annotated[
-        Path | None, typer.Option(help="File of prompts: one a line, or JSONL with prompt or messages.")
+        Path | None, typer.Option(help="File of prompts: one per line, or JSONL with prompt or messages.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message put before each prompt.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSONL here instead of printing.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: int = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
-    raw: Annotated[bool | None, typer.Option(help="Give prompts to the model without its chat template.")] = None,
+    raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
     base: BaseModel = None,
 ) -> None:
     """Answer prompts with a trained model."""
@@ -92,7 +92,7 @@ def generate(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     max_rows: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many rows.")] = None,
-    samples: Annotated[int, typer.Option(min=0, help="Answers shown side by side.")] = 3,
+    samples: Annotated[int, typer.Option(min=0, help="Number of answers shown side by side.")] = 3,
 ) -> None:
     """Compare the tuned model with its base on the held-out rows."""
     from finray.evaluation.compare import evaluate as run_evaluation
@@ -106,14 +106,14 @@ def evaluate(
 @app.command()
 def export(
     run: RunPath,
-    output: Annotated[Path, typer.Option(help="Directory to make.")],
+    output: Annotated[Path, typer.Option(help="Directory to create.")],
     merge: Annotated[
-        bool, typer.Option("--merge/--adapter", help="Fold the adapter into the model, or keep it apart.")
+        bool, typer.Option("--merge/--adapter", help="Merge the adapter into the model, or write the adapter alone.")
     ] = True,
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16, of the merged weights.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Dtype of the merged weights: fp32 or bf16.")] = "bf16",
     base: BaseModel = None,
 ) -> None:
-    """Write a model that plain Transformers or PEFT loads, and prove that it does."""
+    """Write a model that Transformers or PEFT loads, and check it by loading it."""
     from finray.evaluation.artifacts import export_model
 
     if dtype not in ("fp32", "bf16"):
@@ -122,25 +122,25 @@ def export(
     what = f"model in {exported.dtype}" if exported.merged else "adapter"
     lines = [
         f"wrote the {what} to {exported.folder}",
-        f"read back: logits differ by {exported.difference:.1e} of their spread",
+        f"loaded it again: logits differ by {exported.difference:.1e} of their spread",
     ]
     if exported.onto is not None:
         lines.append(f"merged onto {exported.onto} in full precision")
     if exported.trained_on is not None:
-        measured = "is not measured without bitsandbytes"
+        measured = "not measured, because bitsandbytes is not installed"
         if exported.rounding is not None:
             measured = f"differ by {exported.rounding:.1e} of their spread"
-        lines.append(f"trained on the base in {exported.trained_on}: logits there {measured}")
+        lines.append(f"the base was in {exported.trained_on} during training: logits {measured}")
     show.console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 @app.command("import-gguf")
 def import_gguf(
     file: Annotated[Path, typer.Argument(help="GGUF file.", show_default=False)],
-    output: Annotated[Path, typer.Argument(help="Directory to make.", show_default=False)],
-    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "bf16",
+    output: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights: fp32 or bf16.")] = "bf16",
 ) -> None:
-    """Turn a GGUF file into a model directory, with dequantised weights in safetensors."""
+    """Convert a GGUF file to a model directory with dequantised weights in safetensors."""
     from finray.models.gguf import convert
 
     convert(file, output, dtype=dtype)
@@ -164,9 +164,9 @@ def main() -> None:
         errors.print(f"error: {redact_text(str(error))}", highlight=False, markup=False, soft_wrap=True)
         sys.exit(error.exit_code)
     except SystemExit as stop:
-        # Typer makes this of a keyboard interrupt.
+        # Typer turns a keyboard interrupt into this.
         if stop.code == _INTERRUPTED:
-            errors.print("interrupted; the same command goes on from where it stood", highlight=False)
+            errors.print("interrupted; run the same command again to continue", highlight=False)
         raise
 
 

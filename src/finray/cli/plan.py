@@ -1,4 +1,4 @@
-"""`finray plan`: print what is known of a run before it starts."""
+"""``finray plan``: what a run is and needs, before it starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import HEAVY_HEAD, Box
@@ -21,10 +21,9 @@ from finray.tracking.console import duration
 
 if TYPE_CHECKING:
     # At run time these would import torch before the config is known to be right.
-    from finray.config.resolved import Resolved
     from finray.planning.findings import Finding
     from finray.planning.memory import MemoryPlan
-    from finray.planning.plan import DataPlan, PlacementPlan, Plan
+    from finray.planning.plan import Plan
 
 _GIB = 2**30
 
@@ -34,20 +33,18 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)
     ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPUs that workers will have, such as h100-80gb.", show_default=False)
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU of each worker, such as h100-80gb.", show_default=False)] = None,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Do not ask the Hub, and list what could not be checked for that.")
+        bool, typer.Option("--offline", help="Do not use the network; list what was not checked.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Say what a run is, what it needs and what is wrong with it, without starting it.
+    """Show what a run needs and what would keep it from starting, without starting it.
 
-    Exit code 0 only if the run would start, else 2. With --offline, 0 says that nothing is wrong with what was checked.
+    Exit code 0 if the run would start, else 2. With --offline, 0 means that what was checked has no problems.
     """
     if offline:
-        # The libraries read these when they are imported, which is later.
+        # The libraries read these variables when they are imported, which happens later.
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     try:
         settings = load_config(config, overrides or [])
@@ -57,7 +54,9 @@ def plan(
     except ConfigError as error:
         if not as_json:
             raise
-        typer.echo(json.dumps(redact(_refused(error)), indent=2))
+        messages = error.problems or (error.message,)
+        problems = [{"message": message, "where": error.where, "repair": error.repair} for message in messages]
+        typer.echo(json.dumps(redact({"starts": False, "problems": problems, "warnings": []}), indent=2))
         raise typer.Exit(error.exit_code) from None
     if as_json:
         typer.echo(json.dumps(redact(result.plain()), indent=2))
@@ -65,13 +64,6 @@ def plan(
         show_plan(show.console(), result)
     if result.problems:
         raise typer.Exit(2)
-
-
-def _refused(error: ConfigError) -> dict[str, Any]:
-    """A configuration that cannot be read, in the form of a plan."""
-    messages = error.problems or (error.message,)
-    problems = [{"message": message, "where": error.where, "repair": error.repair} for message in messages]
-    return {"starts": False, "problems": problems, "warnings": []}
 
 
 def show_plan(target: Console, result: Plan) -> None:
@@ -89,18 +81,13 @@ def show_plan(target: Console, result: Plan) -> None:
     ):
         for line in finding_lines(kind, found):
             target.print(redact_text(line), style=style, highlight=False, markup=False, soft_wrap=True)
-    verdict, style = _verdict(result)
-    target.print(verdict, style=style, highlight=False)
-
-
-def _verdict(result: Plan) -> tuple[str, str]:
-    """The last line, and its style."""
     count = len(result.problems)
+    verdict, style = "the run would start", "bold green"
     if count:
-        return f"the run would not start: {count} problem{'s' if count > 1 else ''}", "bold red"
-    if result.unchecked:
-        return "nothing found that would keep the run from starting; not everything was checked", "bold yellow"
-    return "the run would start", "bold green"
+        verdict, style = f"the run would not start: {count} problem{'s' if count > 1 else ''}", "bold red"
+    elif result.unchecked:
+        verdict, style = "no problems found, but not everything was checked", "bold yellow"
+    target.print(verdict, style=style, highlight=False)
 
 
 def finding_lines(kind: str, found: Iterable[Finding]) -> list[str]:
@@ -126,70 +113,55 @@ def memory_table(memory: MemoryPlan, *, box: Box | None = None) -> Table:
     for name, value in sorted(memory.parts.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{value / _GIB:.3f}")
     table.add_section()
-    table.add_row("together", f"{memory.total / _GIB:.3f}")
+    table.add_row("total", f"{memory.total / _GIB:.3f}")
     if memory.available is not None:
-        table.add_row(f"{memory.device} has, for each", f"{memory.available / _GIB:.3f}")
+        table.add_row(f"available ({memory.device})", f"{memory.available / _GIB:.3f}")
     return table
 
 
 def _facts(result: Plan) -> Iterable[tuple[str, str]]:
-    model = result.model
+    """Rows of the table: name and text."""
+    model, data, resolved = result.model, result.data, result.resolved
     if model is not None:
         share = model.trainable / model.parameters
+        adapter = f"; adapter {model.adapter:,}" if model.adapter else ""
+        tokens = "" if model.tokens is None else f", {model.tokens:,} tokens; EOS {model.eos}, padding {model.pad}"
         yield "model", model.name
+        yield "parameters", f"{model.parameters:,}, of which {model.trainable:,} are trained ({share:.3%}){adapter}"
+        yield "vocabulary", f"{model.embedding_rows:,} embeddings{tokens}"
+        yield "context", "unlimited" if model.context is None else f"{model.context:,} tokens"
+    if data is not None:
+        part = "" if data.complete else " in the part that was read"
         yield (
-            "parameters",
-            f"{model.parameters:,}, of which {model.trainable:,} are trained ({share:.3%})"
-            + (f"; adapter {model.adapter:,}" if model.adapter else ""),
+            "data",
+            f"{data.rows:,} rows, {data.tokens:,} tokens ({data.supervised / max(1, data.tokens):.0%} learned){part}, "
+            f"{data.packs:,} packs, longest row {data.longest:,}; read in {duration(data.seconds)}",
         )
-        yield (
-            "vocabulary",
-            f"{model.embedding_rows:,} embeddings"
-            + ("" if model.tokens is None else f", {model.tokens:,} tokens; EOS {model.eos}, padding {model.pad}"),
-        )
-        yield "context", "not limited" if model.context is None else f"{model.context:,} tokens"
-    if result.data is not None:
-        yield from _data_facts(result.data)
+        for note in data.notes:
+            yield "", note
+        yield "run", f"{data.steps:,} steps, {data.epochs:.2f} epochs, {data.seen_tokens:,} tokens{part and ' or more'}"
     if result.strategy is not None:
         yield "strategy", f"{result.strategy.strategy}: {result.strategy.reason}"
-    if result.resolved is not None:
-        yield "resolved", _resolved_text(result.resolved)
+    if resolved is not None:
+        stored = f", frozen layers in {resolved.bits} bits" if resolved.bits else ""
+        rows = f"packed rows ({resolved.attention})" if resolved.packs else "one row at a time, the model's attention"
+        yield "resolved", f"{resolved.precision}{stored}, {rows}"
     if result.placement is not None:
-        yield "placement", _placement_text(result.placement)
+        place = result.placement
+        each = f"{'1 GPU and ' if place.use_gpu else ''}{_several(place.cpus_per_worker, 'CPU')} each"
+        cluster = f"{_several(place.nodes, 'node')}, {place.cpus} CPUs, {place.gpus} GPUs"
+        yield "placement", f"{_several(place.workers, 'worker')} with {each} on {place.cluster} ({cluster})"
     if result.memory is not None:
-        yield "memory", _memory_text(result.memory)
+        memory = result.memory
+        needed = (
+            f"about {memory.total / _GIB:.2f} GiB per worker in {memory.precision}, {memory.tokens:,} tokens at once"
+        )
+        verdict = "fits" if memory.fits else "does not fit"
+        room = (
+            "" if memory.available is None else f": {verdict} into {memory.available / _GIB:.1f} GiB ({memory.device})"
+        )
+        yield "memory", needed + room
 
 
-def _data_facts(data: DataPlan) -> Iterable[tuple[str, str]]:
-    part = "" if data.complete else " in the part that was read"
-    yield (
-        "data",
-        f"{data.rows:,} rows, {data.tokens:,} tokens ({data.supervised / max(1, data.tokens):.0%} learned){part}, "
-        f"{data.packs:,} packs, longest row {data.longest:,}; looked at in {duration(data.seconds)}",
-    )
-    for note in data.notes:
-        yield "", note
-    yield "run", f"{data.steps:,} steps, {data.epochs:.2f} epochs, {data.seen_tokens:,} tokens{part and ' or more'}"
-
-
-def _placement_text(placement: PlacementPlan) -> str:
-    each = "1 GPU and " if placement.use_gpu else ""
-    return (
-        f"{placement.workers} worker{'s' if placement.workers > 1 else ''} with {each}{placement.cpus_per_worker} CPU"
-        f"{'s' if placement.cpus_per_worker > 1 else ''} each on {placement.cluster} ({placement.nodes} node"
-        f"{'s' if placement.nodes > 1 else ''}, {placement.cpus} CPUs, {placement.gpus} GPUs)"
-    )
-
-
-def _resolved_text(resolved: Resolved) -> str:
-    stored = f", frozen layers in {resolved.bits} bits" if resolved.bits else ""
-    rows = f"packed rows ({resolved.attention})" if resolved.packs else "each row by itself, with the model's attention"
-    return f"{resolved.precision}{stored}, {rows}"
-
-
-def _memory_text(memory: MemoryPlan) -> str:
-    needed = f"about {memory.total / _GIB:.2f} GiB per worker in {memory.precision}, {memory.tokens:,} tokens at once"
-    if memory.available is None:
-        return needed
-    verdict = "fits" if memory.fits else "does not fit"
-    return f"{needed}: {verdict} into {memory.available / _GIB:.1f} GiB ({memory.device})"
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"

@@ -165,13 +165,10 @@ class TokenScan:
                 into pieces of which only the last has an end.
         """
         tokens = self._tokens
-        ends, inside = _listed(self.ends, tokens) or "none", _listed(self.inside, tokens)
+        ends = _listed(self.ends, tokens) or "none"
         stops = ", ".join(tokens.name(token) for token in sorted(tokens.stops)) or "none"
         others = Counter({token: count for token, count in self.ends.items() if token not in tokens.stops})
         unmatched = Tally(others.total())
-        bos = "BOS" if tokens.bos is None else tokens.name(tokens.bos)
-        unk = "" if self.unk is None else tokens.name(self.unk)
-        shared = tokens.pad is not None and tokens.pad == tokens.eos
         return (
             _check(
                 "Learned text ends with an end token",
@@ -201,6 +198,16 @@ class TokenScan:
                 ("ok", self.cut if kind == "text" else Tally(), "pieces of long texts continue in another row"),
                 ("warning", self.cut, "learned spans are cut off at data.max_length, so their end is not learned"),
             ),
+            *self._special_checks(kind),
+        )
+
+    def _special_checks(self, kind: str) -> tuple[Check, ...]:
+        tokens = self._tokens
+        inside = _listed(self.inside, tokens)
+        bos = "BOS" if tokens.bos is None else tokens.name(tokens.bos)
+        unk = "" if self.unk is None else tokens.name(self.unk)
+        shared = tokens.pad is not None and tokens.pad == tokens.eos
+        return (
             _check(
                 "BOS",
                 self.rows,
