@@ -45,10 +45,10 @@ def test_counts_and_json_are_those_of_the_run(plain: dict[str, Any], config: str
     plan = json.loads(out)
     header = runs.assemble_alone(plain, tmp_path / "run").header
     assert plan["starts"] is True
-    assert (plan["model"]["parameters"], plan["model"]["trainable"]) == (header["parameters"], header["trainable"])
+    assert (plan["model"]["parameters"], plan["model"]["trainable"]) == (header.parameters, header.trainable)
     for key in ("rows", "tokens", "supervised", "packs"):
-        assert plan["data"][key] == header[key]
-    assert plan["data"]["steps"] == header["total_steps"]
+        assert plan["data"][key] == getattr(header, key)
+    assert plan["data"]["steps"] == header.total_steps
     assert sum(plan["memory"]["parts"].values()) == plan["memory"]["total"]
 
 

@@ -1,0 +1,77 @@
+"""Every `finray ...` and `make ...` command in a fenced block of README and guide is one that the programs understand.
+
+The commands are parsed, not run: names of commands and options, and types of their values.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+
+from finray.cli.main import app
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+BLOCK = re.compile(r"^[ ]*```(\w*)[^\n]*\n(.*?)^[ ]*```[ ]*$", re.MULTILINE | re.DOTALL)
+SHELLS = ("", "shell", "bash", "sh", "console")
+COMMAND = re.compile(r"^\s*(?:\$ )?((?:[A-Z_]+=\S+ )*)((?:finray|make) .*)$")
+TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def commands(page: str) -> list[str]:
+    """The commands of a page; a backslash continues a line."""
+    lines = [
+        line
+        for language, block in BLOCK.findall(page)
+        if language in SHELLS
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    return [found[2].rstrip(" \\") for line in lines if (found := COMMAND.match(line))]
+
+
+def understand(command: str) -> None:
+    """Parse a command.
+
+    Raises:
+        click.ClickException, AssertionError: it is not understood.
+    """
+    name, *arguments = shlex.split(re.split(r"\s[|>&;]", command)[0], comments=True)
+    if name == "make":
+        wanted = [one for one in arguments if "=" not in one and not one.startswith((".", "-"))]
+        assert set(wanted) <= TARGETS, f"no such target: {command}"
+        return
+    if arguments[-1:] == ["--help"]:
+        arguments.pop()
+    group: click.Command = typer.main.get_command(app)
+    context = click.Context(group, info_name="finray")
+    while hasattr(group, "resolve_command") and arguments:
+        _, found, arguments = group.resolve_command(context, arguments)
+        assert found is not None
+        group = found
+    group.make_context(group.name or "finray", list(arguments), resilient_parsing="--help" in command)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_commands_are_understood(page: Path) -> None:
+    problems = []
+    for command in commands(page.read_text(encoding="utf-8")):
+        try:
+            understand(command)
+        except Exception as error:
+            problems.append(f"{command}: {getattr(error, 'message', None) or error}")
+    assert problems == []
+
+
+def test_commands_are_found_and_mistakes_in_them_seen() -> None:
+    """The negative control."""
+    assert sum(len(commands(page.read_text(encoding="utf-8"))) for page in PAGES) >= 20
+    understand("finray train config.yaml train.max_steps=3 --fresh")
+    understand("make quickstart MODEL=some/model")
+    for wrong in ("finray trian config.yaml", "finray train config.yaml --frsh", "finray train", "make quikstart"):
+        with pytest.raises(Exception, match=r".+"):
+            understand(wrong)
