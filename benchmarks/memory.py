@@ -176,9 +176,11 @@ def estimate_on_cpu(config: Config) -> Any:
 def work(job: dict[str, Any]) -> None:
     """In a process of its own: do the run, and print the peak."""
     import torch.distributed as dist
-    from finray.training.strategies import strategy_of
 
     from finray.checkpoint.rundir import RunDir
+    from finray.parallel import make_strategy
+    from finray.planning.placement import Placement, device_of
+    from finray.planning.resolve import packing_of, resolve
     from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble
     from finray.training.loop import peak_memory
@@ -191,14 +193,16 @@ def work(job: dict[str, Any]) -> None:
     run_dir = RunDir.of(config).path
     run_dir.mkdir(parents=True, exist_ok=True)
     device = torch.device("cpu")
-    assembled = assemble(config, prepared=job["prepared"], run_dir=run_dir, strategy=strategy_of(config, device))
+    placement = Placement(int(os.environ["WORLD_SIZE"]), job["threads"], use_gpu=False)
+    resolved = resolve(config, placement, device_of(placement), packing=packing_of(config.model))
+    strategy = make_strategy(config, resolved, device)
+    assembled = assemble(config, resolved, prepared=job["prepared"], run_dir=run_dir, strategy=strategy)
     loaded = peak_memory(device)
     save = assembled.loop._save
     # What is measured is training; a last checkpoint of all state would take longer than the rest.
     assembled.loop._save = lambda *, last: None if last else save(last=False)  # type: ignore[method-assign]
     assembled.loop.run()
-    for tracker in assembled.loop.trackers:
-        tracker.close()
+    assembled.loop.trackers.finish()
     print(json.dumps({"peak": peak_memory(device), "loaded": loaded}))
 
 
