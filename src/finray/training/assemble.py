@@ -28,7 +28,7 @@ from finray.models.artifacts import NOTES
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.roles import roles_of
 from finray.models.sharded import materialise
-from finray.parallel.base import Strategy, on_all_ranks
+from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.records import Metrics, Note, Record, RunHeader, RunSummary, TrainRecord
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
@@ -45,6 +45,7 @@ from finray.training.task import Task
 # Names the run for trackers; the same at every start.
 RUN_ID = "run_id"
 Notify = Callable[[Record], None]
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,7 @@ def assemble(
 ) -> Assembled:
     """Build model, data, optimizer and trackers, and restore the newest valid checkpoint if there is one.
 
-    A rank that ended with an error would leave the others waiting in their next collective. So what may fail here runs
-    through :func:`finray.parallel.base.on_all_ranks`: all ranks raise the failure of the lowest rank that has one.
+    What may fail runs through :func:`on_all_ranks`, so that no rank waits for one that is gone.
 
     Args:
         config: the run's configuration.
@@ -96,18 +96,7 @@ def assemble(
         fence.take()
     store = CheckpointStore(run_dir, fence=fence.check)
     task = on_all_ranks(strategy, lambda: _build_task(config, resolved, strategy))
-    # ZeRO gives tensors on the meta device some memory when it shards them, and no values.
-    on_meta = task.is_on_meta
-    strategy.shard(task.module, blocks_of(task.model))
-    if on_meta:
-        on_all_ranks(strategy, lambda: _read_weights(config, task, strategy, warn))
-    options: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
-    task.module, optimizer = strategy.prepare(
-        task.module,
-        task.trainable(),
-        lambda: Optimizer(task.trainable(), config.train, **options),
-        lambda: torch_optimizer(task.trainable(), config.train, **options),
-    )
+    optimizer = _shard(config, task, strategy, warn)
     found = find_latest(store, strategy, warn)
     dataset = on_all_ranks(strategy, lambda: open_dataset(config, prepared, task.spec))
     state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
@@ -116,8 +105,26 @@ def assemble(
         on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
     strategy.broadcast_parameters(task.initialised_parameters())
     data = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy, position=state.position))
-    extras = on_all_ranks(strategy, lambda: _extras(config, dataset, resolved) if first else lambda folder: None)
+    header = _header(config, resolved, task, data, state, strategy)
+    if first:
+        notify(header)
+        for message in warnings_of(config.train, strategy.device):
+            warn(message, state.step)
     profiled = config.train.profile
+    profiler = Profiler(
+        None if profiled is None else profiled.steps,
+        folder=run_dir,
+        rank=strategy.rank,
+        device=strategy.device,
+        tell=lambda text: notify(Note(text)),
+    )
+    trackers, extras = on_all_ranks(
+        strategy,
+        lambda: (
+            _start_trackers(config, run_dir, header, notify, warn) if first else Trackers({}, {}, warn=warn),
+            _extras(config, dataset, resolved) if first else lambda folder: None,
+        ),
+    )
     loop = Loop(
         config=config,
         task=task,
@@ -129,28 +136,39 @@ def assemble(
         epoch_items=len(data.plan),
         state=state,
         writer=CheckpointWriter(store, strategy, config.checkpoint, best=task.spec.best),
-        trackers=_trackers(config, notify, warn) if first else Trackers({}, {}, warn=warn),
+        trackers=trackers,
         save_extras=extras,
         reported=reported,
         precision=resolved.precision,
         clock=clock,
-        profiler=Profiler(
-            None if profiled is None else profiled.steps,
-            folder=run_dir,
-            rank=strategy.rank,
-            device=strategy.device,
-            tell=lambda text: notify(Note(text)),
-        ),
+        profiler=profiler,
     )
     loop.phases["load"] = clock() - started
-    header = _header(config, resolved, task, data, state, strategy)
-    if first:
-        notify(header)
-        run = RunInfo(_run_id(run_dir), run_dir, state.step, redact(config.plain()), header)
-        loop.trackers.start(run)
-        for message in warnings_of(config.train, strategy.device):
-            warn(message, state.step)
     return Assembled(loop, header)
+
+
+def _shard(config: Config, task: Task, strategy: Strategy, warn: Warn) -> NamedOptimizer:
+    """Hand the model to the strategy, read its weights if it was built on the meta device, and make the optimizer."""
+    # ZeRO gives tensors on the meta device some memory when it shards them, and no values.
+    on_meta = task.is_on_meta
+    strategy.shard(task.module, blocks_of(task.model))
+    if on_meta:
+        seed, device = _adapter_seed(config), strategy.device
+        if on_all_ranks(
+            strategy, lambda: materialise(task.model, config.model, config.adapter, device=device, seed=seed)
+        ):
+            warn(
+                "the weights have other names in the model's files than in the model, so every worker read all of "
+                "them before it kept its share"
+            )
+    options: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
+    task.module, optimizer = strategy.prepare(
+        task.module,
+        task.trainable(),
+        lambda: Optimizer(task.trainable(), config.train, **options),
+        lambda: torch_optimizer(task.trainable(), config.train, **options),
+    )
+    return optimizer
 
 
 def open_dataset(config: Config, prepared: str | Path, spec: TaskSpec) -> PreparedDataset:
@@ -263,30 +281,17 @@ def _adapter_seed(config: Config) -> int:
     return derive_key(config.run.seed, "adapter")
 
 
-def _read_weights(config: Config, task: Task, strategy: Strategy, warn: Callable[[str], None]) -> None:
-    """Give a model on the meta device its weights, each rank its own rows."""
-    read_whole = materialise(
-        task.model, config.model, config.adapter, device=strategy.device, seed=_adapter_seed(config)
-    )
-    if read_whole:
-        warn(
-            "the weights have other names in the model's files than in the model, so every worker read all of them "
-            "before it kept its share"
-        )
-
-
-def _run_id(run_dir: Path) -> str:
-    file = run_dir / RUN_ID
-    if not file.is_file():
-        file.write_text(uuid.uuid4().hex, encoding="utf-8")
-    return file.read_text(encoding="utf-8").strip()
-
-
-def _trackers(config: Config, notify: Notify, warn: Callable[[str], None]) -> Trackers:
-    names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
+def _start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn) -> Trackers:
+    """The trackers of rank 0, told that the run starts here. A run has one id at every start, kept in its directory."""
+    run_id = run_dir / RUN_ID
+    if not run_id.is_file():
+        run_id.write_text(uuid.uuid4().hex, encoding="utf-8")
     # metrics.jsonl at once: after a resume it must have every step before the checkpoint.
     inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(), "console": _Notifier(notify)}
-    return Trackers(inline, {name: make_tracker(name) for name in dict.fromkeys(names)}, warn=warn)
+    names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
+    trackers = Trackers(inline, {name: make_tracker(name) for name in dict.fromkeys(names)}, warn=warn)
+    trackers.start(RunInfo(run_id.read_text("utf-8"), run_dir, header.step, redact(config.plain()), header))
+    return trackers
 
 
 @dataclass(frozen=True, slots=True)
