@@ -7,12 +7,13 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 # pytest-xdist workers; tests/conftest.py says which tests run in the same one.
 JOBS   ?= 2
 
-.PHONY: quickstart test browser check format docs pictures bench clean help
+.PHONY: quickstart test unit browser check format docs pictures bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   fine-tune a small chat model on this machine and compare it with its base"
-	@echo "make test         run the tests"
+	@echo "make test         run all tests"
+	@echo "make unit         run the unit tests, under 90 s"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
 	@echo "make bench        benchmarks side by side with peers, some 70 minutes (benchmarks/RESULTS.md)"
@@ -52,6 +53,10 @@ quickstart: $(VENV)/.core $(MODEL_FILES)
 # For the test that opens the page of `finray inspect`.
 browser:
 	@.ci/browser
+
+# For the hand: no process groups, no whole trainings, no Ray.
+unit: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(JOBS) tests/unit $(ARGS)
 
 test: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
