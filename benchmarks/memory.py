@@ -169,7 +169,7 @@ def estimate_on_cpu(config: Config) -> Any:
     device = Device("cpu", "this machine", None)
     placement = Placement(config.cluster.num_workers, 1, use_gpu=False)
     resolved = resolve(config, placement, device, packing=model.packing)
-    plan = plan_memory(config, resolved, model.blueprint, model.stored, device, rows, found, ray=False)
+    plan = plan_memory(config, resolved, model.shape, device, rows, found, ray=False)
     return Estimate(plan.parts, plan.phase, {})
 
 
@@ -211,25 +211,27 @@ def work(job: dict[str, Any]) -> None:
 
 def measure_on_gpu(case: Case, device: torch.device, *, steps: int = 3) -> Result:
     """Estimate a case, then train a random model for some steps of two micro-batches and read the allocator's peak."""
-    from finray.planning.activations import kept_bytes
     from finray.planning.blueprint import draw_blueprint
-    from finray.planning.estimate import estimate
-    from finray.planning.setup import Setup, Workload
+    from finray.planning.estimate import Setup, Workload, estimate
+    from finray.planning.layers import LayerProbe
     from finray.training.loop import peak_memory
 
     batches = gpu_batches(case, SHAPES[case.model][-1])[: 2 * steps]
     with torch.device("meta"):
         meta = causal_lm(case, "eager")
     blueprint = draw_blueprint(meta, adapter_of(case))
-    setup = Setup(device="cuda", precision="bf16", checkpointing=case.checkpointing != "none", ray=False)
-    heaviest = max(batches, key=lambda batch: kept_bytes(blueprint, setup, Workload(batch.lengths, batch.tokens)))
-    estimated = estimate(blueprint, setup, Workload(heaviest.lengths, len(heaviest.targets_K)))
+    setup = Setup(device="cuda", precision="bf16", checkpointing=case.checkpointing, ray=False)
+    layers = LayerProbe(meta).measure(setup.arithmetic)
+    heaviest = max(batches, key=lambda batch: layers.kept(batch.lengths))
+    estimated = estimate(blueprint, layers, setup, Workload(heaviest.lengths, len(heaviest.targets_K)))
+    # What torch's allocator hands out: neither the process itself nor holes.
+    allocated = estimated.total - sum(estimated.parts.get(part, 0) for part in ("process", "heap holes"))
     train_on_gpu(case, batches, device)
     measured = peak_memory(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return result_of(case, estimated.allocated, measured, dict(estimated.parts))
+    return result_of(case, allocated, measured, dict(estimated.parts))
 
 
 def causal_lm(case: Case, attention: str) -> Any:

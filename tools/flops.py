@@ -43,7 +43,7 @@ def flops_per_token(blueprint: Blueprint, *, row: int, learned: float, checkpoin
     head = learned * blueprint.head
     adapter = float(blueprint.adapter)
     seen = row if blueprint.window is None else min(row, 2 * blueprint.window)
-    attention = sum(2.0 * block.query * block.count * seen for block in blueprint.blocks if block.kind == "attention")
+    attention = 2.0 * blueprint.query * blueprint.layers * seen
     forward = 2 * (body + head + adapter) + attention
     frozen = blueprint.adapter > 0
     gradients = (2 if frozen else 4) * (body + head) + 4 * adapter + 2 * attention

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from finray.planning.blueprint import Blueprint
-from finray.planning.setup import FP32, Setup
+from finray.planning.estimate import FP32, Setup
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
@@ -28,12 +28,14 @@ class Exchange:
         size: bytes of the whole tensors, over all calls of the step.
         group: workers that take part in one of them.
         hidden: whether it goes on while the next layer is computed.
+        across: whether a group has one worker in each machine, while the other workers there are in groups like it.
     """
 
     kind: Kind
     size: float
     group: int
     hidden: bool
+    across: bool = False
 
     @property
     def sent(self) -> float:
@@ -63,9 +65,10 @@ def exchanges(blueprint: Blueprint, setup: Setup, *, micro_batches: int) -> tupl
         )
     if setup.strategy == "zero3":
         # Gradients end before a frozen embedding.
-        again = blueprint.parameters - (blueprint.embedding if blueprint.adapter else 0.0)
+        again = blueprint.parameters - (blueprint.embedding if blueprint.adapter else 0)
     else:
-        again = layer_weights(blueprint) if setup.reshard else 0.0
+        # The decoder layers with their adapters are gathered and given back one by one.
+        again = blueprint.layer * blueprint.layers + blueprint.adapter if setup.reshard else 0
     gathered = setup.element * (blueprint.parameters + again) * micro_batches
     summed = (setup.element if setup.strategy == "zero3" else FP32) * trained * micro_batches
     found = []
@@ -73,13 +76,8 @@ def exchanges(blueprint: Blueprint, setup: Setup, *, micro_batches: int) -> tupl
         found.append(Exchange("all_gather", gathered, sharers, hidden=True))
         found.append(Exchange("reduce_scatter", summed, sharers, hidden=True))
     if sharers < workers:
-        found.append(Exchange("all_reduce", summed / sharers, workers // sharers, hidden=True))
+        found.append(Exchange("all_reduce", summed / sharers, workers // sharers, hidden=True, across=True))
     return tuple(found)
-
-
-def layer_weights(blueprint: Blueprint) -> float:
-    """Weights of the decoder layers with their adapters: what is gathered and given back layer by layer."""
-    return float(blueprint.layer * blueprint.layers + blueprint.adapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +96,12 @@ class Machines:
 
 
 def seconds(exchange: Exchange, machines: Machines) -> float:
-    """How long an exchange takes: what every machine gets over the network once, and hands on inside.
-
-    A group that fits into a machine needs no network. Groups that lie across machines (one worker of each) share it.
-    """
+    """How long an exchange takes in rings: what every machine gets over the network once, and hands on inside."""
     passes = 2 if exchange.kind == "all_reduce" else 1
-    return passes * exchange.size * _per_byte(exchange, machines)
-
-
-def _per_byte(exchange: Exchange, machines: Machines) -> float:
-    inside, across = min(exchange.group, machines.gpus), -(-exchange.group // machines.gpus)
-    cost = (inside - 1) / inside / machines.inside
-    return cost + ((across - 1) / across / machines.network if across > 1 else 0.0)
-
-
-def across_seconds(exchange: Exchange, machines: Machines) -> float:
-    """As :func:`seconds`, of a group with one worker in each machine, while each of its GPUs is in a group like it."""
-    passes = 2 if exchange.kind == "all_reduce" else 1
-    return passes * (exchange.group - 1) / exchange.group * exchange.size * machines.gpus / machines.network
+    if exchange.across:
+        return passes * (exchange.group - 1) / exchange.group * exchange.size * machines.gpus / machines.network
+    inside, outside = min(exchange.group, machines.gpus), -(-exchange.group // machines.gpus)
+    per_byte = (inside - 1) / inside / machines.inside
+    # A group that fits into a machine needs no network.
+    per_byte += (outside - 1) / outside / machines.network if outside > 1 else 0.0
+    return passes * exchange.size * per_byte

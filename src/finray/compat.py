@@ -7,7 +7,8 @@ engine and of bitsandbytes' optimizers are read in :mod:`finray.parallel.deepspe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +39,14 @@ def set_found_inf(optimizer: Any, found_inf: torch.Tensor | None) -> None:
     optimizer.found_inf = found_inf
 
 
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A mode in which tensors have shapes, dtypes and devices, and no values; also those that were made outside."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
 # --- transformers 5.23.0 --------------------------------------------------------------------------------------------
 
 
@@ -55,6 +64,19 @@ def carries_state(model_class: Any) -> bool:
 def accepts_attention(model_class: Any) -> bool:
     """Whether a model class calls Transformers' attention interface, so that its attention can be replaced."""
     return bool(model_class._can_set_attn_implementation())
+
+
+@contextmanager
+def without_grouped_mm() -> Iterator[None]:
+    """Let experts multiply by an operation of Transformers' own: torch's has no shapes for fp32 without values."""
+    from transformers.integrations import moe
+
+    before = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *_: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = before
 
 
 def init_module(model: Any, module: torch.nn.Module) -> None:

@@ -15,7 +15,7 @@ from tools.volumes import exchanges
 from finray.config.schema import AdapterConfig
 from finray.data.dataset.prepare import prepare_here
 from finray.planning.blueprint import draw_blueprint
-from finray.planning.setup import Setup
+from finray.planning.estimate import Setup
 from tests.support import processes, runs, tiny
 
 # A wide head beside two layers would hide what layers do.

@@ -12,12 +12,12 @@ from finray.config.resolved import Packing
 from finray.config.schema import Config
 from finray.errors import FinrayError, ModelError
 from finray.models.packing_check import check_packing
-from finray.planning.blueprint import Blueprint, build_meta_model, draw_blueprint
+from finray.planning.blueprint import Blueprint, ModelShape, build_meta_model, draw_blueprint, stored_in
 from finray.planning.checks import check_targets
 from finray.planning.findings import Findings
+from finray.planning.layers import LayerProbe
 from finray.pretrained.bundled_configs import bundled_config
 from finray.pretrained.tokenizers import load_tokenizer, new_ids
-from finray.pretrained.weights import StoredWeights, stored_weights
 
 _GATED = ("gated", "401", "403", "restricted", "unauthorized")
 _UNREACHABLE = ("offline", "couldn't connect", "connection", "cannot find the requested files", "timed out")
@@ -61,8 +61,7 @@ class PlannedModel:
     """A :class:`ModelPlan` with what the memory estimate reads."""
 
     plan: ModelPlan
-    blueprint: Blueprint
-    stored: StoredWeights | None
+    shape: ModelShape
     packing: Packing
 
 
@@ -87,21 +86,39 @@ def plan_model(
     if tokenizer is not None:
         rows = int(model.get_input_embeddings().weight.shape[0])
         check_tokens(tokenizer, rows, _stop_ids(model), found)
-    stored = stored_in(config)
+    stored = stored_in(config.model)
     try:
         blueprint = _drawn(config, model, () if tokenizer is None else new_ids(config.model), found)
     except FinrayError as error:
         found.problem(error)
         return None
-    if blueprint.unknown:
-        found.warn(
-            f"what {', '.join(blueprint.unknown)} keep for the backward pass is not counted: memory may be more",
-            "model.name",
-        )
     if not packing.safe:
         found.warn(packing.warning, "data.packing")
-    _compare_counts(blueprint, stored, found)
-    return PlannedModel(_facts(config, blueprint, tokenizer, stored), blueprint, stored, packing)
+    # Weights that a file lacks would be drawn at random, with no more than a line in a log. Files may hold a tied head
+    # a second time, and tensors of parts that are not built; quantised ones hold fewer elements.
+    whole = stored is not None and all(dtype in ("F64", "F32", "F16", "BF16") for dtype in stored.dtypes)
+    if stored is not None and whole and stored.elements < 0.999 * blueprint.base:
+        found.problem(
+            ModelError(
+                f"the files hold {stored.elements:,} of {blueprint.base:,} weights: the others would be random",
+                where="model.name",
+                repair="fetch the model again, with all of its `.safetensors` files",
+            )
+        )
+    plan = ModelPlan(
+        name=config.model.name,
+        parameters=blueprint.parameters,
+        trainable=blueprint.trainable,
+        adapter=blueprint.adapter,
+        layers=blueprint.layers,
+        context=blueprint.context,
+        embedding_rows=blueprint.vocabulary,
+        tokens=None if tokenizer is None else len(tokenizer),
+        eos=None if tokenizer is None else tokenizer.eos_token,
+        pad=None if tokenizer is None else tokenizer.pad_token,
+        stored_bytes=None if stored is None else stored.size,
+    )
+    return PlannedModel(plan, ModelShape(blueprint, LayerProbe(model, packs=packing.safe), stored), packing)
 
 
 def _open(
@@ -205,48 +222,6 @@ def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None,
         )
     else:
         found.warn(f"{length}, the model was made for {context:,}", "data.max_length", f"data.max_length={context}")
-
-
-def _facts(config: Config, blueprint: Blueprint, tokenizer: Any | None, stored: StoredWeights | None) -> ModelPlan:
-    return ModelPlan(
-        name=config.model.name,
-        parameters=blueprint.parameters,
-        trainable=blueprint.trainable,
-        adapter=blueprint.adapter,
-        layers=blueprint.layers,
-        context=blueprint.context,
-        embedding_rows=blueprint.vocabulary,
-        tokens=None if tokenizer is None else len(tokenizer),
-        eos=None if tokenizer is None else tokenizer.eos_token,
-        pad=None if tokenizer is None else tokenizer.pad_token,
-        stored_bytes=None if stored is None else stored.size,
-    )
-
-
-def stored_in(config: Config) -> StoredWeights | None:
-    """The headers of the weights; damaged files are a problem that the quick checks have noted already."""
-    folder = Path(config.model.name)
-    if not (folder / "config.json").is_file():
-        return None
-    try:
-        return stored_weights(folder)
-    except FinrayError:
-        return None
-
-
-def _compare_counts(blueprint: Blueprint, stored: StoredWeights | None, found: Findings) -> None:
-    """Weights that a file lacks would be drawn at random, with no more than a line in a log."""
-    # Files may hold a tied head a second time, and tensors of parts that are not built; quantised ones hold fewer.
-    if stored is None or any(dtype not in ("F64", "F32", "F16", "BF16") for dtype in stored.dtypes):
-        return
-    if stored.elements < 0.999 * blueprint.base:
-        found.problem(
-            ModelError(
-                f"the files hold {stored.elements:,} of {blueprint.base:,} weights: the others would be random",
-                where="model.name",
-                repair="fetch the model again, with all of its `.safetensors` files",
-            )
-        )
 
 
 def _stop_ids(model: Any) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from finray.config.paths import with_absolute_paths
 from finray.config.resolved import Resolved
@@ -33,60 +33,13 @@ from finray.planning.placement import (
     this_machine,
 )
 from finray.planning.resolve import resolve
+from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
-from finray.planning.strategy_choice import StrategyChoice
+from finray.planning.strategy import StrategyChoice
 
 _HERE = "this machine"
 # How `datasets` says that it has no network.
 _UNREACHABLE = ("couldn't reach", "offline", "couldn't connect", "connection error", "couldn't find cache")
-
-
-class DataReport(Protocol):
-    """What the plan reads of an examination of the data; see :class:`finray.planning.sample_data.DataReport`."""
-
-    @property
-    def problems(self) -> list[FinrayError]:
-        """What keeps the data from being prepared."""
-
-    @property
-    def notes(self) -> list[str]:
-        """How it was read."""
-
-    @property
-    def warnings(self) -> list[str]:
-        """Rows that lost something."""
-
-    @property
-    def rows(self) -> int:
-        """Rows to train on."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in them."""
-
-    @property
-    def supervised(self) -> int:
-        """Targets in them."""
-
-    @property
-    def packs(self) -> int:
-        """Packs that they fill; rows where packing is off."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Row lengths, sorted; a sample where there are many."""
-
-    @property
-    def complete(self) -> bool:
-        """False where only a part of a large source was read."""
-
-    @property
-    def seconds(self) -> float:
-        """How long it took."""
 
 
 Examine = Callable[[Config], DataReport]
@@ -222,18 +175,20 @@ def make_plan(
     data = None if report is None or report.problems else _data(config, report, found)
     if model is not None:
         longest = data.longest if data is not None and data.complete else None
-        check_context(model.blueprint, max_length=config.data.max_length, longest=longest, found=found)
+        check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
     placed, placement, device = _place(config, named, found, environ, ask)
     memory = resolved = None
     choices: list[StrategyChoice] = []
     if model is not None and device is not None and placement is not None:
         try:
-            resolved = resolve(config, placement, device, packing=model.packing, model=model, chose=choices.append)
+            resolved = resolve(
+                config, placement, device, packing=model.packing, shape=model.shape, chose=choices.append
+            )
         except FinrayError as error:
             found.problem(error)
     if model is not None and device is not None and resolved is not None:
         rows = Rows() if data is None or report is None else _rows(data, report.lengths)
-        memory = plan_memory(config, resolved, model.blueprint, model.stored, device, rows, found)
+        memory = plan_memory(config, resolved, model.shape, device, rows, found)
     known = None if model is None else model.plan
     return Plan(
         found.problems,

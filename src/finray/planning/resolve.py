@@ -19,11 +19,11 @@ from finray.config.resolved import Packing, Precision, Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.errors import ConfigError
 from finray.planning.placement import Device, Placement
-from finray.planning.strategy_choice import StrategyChoice
+from finray.planning.strategy import StrategyChoice, estimated_choice
 from finray.pretrained.tokenizers import source_options
 
 if TYPE_CHECKING:
-    from finray.planning.model import PlannedModel
+    from finray.planning.blueprint import ModelShape
 
 PACKED, FLASH = "finray_packed", "flash_attention_2"
 _BITS: dict[str, Literal[4, 8] | None] = {"none": None, "4bit": 4, "8bit": 8}
@@ -36,7 +36,7 @@ def resolve(
     *,
     packing: Packing | None,
     before: Resolved | None = None,
-    model: PlannedModel | None = None,
+    shape: ModelShape | None = None,
     chose: Callable[[StrategyChoice], None] = lambda choice: None,
 ) -> Resolved:
     """Decide everything that a config leaves open.
@@ -48,7 +48,7 @@ def resolve(
         packing: whether rows of the model may be packed; None where that is not known, which counts as yes.
         before: what the run began with, if it is continued. It keeps precision, bits, packing and attention, because
             others would change what is learned; its strategy changes where that no longer fits into memory.
-        model: of which the memory is estimated where the strategy is ``auto``; None builds it from its configuration.
+        shape: of the model, whose memory is estimated where the strategy is ``auto``; None builds it.
         chose: told what the strategy is and why, where it is ``auto``.
 
     Raises:
@@ -82,9 +82,7 @@ def resolve(
     if found.world_size == 1:
         choice = StrategyChoice("ddp", "there is one worker, and nothing to share")
     else:
-        from finray.planning.strategy import estimated_choice
-
-        choice = estimated_choice(config, found, device, model, before=None if before is None else before.strategy)
+        choice = estimated_choice(config, found, device, shape, before=None if before is None else before.strategy)
     chose(choice)
     return replace(found, strategy=choice.strategy)
 

@@ -1,20 +1,84 @@
-"""``parallel.strategy: auto``, by an estimate of the memory that each strategy needs."""
+"""What ``parallel.strategy: auto`` comes to. Imports no torch before it estimates memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.planning.blueprint import build_blueprint
-from finray.planning.memory import MARGIN, worst_peak
-from finray.planning.model import PlannedModel, stored_in
 from finray.planning.placement import Device
-from finray.planning.strategy_choice import Needs, StrategyChoice, choose_strategy
+
+if TYPE_CHECKING:
+    from finray.planning.blueprint import ModelShape
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Peak bytes of a worker, estimated.
+
+    Attributes:
+        replicated: with all weights on every worker.
+        sharded: with weights, gradients and optimizer state shared between the workers.
+        checkpointed: sharded, with activations computed again.
+    """
+
+    replicated: int
+    sharded: int
+    checkpointed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyChoice:
+    """A strategy and why it was taken."""
+
+    strategy: Literal["ddp", "fsdp"]
+    reason: str
+
+    @property
+    def note(self) -> str:
+        """What to tell the user."""
+        return f"parallel.strategy: auto is {self.strategy}: {self.reason}"
+
+
+def choose_strategy(needs: Needs, *, workers: int, available: int | None, before: str | None = None) -> StrategyChoice:
+    """The strategy of a run.
+
+    Whole copies are taken where they fit: they communicate least. A run that goes on keeps its strategy while that
+    fits, because another one sums in another order, and its steps would agree to rounding only.
+
+    Args:
+        needs: what a worker would need.
+        workers: training workers.
+        available: bytes that a worker may have, or None where that is not known.
+        before: the strategy with which the run began, if it goes on.
+    """
+    if workers == 1:
+        return StrategyChoice("ddp", "there is one worker, and nothing to share")
+    whole, shared = f"{needs.replicated / GIB:.1f} GiB", f"{needs.sharded / GIB:.1f} GiB"
+    if available is None:
+        if before in ("ddp", "fsdp"):
+            return StrategyChoice("ddp" if before == "ddp" else "fsdp", "the run began with it")
+        return StrategyChoice("fsdp", f"what a worker has is not known, and shares need {shared} instead of {whole}")
+    has = f"a worker has {available / GIB:.1f} GiB"
+    if before == "fsdp" and needs.sharded <= available:
+        return StrategyChoice("fsdp", f"the run began with it, and its shares of {shared} fit: {has}")
+    if needs.replicated <= available:
+        return StrategyChoice("ddp", f"all weights on every worker need about {whole}, and {has}")
+    reason = f"all weights on every worker would need about {whole}, and {has}; shares need {shared}"
+    if needs.sharded <= available:
+        return StrategyChoice("fsdp", reason)
+    if needs.checkpointed <= available:
+        return StrategyChoice(
+            "fsdp", f"{reason}, and {needs.checkpointed / GIB:.1f} GiB with train.gradient_checkpointing, which fits"
+        )
+    return StrategyChoice("fsdp", f"{reason}, which is too much as well: more workers or a smaller batch are needed")
 
 
 def estimated_choice(
-    config: Config, resolved: Resolved, device: Device, model: PlannedModel | None, *, before: str | None
+    config: Config, resolved: Resolved, device: Device, shape: ModelShape | None, *, before: str | None
 ) -> StrategyChoice:
     """The strategy of a run with several workers, and why.
 
@@ -24,19 +88,20 @@ def estimated_choice(
         config: whose strategy is ``auto``.
         resolved: the rest of what is decided.
         device: what a worker runs on.
-        model: as a plan has it; None builds it.
+        shape: of the model with its adapter; None builds it.
         before: the strategy with which the run began, if it goes on.
 
     Raises:
         ModelError: the model's configuration cannot be loaded.
     """
-    shapes = build_blueprint(config.model, config.adapter) if model is None else model.blueprint
-    stored = stored_in(config) if model is None else model.stored
+    from finray.planning.blueprint import model_shape
+    from finray.planning.memory import MARGIN, worst_peak
 
-    def peak(strategy: str, *, checkpointing: bool = False) -> int:
-        tried = replace(resolved, strategy=strategy)
-        return worst_peak(config, tried, shapes, stored, device, checkpointing=checkpointing)
+    model = model_shape(config.model, config.adapter, packs=resolved.packs) if shape is None else shape
 
-    needs = Needs(peak("ddp"), peak("fsdp"), peak("fsdp", checkpointing=True))
+    def peak(strategy: str, checkpointing: str | None = None) -> int:
+        return worst_peak(config, replace(resolved, strategy=strategy), model, device, checkpointing=checkpointing)
+
+    needs = Needs(peak("ddp"), peak("fsdp"), peak("fsdp", "full"))
     available = None if device.memory is None else int((1 - MARGIN) * device.memory)
     return choose_strategy(needs, workers=resolved.world_size, available=available, before=before)

@@ -16,8 +16,7 @@ from finray.models.artifacts import Artifact, load_as_trained
 from finray.models.loading import load_causal_lm
 from finray.models.quantised import QuantisedLinear, quantise_layers, resolve_bits
 from finray.planning.blueprint import build_blueprint
-from finray.planning.estimate import adapter_bytes, weight_bytes
-from finray.planning.setup import Setup
+from finray.planning.estimate import Setup, adapter_bytes, weight_bytes
 from tests.support import tiny
 
 

@@ -5,35 +5,32 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from finray.config.schema import Config
-from finray.errors import ClusterError, ConfigError, DataError, FinrayError
+from finray.errors import ClusterError, ConfigError, DataError
 from finray.planning import placement
 from finray.planning import plan as planning
 from finray.planning.plan import Plan, make_plan
+from finray.planning.sample_data import DataReport
 from tests.support import runs, tiny
 
 
-@dataclass
-class Report:
+def report_of(**fields: Any) -> DataReport:
     """What an examination of the data would say."""
-
-    problems: list[FinrayError] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    rows: int = 100
-    tokens: int = 4000
-    supervised: int = 1000
-    packs: int = 80
-    longest: int = 60
-    lengths: list[int] = field(default_factory=lambda: [20, 40, 60])
-    complete: bool = True
-    seconds: float = 0.5
+    found = {
+        "rows": 100,
+        "tokens": 4000,
+        "supervised": 1000,
+        "packs": 80,
+        "longest": 60,
+        "lengths": [20, 40, 60],
+        "seconds": 0.5,
+    }
+    return DataReport(**{**found, **fields})
 
 
 Planner = Callable[..., Plan]
@@ -49,7 +46,7 @@ def plan(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     rows = tiny.write_chat_rows(tmp_path, 12)
 
     def make(
-        report: Report | None = None,
+        report: DataReport | None = None,
         *,
         gpu: str | None = None,
         model: Path | None = None,
@@ -57,7 +54,9 @@ def plan(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         **sections: Any,
     ) -> Plan:
         plain = runs.settings(model or tiny_model_dir, rows, tmp_path / "out", **sections)
-        return make_plan(runs.config_of(plain), gpu=gpu, examine=lambda config: report or Report(), ask=ask, environ={})
+        return make_plan(
+            runs.config_of(plain), gpu=gpu, examine=lambda config: report or report_of(), ask=ask, environ={}
+        )
 
     return make
 
@@ -85,7 +84,7 @@ def test_a_run_that_would_start(plan: Planner, tmp_path: Path) -> None:
 def test_problems_of_every_part_are_listed_at_once(plan: Planner, tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file", encoding="utf-8")
     found = plan(
-        Report(problems=[DataError("a row is bad", where="rows.jsonl:3")]),
+        report_of(problems=[DataError("a row is bad", where="rows.jsonl:3")]),
         run={"output_dir": str(tmp_path / "blocked" / "runs")},
         adapter={"target_modules": ["q_proj", "v_prj"]},
         cluster={"num_workers": 9},
@@ -115,7 +114,7 @@ def test_regular_expressions_match_whole_names(plan: Planner, pattern: str, mess
 
 def test_a_gpu_that_is_too_small_and_the_smallest_change(plan: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     large = {"max_length": 4096, "packing": True}
-    report = Report(lengths=[4000] * 200, longest=4000, tokens=800_000)
+    report = report_of(lengths=[4000] * 200, longest=4000, tokens=800_000)
     settings = {"precision": "fp32", "micro_batch_size": 64, "global_batch_size": 64}
     fits = plan(report, gpu="h200-141gb", data=large, train=settings)
     assert fits.starts, texts(fits)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from finray.planning.activations import product_bytes
-from finray.planning.blueprint import Block, Blueprint, LinearShape, Norms
+from finray.planning.blueprint import Blueprint, LinearShape
 from finray.planning.estimate import (
+    Setup,
+    Workload,
     bucket_bytes,
     estimate,
     gathered_bytes,
@@ -16,21 +17,9 @@ from finray.planning.estimate import (
     logit_bytes,
     weight_bytes,
 )
-from finray.planning.setup import Setup, Workload
+from finray.planning.layers import Cost, LayerMemory
 
 H, WIDE, VOCABULARY, LAYERS = 1024, 4096, 32_000, 8
-ATTENTION = Block(
-    "attention",
-    tuple(LinearShape(name, H, H) for name in ("q_proj", "k_proj", "v_proj")),
-    LinearShape("o_proj", H, H),
-    LAYERS,
-)
-MLP = Block(
-    "mlp",
-    (LinearShape("gate_proj", H, WIDE), LinearShape("up_proj", H, WIDE)),
-    LinearShape("down_proj", WIDE, H),
-    LAYERS,
-)
 LAYER = 4 * H * H + 3 * H * WIDE + 2 * H
 BASE = LAYERS * LAYER + VOCABULARY * H + H
 FULL = Blueprint(
@@ -42,33 +31,34 @@ FULL = Blueprint(
     hidden=H,
     layers=LAYERS,
     layer=LAYER,
-    heads=16,
-    context=4096,
-    learned_positions=False,
-    tied=True,
-    plain_head=True,
-    head_is_adapted=False,
-    blocks=(ATTENTION, MLP),
-    norms=(Norms(H, 2 * LAYERS, True),),
-    final_norm_is_composed=True,
-    activation="silu",
-    softcap=False,
-    window=None,
-    rank=0,
+    query=H,
+    linears=(
+        (LinearShape(H, H), 4 * LAYERS),
+        (LinearShape(H, WIDE), 2 * LAYERS),
+        (LinearShape(WIDE, H), LAYERS),
+    ),
 )
 LORA = FULL.with_lora(16)
+
+
+def linear(width: float) -> Cost:
+    return Cost(((0, width, 0.0),))
+
+
+# Bytes per token, not those of any model: what the layers keep, products among them, their inputs, the rest, working.
+KEPT, PRODUCTS, INPUTS, OUTSIDE, WORKING = 500_000, 200_000, 16_000, 6_000, 90_000
+MEMORY = LayerMemory(2 * H, *(linear(width) for width in (KEPT, PRODUCTS, INPUTS, OUTSIDE, WORKING)))
 WORK = Workload((1024,), 800)
 GPU = Setup(device="cuda", precision="bf16", workers=4)
 
 
 def part(blueprint: Blueprint, setup: Setup, name: str, work: Workload = WORK) -> int:
-    return estimate(blueprint, setup, work).parts.get(name, 0)
+    return estimate(blueprint, MEMORY, setup, work).parts.get(name, 0)
 
 
 def test_the_total_is_the_sum_of_the_parts_of_the_largest_phase() -> None:
-    found = estimate(LORA, Setup(), WORK)
+    found = estimate(LORA, MEMORY, Setup(), WORK)
     assert found.total == sum(found.parts.values()) == found.phases[found.phase] == max(found.phases.values())
-    assert found.allocated == found.total - found.parts["process"] - found.parts["heap holes"]
 
 
 def test_state_of_full_weights_and_of_an_adapter() -> None:
@@ -151,21 +141,30 @@ def test_quantised_storage_leaves_embeddings_and_norms_as_they_are() -> None:
     assert weight_bytes(FULL, replace(GPU, storage_bits=4)) == weight_bytes(FULL, GPU)
 
 
-def test_checkpointing_keeps_a_tensor_per_layer() -> None:
-    plain, checkpointing = Setup(precision="bf16"), Setup(precision="bf16", checkpointing=True)
-    kept = part(LORA, checkpointing, "activations")
-    assert kept < part(LORA, plain, "activations") / 4
-    assert kept > LAYERS * H * 2 * 1024
+@pytest.mark.parametrize(
+    ("checkpointing", "expected"), [("none", KEPT), ("selective", INPUTS + PRODUCTS), ("full", INPUTS)]
+)
+def test_what_is_kept_until_the_backward_pass(checkpointing: str, expected: int) -> None:
+    found = estimate(LORA, MEMORY, Setup(precision="bf16", checkpointing=checkpointing), WORK)
+    # Hidden states at labelled positions, and their gradient.
+    picked = 4 * H * 800
+    again = WORKING if found.phase == "recompute" else 0
+    assert found.parts["activations"] == 1024 * (expected + OUTSIDE + again) + picked
+    # Logits are gone when a layer is computed again.
+    assert ("logits" in found.parts) == (found.phase == "forward")
+    assert ("recompute" in found.phases) == (checkpointing != "none")
 
 
-def test_selective_checkpointing_lies_between_the_others() -> None:
-    def kept(**fields: bool) -> int:
-        return estimate(LORA, replace(Setup(precision="bf16"), **fields), WORK).parts["activations"]
+def test_the_backward_pass_needs_one_layer_at_a_time() -> None:
+    # Gradients of all weights are there at its end only.
+    found = estimate(FULL, MEMORY, Setup(), Workload((16,), 8))
+    assert found.phase == "backward"
+    assert found.parts["activations"] == 16 * WORKING
 
-    full, selective, plain = kept(checkpointing=True), kept(checkpointing=True, selective=True), kept()
-    assert full < selective < plain
-    # Seven products and attention, and LoRA's seven narrow ones, of each layer.
-    assert product_bytes(LORA, Setup(precision="bf16"), WORK) == 2 * 1024 * LAYERS * (6 * H + 2 * WIDE + 7 * 16)
+
+def test_costs_are_those_of_the_range_of_each_row() -> None:
+    cost = Cost(((10, 1.0, 2.0), (100, 3.0, 0.0)), fixed=5.0)
+    assert cost((10, 11, 1000)) == 5 + (10 + 2 * 100) + 33 + 3000
 
 
 def test_logits_are_made_in_chunks_whatever_the_number_of_targets() -> None:
@@ -176,14 +175,6 @@ def test_logits_are_made_in_chunks_whatever_the_number_of_targets() -> None:
     assert logit_bytes(own, GPU, Workload((8192,), 8000)) == 80 * logit_bytes(own, GPU, Workload((8192,), 100))
 
 
-def test_attention_keeps_no_squares_on_a_gpu() -> None:
-    short, long = (part(LORA, GPU, "activations", Workload(rows, 1)) for rows in ((512,) * 8, (4096,)))
-    assert short == long
-    cpu = Setup(precision="bf16")
-    short, long = (part(LORA, cpu, "activations", Workload(rows, 1)) for rows in ((128,) * 4, (512,)))
-    assert short < long
-
-
 def test_kernels_are_compiled_for_bf16_on_a_cpu_only_and_not_without_end() -> None:
     many = replace(WORK, token_counts=10_000, row_lengths=1000)
     cpu = Setup(precision="bf16")
@@ -192,12 +183,6 @@ def test_kernels_are_compiled_for_bf16_on_a_cpu_only_and_not_without_end() -> No
 
 
 def test_files_of_another_dtype_count_while_they_are_read() -> None:
-    large = Setup(precision="bf16", stored_bytes=100 * BASE, stored_as_computed=False)
-    assert estimate(LORA, large, WORK).phase == "load"
-    assert estimate(LORA, replace(large, stored_as_computed=True), WORK).phase != "load"
-
-
-def test_a_heap_without_the_thread_cache_has_fewer_holes() -> None:
-    with_cache, without = Setup(), Setup(thread_cache=False)
-    assert 0 < part(LORA, without, "heap holes") < part(LORA, with_cache, "heap holes")
-    assert estimate(LORA, with_cache, WORK).allocated == estimate(LORA, without, WORK).allocated
+    large = Setup(precision="bf16", read_bytes=100 * BASE)
+    assert estimate(LORA, MEMORY, large, WORK).phase == "load"
+    assert estimate(LORA, MEMORY, replace(large, read_bytes=0), WORK).phase != "load"

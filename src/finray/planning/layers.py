@@ -1,0 +1,399 @@
+"""What decoder layers keep for the backward pass: counted while one layer of each kind runs without memory.
+
+The model's own code runs with finray's attention and fused LoRA on fake tensors, which have shapes and dtypes and no
+values, so a layer of a 70B takes a tenth of a second. Autograd says which tensors it saves; weights and their copies in
+another dtype are left out, because the estimate counts them by itself. What is saved has a fixed share (DoRA's), one in
+proportion to a row's length, and one to its square (scores, masks): three runs say it for every length. Attention
+changes at some lengths (see `models/attention.py`), and each range between them has runs of its own.
+
+`tests/unit/planning/test_layers.py` compares with what autograd keeps of real tensors, for several architectures.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from finray import compat
+from finray.models import attention, fused_lora
+from finray.models.blocks import is_kept
+from finray.models.loading import DTYPES
+
+_GPU_ATTENTION = "finray_planned"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes by row lengths: a row of L tokens costs ``linear * L + square * L**2``.
+
+    Attributes:
+        ranges: longest L, linear and square factor, in the order of L; the last one's L does not matter.
+        fixed: bytes that do not depend on rows.
+    """
+
+    ranges: tuple[tuple[int, float, float], ...]
+    fixed: float = 0.0
+
+    def __call__(self, rows: Sequence[int]) -> float:
+        """Bytes of rows of these lengths."""
+        total = self.fixed
+        for length in rows:
+            linear, square = next((f[1:] for f in self.ranges if length <= f[0]), self.ranges[-1][1:])
+            total += linear * length + square * length**2
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """Bytes that the parts of a model keep in a forward pass, without weights and copies of weights.
+
+    Attributes:
+        hidden: per token, of the hidden states after the last layer.
+        kept: by all decoder layers together.
+        products: the outputs of matrix products and attention among them, which selective checkpointing keeps.
+        inputs: of all decoder layers, which checkpointing keeps.
+        outside: by what stands before and after the decoder layers, up to the head.
+        working: the most that exists at a time while one layer goes backward: what it kept, and gradients.
+    """
+
+    hidden: int
+    kept: Cost
+    products: Cost
+    inputs: Cost
+    outside: Cost
+    working: Cost
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """What of a run's settings decides how large activations are.
+
+    Attributes:
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        device: ``cpu`` or ``cuda``.
+        copies: whether trained weights exist in that precision while they are used (FSDP, ZeRO), so that autocast has
+            nothing to cast.
+    """
+
+    precision: str
+    device: Literal["cpu", "cuda"]
+    copies: bool = False
+
+
+class LayerProbe:
+    """Runs the decoder layers of a model.
+
+    Args:
+        model: on the meta device, with its adapter if it has one. One layer of each kind is copied.
+        packs: whether its rows may be packed; else it keeps its own attention, and takes one row at a time.
+        counts: of a model that has but one layer of each kind already: how many there would be, by index.
+
+    Attributes:
+        failure: why its layers do not run on fake tensors, if they do not.
+    """
+
+    def __init__(self, model: Any, *, packs: bool = True, counts: dict[int, int] | None = None) -> None:
+        self._model, self._counts = _skeleton(model) if counts is None else (model, counts)
+        self._packs = packs
+        self._found: dict[Arithmetic, LayerMemory] = {}
+        self.failure = ""
+
+    def with_adapter(self, add: Callable[[Any], Any]) -> LayerProbe:
+        """The same model with an adapter: ``add`` wraps the copy of it that it is given."""
+        return LayerProbe(add(copy.deepcopy(self._model)), packs=self._packs, counts=self._counts)
+
+    def measure(self, how: Arithmetic) -> LayerMemory:
+        """What the model keeps in some arithmetic; where its layers do not run on fake tensors, a rough count."""
+        if how not in self._found:
+            try:
+                self._found[how] = self._measured(how)
+            except Exception as error:
+                # Any code may be in a model, and a plan must not end because of it.
+                self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+                self._found[how] = self._rough(how)
+        return self._found[how]
+
+    def _measured(self, how: Arithmetic) -> LayerMemory:
+        model = copy.deepcopy(self._model)
+        config = model.config.get_text_config()
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        # On a GPU, and for models with an attention of their own, one kernel serves all lengths.
+        limits: list[int] = []
+        on_gpu = how.device == "cuda" and how.precision != "fp32"
+        if self._packs:
+            attention.register()
+            name = attention.NAME
+            if on_gpu and getattr(config, "attn_logit_softcapping", None) is None:
+                from transformers import AttentionInterface
+
+                AttentionInterface.register(_GPU_ATTENTION, _fused_attention)
+                name = _GPU_ATTENTION
+            else:
+                limits = [getattr(config, "sliding_window", None) or 0]
+                limits += [attention.EXPLICIT_UP_TO] if how.precision == "bf16" else []
+            inner.set_attn_implementation(name)
+        edges = [0, *sorted(limit for limit in set(limits) if limit)]
+        ranges = []
+        with torch.device("cpu"), compat.fake_tensors(), compat.without_grouped_mm():
+            _materialise(model, how)
+            fused_lora.fuse(model)
+            fused_lora.disable_inplace(model)
+            model.train()
+            run = _Run(model, inner, self._counts, how, packs=self._packs)
+            fixed = np.zeros(5)
+            for low, high in zip(edges, [*edges[1:], None], strict=True):
+                lengths = [61, 127, 251] if low == 0 else [int(low * 1.1) | 1, int(low * 2.1) | 1]
+                if high is not None and lengths[-1] > high:
+                    lengths = [low + (high - low) * part // len(lengths) for part in range(1, len(lengths) + 1)]
+                # Of the rows of a pass together.
+                powers = np.vander(lengths, 3, increasing=True) * np.array([1, run.rows, run.rows])
+                costs = np.array([run(length) for length in lengths])
+                if low == 0:
+                    fixed, linear, square = np.linalg.solve(powers, costs)
+                else:
+                    linear, square = np.linalg.solve(powers[:, 1:], costs - fixed)
+                ranges.append((high or lengths[-1], linear, square))
+        costs_by_part = [
+            Cost(tuple((end, float(linear[part]), float(square[part])) for end, linear, square in ranges), fixed[part])
+            for part in range(5)
+        ]
+        return LayerMemory(run.hidden, *costs_by_part)
+
+    def _rough(self, how: Arithmetic) -> LayerMemory:
+        """Inputs and outputs of all linear layers, and a few times the hidden states."""
+        element = 4 if how.precision == "fp32" else 2
+        width = int(self._model.config.get_text_config().hidden_size)
+        linears = [module for module in self._model.modules() if hasattr(module, "in_features")]
+        each = element * (4 * width + sum(one.in_features + one.out_features for one in linears) / len(self._counts))
+        layers = sum(self._counts.values())
+
+        def linear(value: float) -> Cost:
+            return Cost(((0, value, 0.0),))
+
+        stream = element * width
+        return LayerMemory(
+            stream,
+            linear(each * layers),
+            linear(each / 2 * layers),
+            linear(stream * layers),
+            linear(4 * width),
+            linear(2 * each),
+        )
+
+
+def decoder_layers(model: Any) -> tuple[str, torch.nn.ModuleList | None]:
+    """The longest module list of a model, with its name."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(lists, key=lambda item: len(item[1]), default=("", None))
+
+
+class _Skipped(torch.nn.Module):
+    """Stands for a layer that is like another one: hands hidden states on."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        # What a model may ask a layer for, such as the kind of its attention.
+        plain = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | bool)}
+        self.__dict__.update({name: value for name, value in plain.items() if not name.startswith("_")})
+        self.in_tuple = False
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden_states,) if self.in_tuple else hidden_states
+
+
+def _skeleton(model: Any) -> tuple[Any, dict[int, int]]:
+    """A copy of a model with one decoder layer of each kind, and how many there are by the index of that one."""
+    name, layers = decoder_layers(model)
+    if layers is None:
+        return copy.deepcopy(model), {}
+    first: dict[Any, int] = {}
+    counts: Counter[int] = Counter()
+    for index, layer in enumerate(layers):
+        marks = ("sliding_window", "is_sliding", "attention_type", "layer_type")
+        kind = (
+            type(layer),
+            *((name, tuple(weight.shape), weight.requires_grad) for name, weight in layer.named_parameters()),
+            *(getattr(part, mark, None) for part in layer.modules() for mark in marks),
+        )
+        counts[first.setdefault(kind, index)] += 1
+    kept = torch.nn.ModuleList(layer if index in counts else _Skipped(layer) for index, layer in enumerate(layers))
+    parent = model.get_submodule(name.rpartition(".")[0])
+    setattr(parent, name.rpartition(".")[2], kept)
+    try:
+        return copy.deepcopy(model), dict(counts)
+    finally:
+        setattr(parent, name.rpartition(".")[2], layers)
+
+
+def _materialise(model: Any, how: Arithmetic) -> None:
+    """Give a model on the meta device tensors in the dtypes in which a run has them."""
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            dtype = torch.float32 if weight.requires_grad and not how.copies else DTYPES[how.precision]
+            made = torch.nn.Parameter(torch.empty(weight.shape, dtype=dtype), requires_grad=weight.requires_grad)
+            setattr(module, name, made)
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+            # These choose between tables of one shape by the largest position, which a fake tensor does not have.
+            module.rope_type = "default"
+
+
+def _fused_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Keeps what variable-length attention keeps on a GPU: its inputs and output, and a number per token and head."""
+    del module
+    query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    return output.transpose(1, 2), None
+
+
+class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Forward passes of a model in which each decoder layer goes backward at once.
+
+    Args:
+        model: with fake weights.
+        inner: the Transformers model in it.
+        counts: how many layers there are like those in it, by index.
+        how: the arithmetic.
+        packs: whether rows share a pass, or one has it for itself.
+
+    Attributes:
+        rows: in a pass.
+        hidden: bytes per token of the hidden states after the last layer.
+    """
+
+    def __init__(self, model: Any, inner: Any, counts: dict[int, int], how: Arithmetic, *, packs: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.hidden = 0
+        self._body = getattr(inner, inner.base_model_prefix)
+        self._how = how
+        self._packs = packs
+        # Two, because attention over several rows copies their outputs.
+        self.rows = 2 if packs else 1
+        shapes = {tuple(weight.shape) for weight in model.parameters() if weight.ndim > 1}
+        # Shapes of gradients of weights, which products may give transposed.
+        self._shapes = shapes | {shape[::-1] for shape in shapes}
+        # Bytes of each storage that exists, by id; weights and copies of them in another dtype count as nothing. An id
+        # may come again once its storage is gone, so the reference's callback takes it out.
+        self._sizes: dict[int, int] = {id(weight.untyped_storage()): 0 for weight in model.parameters()}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._now = self._peak = self._products = 0
+        self._phase = "outside"
+        self._outside: dict[int, int] = {}
+        self._totals = np.zeros(5)
+        layers = list(decoder_layers(self._body)[1] or [])
+        for index, count in counts.items():
+            layers[index].forward = self._counted(layers[index], count, layers)
+
+    def __call__(self, length: int) -> Any:
+        """Bytes of rows of this length: kept, products, inputs, outside, working."""
+        rows = (length,) * self.rows
+        options: dict[str, Any] = {}
+        if self._packs:
+            starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
+            options = {
+                "position_ids": torch.zeros(1, sum(rows), dtype=torch.int64),
+                "segment_lengths": attention.RowLengths(rows),
+                "cu_seq_lens_q": starts,
+                "cu_seq_lens_k": starts,
+                "max_length_q": length,
+                "max_length_k": length,
+            }
+        self._totals[:] = 0
+        self._outside.clear()
+        tokens = torch.zeros(1, sum(rows), dtype=torch.int64)
+        lower = None if self._how.precision == "fp32" else DTYPES[self._how.precision]
+        with torch.autocast("cpu", lower, enabled=lower is not None), self, self._saving_into(self._outside):
+            hidden = self._body(input_ids=tokens, use_cache=False, **options).last_hidden_state
+        self.hidden = hidden.nbytes // sum(rows)
+        self._totals[3] = sum(self._outside.values())
+        return self._totals.copy()
+
+    def _saving_into(self, saved: dict[int, int]) -> Any:
+        """Note the bytes of each storage that autograd saves."""
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            saved[id(storage)] = self._sizes.get(id(storage), storage.nbytes())
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+
+    def _counted(self, layer: Any, count: int, layers: list[Any]) -> Callable[..., Any]:
+        """A layer's forward pass that is followed by its backward pass, and counts both."""
+        forward, trained = layer.forward, [weight for weight in layer.parameters() if weight.requires_grad]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Its input has a gradient, as that of a layer in the midst of others; under an adapter the first has none.
+            given = args[0] if args else kwargs["hidden_states"]
+            own = given.detach().requires_grad_()
+            args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
+            # Masks and positions are made once for all layers.
+            shared = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
+            shared.discard(id(own.untyped_storage()))
+            saved: dict[int, int] = {}
+            before, self._products, self._phase = self._now, 0, "forward"
+            with self._saving_into(saved):
+                result = forward(*args, **kwargs)
+            output = result[0] if isinstance(result, tuple) else result
+            self._outside.update({storage: size for storage, size in saved.items() if storage in shared})
+            kept = sum(size for storage, size in saved.items() if storage not in shared)
+            self._peak, self._phase = self._now, "backward"
+            torch.autograd.grad(output, [own, *trained], torch.empty_like(output), allow_unused=True)
+            self._phase = "outside"
+            self._totals[:3] += count * np.array([kept, self._products, own.nbytes])
+            self._totals[4] = max(self._totals[4], self._peak - before)
+            for other in layers:
+                if isinstance(other, _Skipped):
+                    other.in_tuple = isinstance(result, tuple)
+            passed = output.detach().requires_grad_()
+            return (passed, *result[1:]) if isinstance(result, tuple) else passed
+
+        return run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [one for one in tree_leaves(result) if torch.is_tensor(one)]
+        if self._phase == "forward" and (is_kept(str(func)) or "grouped_mm" in str(func)):
+            self._products += sum(one.nbytes for one in tensors)
+        for one in tensors:
+            storage = one.untyped_storage()
+            key, size = id(storage), storage.nbytes()
+            if key in self._sizes:
+                if func is torch.ops.aten.bernoulli_.float and self._how.device == "cuda":
+                    # A dropout's mask is as wide as its input on a CPU, and a byte on a GPU.
+                    self._now += one.numel() - self._sizes[key]
+                    self._sizes[key] = one.numel()
+                continue
+            copied = func is torch.ops.aten._to_copy.default and self._sizes.get(id(args[0].untyped_storage())) == 0
+            if copied or (self._phase == "backward" and tuple(one.shape) in self._shapes):
+                size = 0
+            self._sizes[key] = size
+            self._references[key] = weakref.ref(storage, partial(self._gone, key))
+            self._now += size
+        self._peak = max(self._peak, self._now)
+        return result
+
+    def _gone(self, key: int, _: Any) -> None:
+        self._now -= self._sizes.pop(key)
+        del self._references[key]
