@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from finray.cli.main import main
 from finray.data.dataset import cache
+from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.prepare import is_prepared, prepare_here
 from finray.data.dataset.prepared import MANIFEST
@@ -63,7 +64,7 @@ def killed(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **data: Any) 
 
     write = PartWriter.write
 
-    def die(self: PartWriter, part: Any) -> dict[str, Any]:
+    def die(self: PartWriter, part: Any) -> PartResult:
         if part.number:
             raise Killed
         return write(self, part)

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from finray.data.dataset.fetch import RemoteFiles
+from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.prepare import is_prepared, prepare_here
 from finray.data.dataset.prepared import MANIFEST, PreparedDataset
@@ -138,7 +139,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(
     config = runs.config_of(settings(tiny_model_dir, bucket.url(name), tmp_path))
     write = PartWriter.write
 
-    def write_and_change(self: PartWriter, part: Any) -> dict[str, Any]:
+    def write_and_change(self: PartWriter, part: Any) -> PartResult:
         done = write(self, part)
         bucket.upload(tiny.write_chat_rows(tmp_path, ROWS, start=1), "data/rows.jsonl")
         return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config, ModelConfig
+from finray.data.dataset.manifest import PartEntry
 from finray.data.dataset.plan import Settings
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
@@ -73,18 +75,15 @@ def inspect(
         for name, split in (("train", found.train), ("eval", found.eval), ("test", found.test))
         if split is not None and len(split)
     }
-    counted = dataset.manifest["splits"]
-    counters = {
-        split: {name: value for name, value in counts.items() if isinstance(value, int)}
-        for split, counts in counted.items()
-    }
-    formats = {stream["name"]: stream["format"] for counts in counted.values() for stream in counts["streams"]}
+    counted = dataset.manifest.splits
+    counters = {split: {**asdict(stats.counts), "longest": stats.longest} for split, stats in counted.items()}
+    formats = {stream.name: stream.format for stats in counted.values() for stream in stats.streams}
     same = len(set(formats.values())) == 1
     form = next(iter(formats.values())) if same else ", ".join(f"{name}: {one}" for name, one in formats.items())
     if config.data.format == "auto" and config.data.converter is None:
         form += " (detected)"
     parity = compare_prompts(
-        _served_rows(config, found.train, counted["train"]["streams"], encoder, tokenizer, compared),
+        _served_rows(config, found.train, counted["train"].parts, encoder, tokenizer, compared),
         of=len(found.train),
         whole=config.data.train_on == "all",
         tokenizer=tokenizer,
@@ -127,15 +126,14 @@ def _header(config: Config, form: str, *, kind: str, prepared: str) -> Header:
 def _served_rows(
     config: Config,
     rows: PreparedSplit,
-    streams: Sequence[dict[str, Any]],
+    parts: Sequence[PartEntry],
     encoder: Tokenizer,
     tokenizer: Any,
     compared: int | None,
 ) -> Iterator[ServedRow]:
     """Training rows, evenly spread, with the prompts that a server is given for them."""
     source = SourceRows(config, has_chat_template=encoder.has_chat_template)
-    counts = [part["source_rows"] for stream in streams for part in stream["parts"]]
-    starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    starts = np.concatenate([[0], np.cumsum([part.source_rows for part in parts], dtype=np.int64)])
     part_of = np.searchsorted(starts, rows.source_rows, side="right") - 1
     wanted = np.arange(len(rows))
     if compared is not None and compared < len(rows):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -90,7 +89,7 @@ def _write_some(config: Config, planned: Planned, folder: Folder, has_time: Call
     by_number = sorted(parts, key=lambda part: part.number)
     results = [writer.write(part) for part in by_number if part.number == 0 or has_time()]
     manifest = manifest_of(planned.shape, planned.streams, results)
-    folder.write(MANIFEST, json.dumps(manifest).encode())
+    folder.write(MANIFEST, manifest.to_bytes())
     return len(results) == len(parts)
 
 

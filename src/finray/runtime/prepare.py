@@ -18,6 +18,7 @@ from typing import Any
 from finray.config.load import build_config
 from finray.config.paths import with_absolute_paths
 from finray.config.schema import Config
+from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import Part, Settings
 from finray.data.dataset.prepare import Handle, Preparation, ignore, start_preparation
@@ -118,7 +119,7 @@ def _workers(ray: Any, config: Config) -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 1)) - min(_OWN_CPUS, os.cpu_count() or 1))
 
 
-def _outcome(ray: Any, reference: Any) -> dict[str, Any] | FinrayError:
+def _outcome(ray: Any, reference: Any) -> PartResult | FinrayError:
     try:
         outcome = json.loads(ray.get(reference))
     except ray.exceptions.RayError as error:
@@ -126,13 +127,13 @@ def _outcome(ray: Any, reference: Any) -> dict[str, Any] | FinrayError:
             f"a part could not be prepared on the cluster: {str(error).strip().splitlines()[-1]}",
             repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on with the parts that are left",
         )
-    return from_dict(outcome["error"]) if "error" in outcome else outcome
+    return from_dict(outcome["error"]) if "error" in outcome else PartResult.from_json(outcome)
 
 
 def _write_part(work: list[Any], part: Part) -> str:
     """Runs in Ray's workers. Errors are values, because Ray retries what raises."""
     try:
-        return json.dumps(_writer(work[0]).write(part))
+        return json.dumps(_writer(work[0]).write(part).to_json())
     except FinrayError as error:
         return json.dumps({"error": error.to_dict()})
 

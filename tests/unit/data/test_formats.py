@@ -273,7 +273,7 @@ def test_labels_are_names_or_whole_numbers(preparing: Preparing, put: Write) -> 
     rows = [{"text": "one", "label": label} for label in (10, 2, 2, 0)]
     dataset = preparing.dataset(put("rows.jsonl", lines(rows)), **wanted)
     # Numbers in the order of numbers.
-    assert dataset.manifest["splits"]["train"]["labels"] == ["0", "2", "10"]
+    assert dataset.manifest.splits["train"].labels == ["0", "2", "10"]
     split = dataset.all_rows("train")
     assert split is not None
     assert split.labels == ["10", "2", "2", "0"]
@@ -396,8 +396,8 @@ def test_a_converter_that_fails_is_named_with_its_row(
     error = preparing.refused(source, converter=converter)
     assert error.where == f"{source}:3"
     dataset = preparing.dataset(source, converter=converter, on_bad_row="drop")
-    stats = dataset.manifest["splits"]["train"]
-    assert (stats["source_rows"], stats["left_out"], stats["bad_rows"]) == (4, 1, 1)
+    stats = dataset.manifest.splits["train"].counts
+    assert (stats.source_rows, stats.left_out, stats.bad_rows) == (4, 1, 1)
     assert preparing.said(dataset.all_rows("train"))[0] == "one"
 
 

@@ -108,8 +108,10 @@ def test_rows_with_nothing_to_learn_are_counted_and_left_out(
     tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
     rows = [*tiny.chat_rows(3), {"messages": [{"role": "user", "content": "one"}]}]
-    stats = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).manifest["splits"]["train"]
-    assert (stats["source_rows"], stats["rows"], stats["unlearnable"]) == (4, 3, 1)
+    stats = (
+        PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).manifest.splits["train"].counts
+    )
+    assert (stats.source_rows, stats.rows, stats.unlearnable) == (4, 3, 1)
 
 
 def test_an_empty_data_set_is_an_error(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:

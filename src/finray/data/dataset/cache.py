@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import time
@@ -11,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from finray.config.paths import is_url
-from finray.data.dataset.manifest import content_of
+from finray.data.dataset.manifest import Manifest, SplitStats, content_of
 from finray.data.dataset.plan import fingerprint
 from finray.data.dataset.prepared import MANIFEST, PreparedDataset
 from finray.data.storage import Folder
@@ -84,16 +82,15 @@ def damaged(root: str, name: str) -> list[str]:
         bad = [] if _is_consistent(dataset.manifest, name) else [folder.at(MANIFEST)]
         for file, expected in dataset.files():
             content = folder.read(file)
-            if content is None or hashlib.sha256(content).hexdigest() != expected["sha256"]:
+            if content is None or hashlib.sha256(content).hexdigest() != expected.sha256:
                 bad.append(folder.at(file))
     return bad
 
 
-def _is_consistent(manifest: dict[str, Any], name: str) -> bool:
+def _is_consistent(manifest: Manifest, name: str) -> bool:
     """Whether a manifest is the one of its name, and its digest of the parts is theirs."""
-    splits = manifest["splits"]
-    said = (manifest["fingerprint"], manifest["content"])
-    return said == (name, content_of(splits)) and fingerprint(manifest["shaped_by"]) == name
+    said = (manifest.fingerprint, manifest.content)
+    return said == (name, content_of(manifest.splits)) and fingerprint(manifest.shaped_by) == name
 
 
 def prune(
@@ -137,17 +134,17 @@ def _entry(root: str, name: str, size: int) -> Entry:
     if content is None or name.startswith(_PARTIAL):
         return Entry(name, False, 0, 0, size, used, "")
     try:
-        splits = json.loads(content)["splits"]
+        splits = Manifest.from_bytes(content).splits
         sources = "; ".join(f"{split}: {_files(one)}" for split, one in splits.items())
-        rows, tokens = (sum(one[key] for one in splits.values()) for key in ("rows", "tokens"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+        counts = [one.counts for one in splits.values()]
+        rows, tokens = sum(one.rows for one in counts), sum(one.tokens for one in counts)
+    except ValueError:
         return Entry(name, True, 0, 0, size, used, "damaged")
     return Entry(name, True, rows, tokens, size, used, sources)
 
 
-def _files(split: dict[str, Any]) -> str:
-    parts = (part for stream in split["streams"] for part in stream["parts"])
-    names = sorted({str(piece["file"]) for part in parts for piece in part["pieces"]})
+def _files(split: SplitStats) -> str:
+    names = sorted({piece.file for part in split.parts for piece in part.pieces})
     return ", ".join(names[:2]) + (" ..." if len(names) > 2 else "")
 
 

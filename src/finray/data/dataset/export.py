@@ -81,22 +81,22 @@ def _rows(
     source = SourceRows(config, has_chat_template=encoder.has_chat_template)
     for name, split in (("train", splits.train), ("eval", splits.eval), ("test", splits.test)):
         if split is not None:
-            prepared_as = name if name in dataset.manifest["splits"] else "train"
+            prepared_as = name if name in dataset.manifest.splits else "train"
             yield name, _of_split(source, dataset, prepared_as, split.source_rows, encoder)
 
 
 def _of_split(
     source: SourceRows, dataset: PreparedDataset, prepared_as: str, wanted: npt.NDArray[np.int64], encoder: Tokenizer
 ) -> Iterator[dict[str, str]]:
-    entries = [part for stream in dataset.manifest["splits"][prepared_as]["streams"] for part in stream["parts"]]
+    entries = dataset.manifest.splits[prepared_as].parts
     before = 0
     for part, entry in zip(source.parts(prepared_as), entries, strict=True):
-        chosen = set((wanted[(wanted >= before) & (wanted < before + entry["source_rows"])] - before).tolist())
+        chosen = set((wanted[(wanted >= before) & (wanted < before + entry.source_rows)] - before).tolist())
         if chosen:
             for position, examples in enumerate(source.examples(part)):
                 if position in chosen:
                     yield from (_input_output(example, encoder) for example in examples)
-        before += entry["source_rows"]
+        before += entry.source_rows
 
 
 def _input_output(example: Example, encoder: Tokenizer) -> dict[str, str]:

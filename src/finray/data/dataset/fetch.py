@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
 
+from finray.data.dataset.manifest import DataFile
 from finray.data.storage import Folder
 from finray.errors import DataError
 
@@ -48,7 +48,7 @@ class RemoteFiles:
     """
 
     def __init__(
-        self, folder: Folder, fingerprint: str, files: Iterable[tuple[str, dict[str, Any]]], local_dir: Path | None
+        self, folder: Folder, fingerprint: str, files: Iterable[tuple[str, DataFile]], local_dir: Path | None
     ) -> None:
         self._folder = folder
         self._root = (local_dir or default_local_dir()) / fingerprint
@@ -103,10 +103,10 @@ class RemoteFiles:
         target = self._root / name
         expected = self._expected[name]
         # Only whole files carry the final name, so a right size is enough for one that an earlier run fetched.
-        if target.is_file() and target.stat().st_size == expected["bytes"]:
+        if target.is_file() and target.stat().st_size == expected.bytes:
             return target
         content = self._folder.read(name)
-        if content is None or hashlib.sha256(content).hexdigest() != expected["sha256"]:
+        if content is None or hashlib.sha256(content).hexdigest() != expected.sha256:
             raise DataError(
                 "a file of the prepared data set is missing or damaged",
                 where=self._folder.at(name),

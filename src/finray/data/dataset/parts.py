@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from finray.data.dataset.manifest import COUNTS
+from finray.data.dataset.manifest import BadRowNote, PartResult, RangeRows, RowCounts, part_note
 from finray.data.dataset.plan import Part, Settings, bad_row
 from finray.data.dataset.writing import RowWriter, WrittenRow
 from finray.data.formats.convert import column, converter_of
@@ -50,18 +50,18 @@ class PartWriter:
         self._encoder = encoder
         self._folder = folder
 
-    def write(self, part: Part) -> dict[str, Any]:
+    def write(self, part: Part) -> PartResult:
         """Write the files of a part, then what is known of it, unless that is there already; returns the latter.
 
         Raises:
             DataError: a row is bad and `data.on_bad_row` is `error`, or storage fails.
         """
-        note = f"{part.stream.name}/part-{part.stem}.json"
+        note = part_note(part.stream.name, part.number)
         done = self._folder.read(note)
         if done is not None:
-            finished: dict[str, Any] = json.loads(done)
+            finished = PartResult.from_json(json.loads(done))
             # What an interrupted preparation left may have been cut in another way.
-            if finished.get("cut") == _cut(part):
+            if finished.cut == _cut(part):
                 return finished
         try:
             return self._write(part, note)
@@ -70,10 +70,10 @@ class PartWriter:
                 f"the prepared data set cannot be written: {error.strerror or error}", where=self._folder.root
             ) from None
 
-    def _write(self, part: Part, note: str) -> dict[str, Any]:
-        counts = dict.fromkeys(COUNTS, 0)
+    def _write(self, part: Part, note: str) -> PartResult:
+        counts = RowCounts()
         passed = [0] * len(part.pieces)
-        bad: list[dict[str, Any]] = []
+        bad: list[BadRowNote] = []
         kind: str | None = None
         convert = converter_of(part.row_format, has_chat_template=self._encoder.has_chat_template)
         rows = self._rows(part, passed, bad)
@@ -83,33 +83,31 @@ class PartWriter:
                     for example, encoded in found:
                         kind = kind or type(example).__name__.lower()
                         _keep(writer, counts, place, group, encoded)
-                    counts["source_rows"] += 1
-                    counts["left_out"] += not found
+                    counts.source_rows += 1
+                    counts.left_out += not found
             files = writer.finish()
-        counts["source_rows"] += len(bad)
-        counts["bad_rows"] = len(bad)
-        result = {
-            "stream": part.stream.name,
-            "number": part.number,
-            "kind": kind,
-            "format": part.row_format.describe(),
-            "counts": counts,
-            "longest": writer.longest,
-            "labels": sorted(writer.labels),
-            "files": files,
-            "cut": _cut(part),
-            "pieces": [
-                {"file": part.stream.source.short(piece.file), "first": piece.first, "rows": rows}
+        counts.source_rows += len(bad)
+        counts.bad_rows = len(bad)
+        result = PartResult(
+            stream=part.stream.name,
+            number=part.number,
+            kind=kind,
+            format=part.row_format.describe(),
+            counts=counts,
+            longest=writer.longest,
+            labels=tuple(sorted(writer.labels)),
+            files=files,
+            cut=_cut(part),
+            pieces=tuple(
+                RangeRows(part.stream.source.short(piece.file), piece.first, rows)
                 for piece, rows in zip(part.pieces, passed, strict=True)
-            ],
-            "bad": bad,
-        }
-        self._folder.write(note, (json.dumps(result) + "\n").encode())
+            ),
+            bad=tuple(bad),
+        )
+        self._folder.write(note, (json.dumps(result.to_json()) + "\n").encode())
         return result
 
-    def _rows(
-        self, part: Part, passed: list[int], bad: list[dict[str, Any]]
-    ) -> Iterator[tuple[_Place, dict[str, Any]]]:
+    def _rows(self, part: Part, passed: list[int], bad: list[BadRowNote]) -> Iterator[tuple[_Place, dict[str, Any]]]:
         position = 0
         for index, piece in enumerate(part.pieces):
 
@@ -124,17 +122,17 @@ class PartWriter:
                 else:
                     yield place, item.value
 
-    def _refuse(self, part: Part, place: _Place, row: BadRow, bad: list[dict[str, Any]]) -> None:
+    def _refuse(self, part: Part, place: _Place, row: BadRow, bad: list[BadRowNote]) -> None:
         if self._settings.data.on_bad_row == "error":
             raise bad_row(row, part.pieces[place.piece], place.number, self._settings.reading)
-        bad.append({"piece": place.piece, "number": place.number, "message": row.message})
+        bad.append(BadRowNote(place.piece, place.number, row.message))
 
     def _encode(
         self,
         part: Part,
         batch: list[tuple[_Place, dict[str, Any]]],
         convert: Callable[[Mapping[str, Any]], list[Example]],
-        bad: list[dict[str, Any]],
+        bad: list[BadRowNote],
     ) -> Iterator[tuple[_Place, Any, list[tuple[Example, Encoded]]]]:
         """The rows of a batch with their examples; one by one where something is wrong, to name the row at fault."""
         group_by = self._settings.data.group_by
@@ -169,24 +167,24 @@ def _cut(part: Part) -> list[list[Any]]:
     ]
 
 
-def _keep(writer: RowWriter, counts: dict[str, int], place: _Place, group: Any, encoded: Encoded) -> None:
-    counts["dropped_too_long"] += encoded.dropped
-    counts["dropped_tokens"] += encoded.dropped_tokens
-    counts["truncated_tokens"] += encoded.truncated_tokens
-    counts["answers_lost"] += encoded.answers_lost
+def _keep(writer: RowWriter, counts: RowCounts, place: _Place, group: Any, encoded: Encoded) -> None:
+    counts.dropped_too_long += encoded.dropped
+    counts.dropped_tokens += encoded.dropped_tokens
+    counts.truncated_tokens += encoded.truncated_tokens
+    counts.answers_lost += encoded.answers_lost
     # Rows that lost their answer have their own counter.
-    counts["unlearnable"] -= encoded.answers_lost
+    counts.unlearnable -= encoded.answers_lost
     if "split_conversations" in encoded.notes:
-        counts["split_rows"] += len(encoded.rows)
-        counts["split_tokens"] += sum(len(row.ids) for row in encoded.rows)
+        counts.split_rows += len(encoded.rows)
+        counts.split_tokens += sum(len(row.ids) for row in encoded.rows)
     for note in encoded.notes:
-        counts[note] += 1
+        setattr(counts, note, getattr(counts, note) + 1)
     for row in encoded.rows:
-        counts["truncated"] += row.truncated
+        counts.truncated += row.truncated
         if row.label is None and not row.supervised:
-            counts["unlearnable"] += 1
+            counts.unlearnable += 1
             continue
-        counts["rows"] += 1
-        counts["tokens"] += len(row.ids)
-        counts["supervised"] += row.supervised
+        counts.rows += 1
+        counts.tokens += len(row.ids)
+        counts.supervised += row.supervised
         writer.add(WrittenRow(row, place.position, place.piece, place.number, group))

@@ -24,7 +24,7 @@ from typing import Any
 
 from finray.config.paths import is_url, prepared_dir
 from finray.config.schema import Config
-from finray.data.dataset.manifest import bad_rows, manifest_of
+from finray.data.dataset.manifest import PartResult, bad_rows, manifest_of, part_note
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import (
     Part,
@@ -159,7 +159,7 @@ class Preparation:
         self._scratch: str | None = None
         self._left: deque[Part] = deque()
         self._helped = 0
-        self._results: list[dict[str, Any]] = []
+        self._results: list[PartResult] = []
         self._failure: FinrayError | None = None
         self._cancelled = False
         self._seconds_per_part: float | None = None
@@ -230,7 +230,7 @@ class Preparation:
             self._helped += 1
             return self._left.pop()
 
-    def give(self, result: dict[str, Any] | FinrayError) -> None:
+    def give(self, result: PartResult | FinrayError) -> None:
         """What came of a part that was taken; an error ends the preparation."""
         with self._changed:
             self._helped = max(0, self._helped - 1)
@@ -294,13 +294,13 @@ class Preparation:
                 raise _Cancelled
             return self._left.popleft() if self._left and self._failure is None else None
 
-    def _add(self, result: dict[str, Any] | FinrayError) -> None:
+    def _add(self, result: PartResult | FinrayError) -> None:
         if isinstance(result, FinrayError):
             self._failure = self._failure or result
         else:
             self._results.append(result)
-            counts = [one["counts"] for one in self._results]
-            rows, tokens = (sum(one[name] for one in counts) for name in ("source_rows", "tokens"))
+            counts = [one.counts for one in self._results]
+            rows, tokens = sum(one.source_rows for one in counts), sum(one.tokens for one in counts)
             seconds = time.perf_counter() - self._started
             self._records.put(PrepareProgress(len(counts), self._total, rows, tokens, seconds))
         self._changed.notify_all()
@@ -350,7 +350,7 @@ def is_prepared(config: Config) -> str | None:
     return planned.target.root if planned.is_done else None
 
 
-def finish(planned: Planned, config: Config, results: list[dict[str, Any]]) -> None:
+def finish(planned: Planned, config: Config, results: list[PartResult]) -> None:
     """Write the manifest and give the directory its name.
 
     Raises:
@@ -369,8 +369,8 @@ def finish(planned: Planned, config: Config, results: list[dict[str, Any]]) -> N
     try:
         if bad:
             scratch.write(BAD_ROWS, lines.encode())
-        notes = [f"{one['stream']}/part-{int(one['number']):05d}.json" for one in results]
-        content = (json.dumps(manifest, indent=1) + "\n").encode()
+        notes = [part_note(one.stream, one.number) for one in results]
+        content = manifest.to_bytes()
         if not scratch.is_remote:
             for note in notes:
                 scratch.remove(note)

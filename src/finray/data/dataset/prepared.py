@@ -5,7 +5,6 @@ A directory without a manifest is not one. docs/formats.md is the specification.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ import pyarrow as pa
 
 from finray.config.schema import DataConfig
 from finray.data.dataset.fetch import LocalFiles, RemoteFiles
+from finray.data.dataset.manifest import DataFile, Manifest, StreamEntry
 from finray.data.sampling.order import mix
 from finray.data.sampling.splits import hold_out, mixed, sizes_of_mix
 from finray.data.storage import Folder
@@ -88,18 +88,18 @@ class PreparedSplit:
         labels: class of each row, for labelled text.
     """
 
-    def __init__(self, files: Files, streams: Sequence[dict[str, Any]], indices: IntArray | None = None) -> None:
+    def __init__(self, files: Files, streams: Sequence[StreamEntry], indices: IntArray | None = None) -> None:
         self._files = files
         self._streams = streams
-        parts = [(number, stream, part) for number, stream in enumerate(streams) for part in stream["parts"]]
+        parts = [(number, stream, part) for number, stream in enumerate(streams) for part in stream.parts]
         self._entries = [part for _, _, part in parts]
-        self._parts = [_Part(files, f"{stream['name']}/{part['tokens']['name']}") for _, stream, part in parts]
-        counts = [part["rows"] for part in self._entries]
+        self._parts = [_Part(files, f"{stream.name}/{part.tokens.name}") for _, stream, part in parts]
+        counts = [part.rows for part in self._entries]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        indices_of = [f"{stream['name']}/{part['index']['name']}" for _, stream, part in parts]
+        indices_of = [f"{stream.name}/{part.index.name}" for _, stream, part in parts]
         files.prefetch(indices_of)
         self._index = _Index([files.path(name) for name in indices_of])
-        before = np.concatenate([[0], np.cumsum([part["source_rows"] for part in self._entries], dtype=np.int64)])
+        before = np.concatenate([[0], np.cumsum([part.source_rows for part in self._entries], dtype=np.int64)])
         everything = np.arange(self._starts[-1])
         self._indices: IntArray = everything if indices is None else indices
         select = slice(None) if indices is None else indices
@@ -143,8 +143,8 @@ class PreparedSplit:
         """``file:row`` in the source."""
         part, _ = self._find(number)
         at = int(self._indices[number])
-        piece = self._entries[part]["pieces"][int(self._index.int64("piece")[at])]
-        return f"{piece['file']}:{piece['first'] + int(self._index.int64('number')[at])}"
+        piece = self._entries[part].pieces[int(self._index.int64("piece")[at])]
+        return f"{piece.file}:{piece.first + int(self._index.int64('number')[at])}"
 
     @property
     def labels(self) -> list[str]:
@@ -218,13 +218,12 @@ class PreparedDataset:
         self.folder = Folder(location)
         content = self.folder.read(MANIFEST)
         try:
-            self.manifest: dict[str, Any] = json.loads(content or b"")
-            sizes = dict(self._expected_sizes())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            self.manifest = Manifest.from_bytes(content or b"")
+        except ValueError:
             raise DataError(
                 "not a prepared data set", where=str(location), repair="run `finray prepare` again"
             ) from None
-        self._check_sizes(sizes)
+        self._check_sizes()
         self._files: Files = (
             RemoteFiles(self.folder, self.name, self.files(), local_dir)
             if self.folder.is_remote
@@ -234,29 +233,25 @@ class PreparedDataset:
     @property
     def name(self) -> str:
         """The fingerprint."""
-        return str(self.manifest["fingerprint"])
+        return self.manifest.fingerprint
 
     @property
     def content(self) -> str:
         """A digest of all tokens: equal exactly when the rows are."""
-        return str(self.manifest["content"])
+        return self.manifest.content
 
     def kind(self, split: str = "train") -> str:
         """What rows are: ``chat``, ``completion``, ``text`` or ``labelled``."""
-        return str(self.manifest["splits"][split]["kind"])
+        return str(self.manifest.splits[split].kind)
 
-    def files(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Every data file: its name, and size and SHA-256."""
-        for split in self.manifest["splits"].values():
-            for stream in split["streams"]:
-                for part in stream["parts"]:
-                    for role in ("tokens", "index"):
-                        yield f"{stream['name']}/{part[role]['name']}", part[role]
+    def files(self) -> Iterator[tuple[str, DataFile]]:
+        """Every data file: its path in the dataset, and size and SHA-256."""
+        for split in self.manifest.splits.values():
+            for stream in split.streams:
+                yield from stream.files()
 
-    def _expected_sizes(self) -> Iterator[tuple[str, int]]:
-        return ((name, int(file["bytes"])) for name, file in self.files())
-
-    def _check_sizes(self, expected: dict[str, int]) -> None:
+    def _check_sizes(self) -> None:
+        expected = {name: file.bytes for name, file in self.files()}
         if self.folder.is_remote:
             found = dict(self.folder.files())
         else:
@@ -272,9 +267,9 @@ class PreparedDataset:
 
     def all_rows(self, split: str) -> PreparedSplit | None:
         """All rows that were prepared for a split; None where there are none."""
-        if split not in self.manifest["splits"]:
+        if split not in self.manifest.splits:
             return None
-        return PreparedSplit(self._files, self.manifest["splits"][split]["streams"])
+        return PreparedSplit(self._files, self.manifest.splits[split].streams)
 
     def splits(self, data: DataConfig, *, seed: int) -> Splits:
         """The rows of a run: held out by ratio where the config says so, then mixed.

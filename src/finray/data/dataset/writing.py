@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from finray.data.dataset.manifest import DataFile
 from finray.data.storage import Folder
 from finray.data.tokenize.encode import Tokens
 from finray.errors import DataError
@@ -85,7 +86,7 @@ class RowWriter:
         if len(self._waiting) == _ROWS_PER_BATCH:
             self._flush()
 
-    def finish(self) -> dict[str, dict[str, Any]]:
+    def finish(self) -> dict[str, DataFile]:
         """Put both files in place; returns name, size and SHA-256 of each."""
         self._flush()
         self._tokens.close()
@@ -98,7 +99,7 @@ class RowWriter:
         ):
             for batch in batches:
                 index.write_batch(batch)
-        described = {role: {"name": self._names[role], **_describe(path)} for role, path in self._scratch.items()}
+        described = {role: _describe(self._names[role], path) for role, path in self._scratch.items()}
         for role, path in self._scratch.items():
             self._folder.adopt(path, self._names[role])
         return described
@@ -145,6 +146,6 @@ def _index_batch(
     return pa.record_batch([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _describe(name: str, path: Path) -> DataFile:
     with path.open("rb") as stream:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+        return DataFile(name, path.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())
