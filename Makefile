@@ -83,7 +83,7 @@ pictures: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
 
 bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
 	$(PIP) --editable '.[bench]'
-	$(BIN)/python benchmarks/train_cpu.py
+	$(BIN)/python benchmarks/run.py all
 
 clean:
 	rm -rf $(VENV) build .models

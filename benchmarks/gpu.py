@@ -4,286 +4,582 @@ In one process, without Ray, network or downloads. The models have the shapes of
 random weights, which cost the same time as trained ones; rows have Alpaca's lengths (without a chat template) and
 random tokens, and are laid out by finray's own packing. LoRA is of rank 16 on all linear layers over frozen weights in
 bf16 (QLoRA: in four bits); full fine-tuning keeps weights in fp32 and computes in bf16; AdamW, clipping at 1.0. A step
-is 16,384 tokens or more, whatever the length of a pack. The parts, which `--only` chooses from:
-
-* lengths: LoRA with packs of 512, 2048, 4096 and 8192 tokens.
-* methods: LoRA and QLoRA at 8192 tokens a micro-batch, and the small model in full.
-* switches: LoRA at 4096 with one of finray's optimisations off (packing, fused LoRA, chunked loss) or on (selective
-  and full activation checkpointing, `torch.compile` by block).
-* peers: finray's LoRA at 4096, and Transformers' Trainer with PEFT on the same rows, in batches of one length of as
-  many rows as a pack holds on average, and as many of them to a step as finray has packs; bf16, SDPA, no checkpointing;
-  and the Trainer with Liger's kernels where they are installed. Out of memory, it gets half the batch and twice the
-  number.
-* head: projection and loss with a frozen head, 16,384 tokens, 248,320 words, width 2048; full logits beside it.
-
-Per case: tokens/s (real tokens, never padding) from an idle GPU to an idle GPU over `--steps` steps after `--warmup`
-others; peak memory of torch's allocator in them, weights included; the share that the counted FLOPs
-(`harness/flops.py`) reach of the best rate of a square bf16 product in the same run; and the GPU's busy share: the time
-of all kernels of two steps (torch.profiler, in a second pass) over what those steps took unwatched.
+is 16,384 tokens or more, whatever the length of a pack.
 
 Not measured: reading and tokenizing data (batches are laid out before the clock starts; in training a thread does it
-beside the step), start-up, evaluation, checkpoints, several GPUs, or how good a model comes out.
-
-Each part is printed, and written to `--out` as JSON when it is done; on an H100 a part is planned to take 2 to 6
-minutes, all of them 20. `--show gpu.json` writes such a file into RESULTS.md. `--tiny` tries the script, on a CPU too:
-tiny models, whose numbers mean nothing.
-
-Needs finray's dependencies but Ray (pydantic and what it needs may be missing where PyTorch is installed), and
-bitsandbytes for QLoRA.
-
-    PYTHONPATH=src python benchmarks/gpu.py [--only lengths,methods] [--out gpu.json]
-    PYTHONPATH=src python benchmarks/gpu.py --show gpu.json
+beside the step), start-up, evaluation, checkpoints, several GPUs, or how good a model comes out. With `--quick` tiny
+models try the script, on a CPU too.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
+import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
-from harness.report import machine, replace_section, say
-from one_gpu.head import measure_head
-from one_gpu.measure import Result, bf16_peak, time_steps, unless_full
-from one_gpu.models import LLAMA, QWEN, SHAPES, TINY, Setup, Shape, build_task
-from one_gpu.rows import draw_rows, loose_steps, packed_steps
-from one_gpu.show import show
-from one_gpu.trainer import has_liger, measure_trainer
+import case
+import flops
+from case import Bench, Blocks, Result, Run, Value
+from finray.config.schema import AdapterConfig, ModelConfig, TrainConfig
+from finray.data.sampling.collate import collate
+from finray.data.sampling.packing import plan_packs
+from finray.models import adapters, attention, fused_lora
+from finray.models.blocks import compile_blocks, wrap_blocks
+from finray.models.head import Head, loss_sum
+from finray.models.loading import choose_attention
+from finray.models.quantised import QuantisedLinear, quantise_layers
+from finray.parallel.ddp import DDPStrategy
+from finray.planning import setup as planned
+from finray.planning.activations import kept_bytes
+from finray.planning.blueprint import draw_blueprint
+from finray.planning.estimate import estimate
+from finray.pretrained.tokenizers import silence_transformers
+from finray.tasks.causal_lm import CausalLM
+from finray.training.loader import StepData
+from finray.training.loop import peak_memory
+from finray.training.nonfinite import NonFiniteGuard
+from finray.training.optim.optimizer import Optimizer
+from finray.training.state import TrainState
+from finray.training.step import train_step
+from rows import make_rows
 
-HERE = Path(__file__).resolve().parent
-TITLE = "One GPU: finray's training step, and Trainer"
-SEED = 17
-
-
-class Bench:
-    """What is measured, and on what."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.device = torch.device(options.device)
-        self.tiny = options.tiny
-        self.steps, self.warmup = options.steps, options.warmup
-        self.models = [name for name in (QWEN, LLAMA) if name in options.models]
-        self.peak, self.gemm_size = bf16_peak(self.device)
-        # Tokens of a step, and the lengths of packs.
-        self.step_tokens = 256 if options.tiny else 16384
-        self.lengths = (64, 128) if options.tiny else (512, 2048, 4096, 8192)
-        self.usual, self.long = (128, 256) if options.tiny else (4096, 8192)
-
-    def shape(self, model: str) -> Shape:
-        """The model's, or that of what stands in for it."""
-        return (TINY if self.tiny else SHAPES)[model]
-
-    def train(self, setup: Setup, *capacities: int) -> dict[int, Result]:
-        """A model of a setup, trained with packs of each capacity."""
-        shape = self.shape(setup.model)
-        results: dict[int, Result] = {}
-        task = None
-
-        def build() -> Result:
-            nonlocal task
-            task = build_task(shape, setup, self.device, seed=SEED)
-            return {}
-
-        failed = unless_full(build, self.device)
-        for capacity in capacities:
-            results[capacity] = failed or unless_full(lambda c=capacity: self._time(task, setup, c), self.device)  # type: ignore[misc]
-        return results
-
-    def _time(self, task: Any, setup: Setup, capacity: int) -> Result:
-        shape = self.shape(setup.model)
-        # The compiler meets packs of other lengths for a while.
-        warmup = self.warmup * (3 if setup.compiled else 1)
-        count = warmup + self.steps
-        rows = draw_rows(count * self.step_tokens, shape["vocab_size"], min(capacity, self.usual), seed=SEED)
-        if setup.packing:
-            data = packed_steps(rows, capacity, steps=count, packs=self.step_tokens // capacity, seed=SEED)
-        else:
-            data = loose_steps(rows, steps=count, tokens=self.step_tokens)
-        return time_steps(task, data, self.device, warmup=warmup, peak=self.peak)
-
-    def trainer(self, model: str, *, liger: bool) -> Result:
-        """Transformers' Trainer on such rows; with smaller batches where the memory is too small."""
-        shape = self.shape(model)
-        packs = self.step_tokens // self.usual
-        rows = draw_rows((self.warmup + self.steps) * self.step_tokens, shape["vocab_size"], self.usual, seed=SEED)
-        batch = max(1, round(self.usual * len(rows) / sum(len(ids) for ids, _ in rows)))
-        result: Result = {}
-        while batch:
-            accumulation = packs
-            result = unless_full(
-                lambda b=batch, a=accumulation: measure_trainer(  # type: ignore[misc]
-                    shape,
-                    rows,
-                    self.device,
-                    batch=b,
-                    accumulation=a,
-                    steps=self.steps,
-                    warmup=self.warmup,
-                    liger=liger,
-                    seed=SEED,
-                    peak=self.peak,
-                ),
-                self.device,
-            )
-            if "error" not in result:
-                return result
-            batch, packs = batch // 2, packs * 2
-        return result
+SEED, RANK = 17, 16
+# Rows of a batch that is not packed.
+LOOSE_ROWS = 8
+WARMUP, STEPS = 3, 8
+# (ids, mask) of a row; the mask is one where the token is learned.
+Row = tuple[Any, Any]
 
 
-def entry(model: str, name: str, capacity: int, result: Result) -> Result:
-    """A row of the report."""
-    found = {"model": model, "name": name, "capacity": capacity, **result}
-    rate = result.get("error") or f"{result['tokens_per_s']:,.0f} tokens/s"
-    say(f"{model}, {name}, {capacity}: {rate}")
-    return found
+LLAMA, QWEN, SMALL, ONE_B = "llama-3.1-8b", "qwen3-1.7b", "smollm2-135m", "llama-3.2-1b"
+FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+FIELDS += ("num_key_value_heads", "head_dim", "tie_word_embeddings")
+# The kind and these fields; in a trial `TINY` stands in for all.
+SHAPES = {
+    LLAMA: ("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
+    QWEN: ("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, True),
+    SMALL: ("llama", 49152, 576, 1536, 30, 9, 3, 64, True),
+    ONE_B: ("llama", 128256, 2048, 8192, 16, 32, 8, 64, True),
+}
+TINY = ("qwen3", 640, 64, 192, 2, 4, 2, 16, True)
 
 
-def lengths(bench: Bench) -> Iterator[Result]:
-    """LoRA with packs of several lengths."""
-    for model in bench.models:
-        for capacity, result in bench.train(Setup(model), *bench.lengths).items():
-            yield entry(model, "lora", capacity, result)
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How a model is trained; the switches are finray's optimisations."""
+
+    method: str = "lora"  # or `qlora` (NF4 with double quantisation), or `full`
+    length: int = -2  # which of the lengths of packs
+    rank: int = RANK
+    packing: bool = True  # or batches of rows laid end to end
+    fused: bool = True  # LoRA's layers as one operation each
+    chunked: bool = True  # loss in chunks, or whole logits at the positions that have a target
+    checkpointing: str = "none"  # activations that are computed again: `none`, `selective` or `full`
+    compiled: bool = False  # every block by `torch.compile`
 
 
-def methods(bench: Bench) -> Iterator[Result]:
-    """LoRA, QLoRA, and the small model in full."""
-    for model in bench.models:
-        for method in ("lora", "qlora", *(["full"] if model == QWEN else [])):
-            if method == "qlora" and find_spec("bitsandbytes") is None:
-                yield entry(model, method, bench.long, {"error": "bitsandbytes is not installed"})
-                continue
-            for capacity, result in bench.train(Setup(model, method), bench.long).items():
-                yield entry(model, method, capacity, result)
-
-
-def switches(bench: Bench) -> Iterator[Result]:
-    """One optimisation at a time, off or on."""
-    for model in bench.models:
-        setups = [Setup(model)]
-        setups += [Setup(model, **{name: False}) for name in ("packing", "fused", "chunked")]  # type: ignore[arg-type]
-        setups += [Setup(model, checkpointing=kind) for kind in ("selective", "full")] + [Setup(model, compiled=True)]
-        for setup in setups:
-            for capacity, result in bench.train(setup, bench.usual).items():
-                yield entry(model, setup.name, capacity, result)
-
-
-def peers(bench: Bench) -> Iterator[Result]:
-    """finray and the Trainer."""
-    for model in bench.models:
-        for capacity, result in bench.train(Setup(model), bench.usual).items():
-            yield entry(model, "finray", capacity, result)
-        for liger in (False, True) if has_liger() else (False,):
-            name = "Trainer + Liger" if liger else "Trainer"
-            yield entry(model, name, bench.usual, bench.trainer(model, liger=liger))
-
-
-def head(bench: Bench) -> Iterator[Result]:
-    """Projection and loss."""
-    sizes = (
-        {"tokens": 64, "vocabulary": 640, "width": 32}
-        if bench.tiny
-        else {"tokens": 16384, "vocabulary": 248_320, "width": 2048}
-    )
-    for name, result in measure_head(bench.device, **sizes, repeats=2 if bench.tiny else 10).items():
-        say(f"head, {name}: {result}")
-        yield {"name": name, **sizes, **result}
-
-
-PARTS: dict[str, Callable[[Bench], Iterator[Result]]] = {
-    "lengths": lengths,
-    "methods": methods,
-    "switches": switches,
-    "peers": peers,
-    "head": head,
+LENGTHS = {"512": Setup(length=0), "2,048": Setup(length=1), "4,096": Setup(), "8,192": Setup(length=3)}
+METHODS = {"lora": Setup(length=3), "qlora": Setup("qlora", length=3), "full": Setup("full", length=3)}
+SWITCHES = {
+    "lora": Setup(),
+    "not packed": Setup(packing=False),
+    "not fused": Setup(fused=False),
+    "loss not in chunks": Setup(chunked=False),
+    "selective checkpointing": Setup(checkpointing="selective"),
+    "full checkpointing": Setup(checkpointing="full"),
+    "compiled": Setup(compiled=True),
+}
+# A setup of finray's, or whether the Trainer has Liger's kernels.
+PEERS: dict[str, Setup | bool] = {"finray": Setup(), "Trainer": False, "Trainer + Liger": True}
+MEMORY = {
+    SMALL: {"lora": Setup(rank=8), "full": Setup("full")},
+    ONE_B: {
+        "lora, full checkpointing": Setup(length=3, rank=8, checkpointing="full"),
+        "lora, not packed": Setup(rank=8, packing=False),
+    },
 }
 
 
-def describe(bench: Bench) -> dict[str, Any]:
-    """The machine and the settings."""
-    return {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "device": torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "CPU",
-        "versions": {name: _version(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "triton")},
-        "cuda": torch.version.cuda,
-        "gemm_peak_flops_per_s": bench.peak,
-        "gemm_size": bench.gemm_size,
-        "steps": bench.steps,
-        "warmup": bench.warmup,
-        "tiny": bench.tiny,
-    }
+def random_model(config: Any, dtype: torch.dtype, implementation: str, device: torch.device) -> Any:
+    """A causal language model with weights drawn on the device."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(SEED)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    model.config.use_cache = False
+    return model.to(device)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def build_task(config: Any, setup: Setup, device: torch.device) -> CausalLM:
+    """As `CausalLM.build` makes it, but for the weights."""
+    silence_transformers()
+    attention.register()
+    name = choose_attention(ModelConfig(name="random"), device, precision="bf16")
+    model = random_model(config, torch.float32 if setup.method == "full" else torch.bfloat16, name, device)
+    if setup.method != "full":
+        model.eval().requires_grad_(False)
+        if setup.method == "qlora":
+            _quantise(model)
+        adapter = AdapterConfig(rank=setup.rank, alpha=2 * setup.rank, dropout=0.0, target_modules="all-linear")
+        model = adapters.add_lora(model, adapter, seed=SEED)
+        if setup.fused:
+            fused_lora.fuse(model)
+    task = CausalLM(model.to(device), precision="bf16", attention_name=name, device=device)
+    if not setup.chunked:
+        # As with a head that finray does not understand.
+        task.packed._has_plain_head = False
+    if setup.compiled:
+        # A trial on a CPU goes without the compiler, which takes minutes.
+        compile_blocks(task.model, backend="inductor" if device.type == "cuda" else "aot_eager")
+    if setup.checkpointing != "none":
+        wrap_blocks(task.model, checkpointing=setup.checkpointing)
+    task.model.train()
+    return task
 
 
-def _parts(value: str) -> list[str]:
-    names = value.split(",")
-    unknown = sorted(set(names) - set(PARTS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is no part; there are {', '.join(PARTS)}")
-    return names
+def _quantise(model: Any) -> None:
+    """Store the weights of all linear layers but the head in four bits, one after the other."""
+    weights = {name: layer.weight.detach() for name, layer in model.named_modules() if type(layer) is torch.nn.Linear}
+    quantise_layers(model, 4, dtype=torch.bfloat16)
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantisedLinear):
+            layer.weight = torch.nn.Parameter(layer.pack(weights.pop(name)), requires_grad=False)
 
 
-def parse_options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fine-tuning with finray on one GPU, timed and counted.")
-    available = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--only", type=_parts, default=list(PARTS), help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--models", nargs="+", choices=(QWEN, LLAMA), default=[QWEN, LLAMA])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default=available)
-    parser.add_argument("--steps", type=int, help="timed optimizer steps (default 8)")
-    parser.add_argument("--warmup", type=int, help="optimizer steps before those (default 3)")
-    parser.add_argument("--out", type=Path, help="JSON file; results of parts that are in it already are kept")
-    parser.add_argument("--tiny", action="store_true", help="tiny models and few steps, to try the script")
-    parser.add_argument("--show", type=Path, help="write such a JSON file into RESULTS.md, and measure nothing")
-    parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
-    options = parser.parse_args(argv)
-    options.steps = options.steps or (2 if options.tiny else 8)
-    options.warmup = options.warmup or (1 if options.tiny else 3)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no GPU; use --tiny --device cpu to try the script")
-    if options.device == "cpu" and not options.tiny and options.show is None:
-        parser.error("on a CPU only --tiny makes sense")
-    return options
+def draw_rows(tokens: int, vocabulary: int, longest: int) -> list[Row]:
+    """Rows of together at least so many tokens, of prompts and answers with Alpaca's lengths; answers are learned."""
+    generator = np.random.default_rng(SEED)
+    found: list[Row] = []
+    total = 0
+    # Alpaca's rows have some 170 tokens on average.
+    for row in make_rows(50 + tokens // min(100, longest // 3), seed=SEED):
+        # Words and full stops count as a token each, and the end of the answer as one more.
+        prompt, answer = (len(message["content"].replace(".", " .").split()) for message in row["messages"])
+        mask = np.repeat(np.array([0, 1], dtype=np.uint8), [prompt, answer + 1])[:longest]
+        found.append((generator.integers(0, vocabulary, len(mask), dtype=np.int32), mask))
+        total += len(mask)
+        if total >= tokens:
+            return found
+    raise ValueError(f"too few rows were made for {tokens} tokens")
 
 
-def main(argv: list[str] | None = None) -> int:
-    options = parse_options(argv)
-    if options.show is not None:
-        replace_section(options.results, TITLE, show(json.loads(options.show.read_text(encoding="utf-8"))))
-        return 0
-    bench = Bench(options)
-    report: dict[str, Any] = {"parts": {}}
-    if options.out is not None and options.out.is_file():
-        report = json.loads(options.out.read_text(encoding="utf-8"))
-    report |= describe(bench)
-    say(
-        f"{report['device']}; {report['machine']}; bf16 product of {bench.gemm_size}^3: {bench.peak / 1e12:.4g} TFLOP/s"
+def groups_of(rows: Sequence[Row], capacity: int, *, steps: int, tokens: int, packing: bool) -> list[Any]:
+    """The rows of each batch of each step of about so many tokens, drawn without replacement while there are any left.
+
+    A batch is a pack, or so many rows.
+    """
+    lengths = [len(ids) for ids, _ in rows]
+    if not packing:
+        count = max(1, round(tokens / (LOOSE_ROWS * sum(lengths) / len(rows))))
+        numbers = iter(list(range(len(rows))) * 3)
+        return [[tuple(next(numbers) for _ in range(LOOSE_ROWS)) for _ in range(count)] for _ in range(steps)]
+    plan, packs = plan_packs(lengths, capacity), tokens // capacity
+    generator = np.random.default_rng(SEED)
+    rounds = -(-steps * packs // len(plan))
+    order = np.concatenate([generator.permutation(len(plan)) for _ in range(rounds)]).tolist()
+    return [[plan.pack(pack) for pack in order[at * packs : (at + 1) * packs]] for at in range(steps)]
+
+
+def step_data(rows: Sequence[Row], groups: Sequence[tuple[int, ...]]) -> StepData:
+    """A step of one batch for each group of rows."""
+    batches = [collate([rows[number] for number in numbers], numbers) for numbers in groups]
+    return StepData(
+        micro_batches=list(enumerate(batches)),
+        weight=sum(len(batch.targets_K) for batch in batches),
+        tokens=sum(batch.tokens for batch in batches),
+        samples=tuple(number for numbers in groups for number in numbers),
+        items=len(batches),
     )
-    for part in options.only:
-        report["parts"][part] = []
-        for result in PARTS[part](bench):
-            report["parts"][part].append(result)
-            if options.out is not None:
-                options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(show(report))
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def stepper(task: CausalLM, device: torch.device) -> Callable[[StepData], torch.Tensor]:
+    """finray's optimizer step on a process of its own; gives the loss, unread."""
+    strategy, train, state = DDPStrategy(device), TrainConfig(learning_rate=1e-4), TrainState(random_key=1)
+    optimizer, guard = Optimizer(task.trainable(), train), NonFiniteGuard(state, device, scaled=False)
+
+    def step(data: StepData) -> torch.Tensor:
+        rates = {"learning_rate": train.learning_rate, "max_grad_norm": train.max_grad_norm}
+        result = train_step(task, strategy, optimizer, data, state, guard, **rates)  # type: ignore[arg-type]
+        state.step += 1
+        return result.loss
+
+    return step
+
+
+def estimated(config: Any, setup: Setup, batches: Sequence[Any]) -> int | None:
+    """Bytes that `finray plan` estimates for the heaviest of some batches; None for what it does not know."""
+    from transformers import AutoModelForCausalLM
+
+    if setup.method == "qlora" or setup.compiled or not (setup.fused and setup.chunked):
+        return None
+    dtype = torch.float32 if setup.method == "full" else torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    method = "none" if setup.method == "full" else "lora"
+    blueprint = draw_blueprint(model, AdapterConfig(method=method, rank=setup.rank, alpha=2 * setup.rank))
+    how = planned.Setup(device="cuda", precision="bf16", checkpointing=setup.checkpointing != "none", ray=False)
+    heaviest = max(batches, key=lambda one: kept_bytes(blueprint, how, planned.Workload(one.lengths, one.tokens)))
+    return estimate(blueprint, how, planned.Workload(heaviest.lengths, len(heaviest.targets_K))).allocated
+
+
+def forget(device: torch.device) -> None:
+    """Free what the last case held, and count peaks anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def unless_full(action: Callable[[], Result], device: torch.device) -> Result:
+    """The result of a case, or that the device has too little memory for it."""
+    forget(device)
+    try:
+        return action()
+    except torch.OutOfMemoryError:
+        return {"error": "out of memory"}
+    finally:
+        forget(device)
+
+
+def kernel_seconds(action: Callable[[], Any], device: torch.device) -> float | None:
+    """Time of all kernels of an action (no copies, fills, or named ranges); None without a GPU."""
+    if device.type != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        action()
+        flops.wait(device)
+    kernels = [
+        event
+        for event in profiler.events() or []
+        if event.device_type.name == "CUDA"
+        and not event.is_user_annotation
+        and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    return 1e-6 * float(sum(event.time_range.elapsed_us() for event in kernels))
+
+
+def _result(config: Any, rank: int | None, lengths: Sequence[int], targets: int, seconds: float, peak: float) -> Result:
+    """What all timings give: real tokens a second, and the share that the counted FLOPs reach of the best rate."""
+    tokens = sum(lengths)
+    cost = flops.flops_per_token(config, lengths, share_with_target=targets / tokens, rank=rank)
+    rate = tokens / seconds
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": rate, "share": cost * rate / peak}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What is measured, and on what."""
+
+    device: torch.device
+    tiny: bool
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step."""
+        return 256 if self.tiny else 16384
+
+    def lengths(self) -> tuple[int, ...]:
+        """Of packs; the last but one is the usual one."""
+        return (32, 64, 128, 256) if self.tiny else (512, 2048, 4096, 8192)
+
+    def config(self, model: str) -> Any:
+        """Of the model, or of what stands in for it."""
+        from transformers import AutoConfig
+
+        kind, *values = TINY if self.tiny else SHAPES[model]
+        return AutoConfig.for_model(kind, max_position_embeddings=131072, **dict(zip(FIELDS, values, strict=True)))
+
+    def peak(self) -> float:
+        """FLOPs a second at best."""
+        return bf16_peak(self.device, 512 if self.tiny else 8192)
+
+    def train(self, model: str, setup: Setup) -> Result:
+        """finray's steps: warmed up, timed from an idle device to an idle device, and two of them profiled.
+
+        Nothing is read in between, as in a run between two records.
+        """
+        device, capacity = self.device, self.lengths()[setup.length]
+        if setup.method == "qlora" and find_spec("bitsandbytes") is None:
+            return {"error": "bitsandbytes is not installed"}
+
+        def timed() -> Result:
+            config = self.config(model)
+            task = build_task(config, setup, device)
+            # The compiler meets packs of other lengths for a while.
+            warmup = WARMUP * (3 if setup.compiled else 1)
+            count = warmup + STEPS
+            rows = draw_rows(count * self.step_tokens, config.vocab_size, min(capacity, self.lengths()[-2]))
+            groups = groups_of(rows, capacity, steps=count, tokens=self.step_tokens, packing=setup.packing)
+            data = [step_data(rows, group) for group in groups]
+            step = stepper(task, device)
+            for item in data[:warmup]:
+                step(item)
+            flops.wait(device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            started = time.perf_counter()
+            losses = [step(item) for item in data[warmup:]]
+            flops.wait(device)
+            seconds = time.perf_counter() - started
+            memory = peak_memory(device)
+            two = data[warmup : warmup + 2]
+            kernels = kernel_seconds(lambda: [step(item) for item in two], device)
+            lengths = [length for item in data[warmup:] for _, batch in item.micro_batches for length in batch.lengths]
+            targets = sum(item.weight for item in data[warmup:])
+            rank = None if setup.method == "full" else setup.rank
+            result = _result(config, rank, lengths, targets, seconds, self.peak())
+            unwatched = seconds * sum(item.tokens for item in two) / sum(lengths)
+            busy = None if kernels is None else kernels / unwatched
+            guess = estimated(config, setup, [batch for item in data[warmup:] for _, batch in item.micro_batches])
+            result |= {"memory": memory, "busy": busy, "losses": [float(loss) for loss in losses]}
+            return result | {"estimate": guess, "off": guess / memory if guess else None}
+
+        return unless_full(timed, device)
+
+    def trainer(self, model: str, *, liger: bool) -> Result:
+        """Transformers' Trainer on such rows; out of memory, it gets half the batch and twice the number."""
+        if liger and find_spec("liger_kernel") is None:
+            return {"error": "Liger is not installed"}
+        config, usual = self.config(model), self.lengths()[-2]
+        packs = self.step_tokens // usual
+        rows = draw_rows((WARMUP + STEPS) * self.step_tokens, config.vocab_size, usual)
+        # As many rows as a pack holds on average.
+        batch = max(1, round(usual * len(rows) / sum(len(ids) for ids, _ in rows)))
+        result: Result = {"error": "out of memory"}
+        while batch and "error" in result:
+            result = unless_full(partial(_time_trainer, self, config, rows, batch, packs, liger), self.device)
+            batch, packs = batch // 2, packs * 2
+        return result
+
+    def head(self, way: str) -> Result:
+        """Projection and loss with a frozen head, forward and backward: milliseconds and peak memory, all included."""
+        device = self.device
+        tokens, words, width = (64, 640, 32) if self.tiny else (16384, 248_320, 2048)
+        torch.manual_seed(1)
+        weight = (0.02 * torch.randn(words, width)).to(device, torch.bfloat16)
+        hidden = torch.randn(tokens, width).to(device, torch.bfloat16).requires_grad_()
+        targets = torch.randint(0, words, (tokens,)).to(device)
+
+        def once() -> None:
+            hidden.grad = None
+            HEADS[way](hidden, weight, targets).backward()
+
+        def timed() -> Result:
+            seconds = median(flops.timings(once, device, count=2 if self.tiny else 10))
+            memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            return {"milliseconds": 1e3 * seconds, "memory": memory}
+
+        try:
+            return unless_full(timed, device)
+        except (TypeError, NotImplementedError, AttributeError) as error:
+            return {"error": str(error).splitlines()[0]}
+
+
+HEADS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "finray": lambda hidden, weight, targets: loss_sum(Head(weight), hidden, targets),
+    "full logits": lambda hidden, weight, targets: F.cross_entropy(
+        (hidden @ weight.T).float(), targets, reduction="sum"
+    ),
+    "torch's linear_cross_entropy": lambda hidden, weight, targets: F.linear_cross_entropy(  # type: ignore[attr-defined]
+        hidden, weight, targets, reduction="sum"
+    ),
+}
+
+
+@cache
+def bf16_peak(device: torch.device, size: int) -> float:
+    """FLOPs a second of the best of many square bf16 matrix products."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(left)
+    return 2 * size**3 / min(flops.timings(lambda: torch.mm(left, right, out=product), device, count=100))
+
+
+def _time_trainer(gpu: Gpu, config: Any, rows: Sequence[Row], batch: int, accumulation: int, liger: bool) -> Result:
+    """Steps of `accumulation` batches of rows of one length: bf16 weights, autocast, no checkpointing, SDPA."""
+    sys.path.append(str(Path(__file__).resolve().parent / "peers"))
+    import hf
+    import measuring
+    from peft import get_peft_model
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    device = gpu.device
+    marks: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step in (WARMUP, WARMUP + STEPS):
+                flops.wait(device)
+                if device.type == "cuda" and not marks:
+                    torch.cuda.reset_peak_memory_stats(device)
+                marks.append(time.perf_counter())
+
+    # Batches of rows of one length, as sorting much data gives, in a random order; the longest first, for memory.
+    ordered = sorted(rows, key=lambda row: len(row[0]))
+    batches = [ordered[at : at + batch] for at in range(0, len(ordered) - batch + 1, batch)]
+    picked = [len(batches) - 1, *np.random.default_rng(SEED).permutation(len(batches) - 1).tolist()]
+    needed = (WARMUP + STEPS) * accumulation
+    seen = [row for at in range(needed) for row in batches[picked[at % len(picked)]]]
+    labels = [np.where(mask.astype(bool), ids, hf.IGNORED) for ids, mask in seen]
+    data = [{"input_ids": ids.tolist(), "labels": row.tolist()} for (ids, _), row in zip(seen, labels, strict=True)]
+    with tempfile.TemporaryDirectory(prefix="gpu_trainer_") as folder:
+        common = hf.arguments(measuring.Job("", "", [[0]] * (WARMUP + STEPS), seed=SEED), folder) | {
+            "use_cpu": device.type == "cpu",
+            "logging_steps": 10_000,
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+        }
+        arguments = TrainingArguments(
+            **common,
+            bf16=True,
+            use_liger_kernel=liger,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            label_names=["labels"],
+            dataloader_num_workers=0 if device.type == "cpu" else 2,
+        )
+        trainer = Trainer(
+            model=get_peft_model(random_model(config, torch.bfloat16, "sdpa", device), hf.lora_config(RANK)),
+            args=arguments,
+            train_dataset=data,
+            data_collator=partial(hf.pad, padding=0),
+            callbacks=[Clock()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    timed = seen[WARMUP * accumulation * batch :]
+    lengths = [len(ids) for ids, _ in timed]
+    targets = sum(int(mask[1:].sum()) for _, mask in timed)
+    result = _result(config, RANK, lengths, targets, marks[1] - marks[0], gpu.peak())
+    return result | {"memory": peak_memory(device), "busy": None, "rows of a batch": batch}
+
+
+def _gpu(bench: Bench) -> Gpu:
+    """The device of this process.
+
+    Raises:
+        SystemExit: there is none, and this is no trial.
+    """
+    if not torch.cuda.is_available() and not bench.quick:
+        raise SystemExit("torch finds no GPU; --quick tries the script on a CPU")
+    return Gpu(torch.device("cuda" if torch.cuda.is_available() else "cpu"), bench.quick)
+
+
+def _bound(model: str, setup: Setup | bool) -> Run:
+    if isinstance(setup, bool):
+        return lambda bench, pair: _gpu(bench).trainer(model, liger=setup)
+    return lambda bench, pair: _gpu(bench).train(model, setup)
+
+
+def _case(name: str, title: str, table: Mapping[str, Mapping[str, Setup | bool]], *aims: case.Aim) -> case.Case:
+    return case.Case(
+        group="gpu",
+        name=name,
+        title=title,
+        what=NOTE,
+        blocks=lambda bench: {
+            model: {name: _bound(model, setup) for name, setup in setups.items()} for model, setups in table.items()
+        },
+        measures=MEASURES,
+        ratios=lambda runs: [(name, next(iter(runs))) for name in list(runs)[1:]],
+        aims=aims,
+        most_pairs=1,
+    )
+
+
+def _both(setups: Mapping[str, Setup | bool]) -> dict[str, Mapping[str, Setup | bool]]:
+    """The same setups for both models; the large one in full does not fit into any one GPU."""
+    return {QWEN: setups, LLAMA: {name: setup for name, setup in setups.items() if name != "full"}}
+
+
+def _head(way: str) -> Run:
+    return lambda bench, pair: _gpu(bench).head(way)
+
+
+def _of(model: str, value: Value) -> Value:
+    """A figure of the block of a model."""
+    return lambda blocks: value({model: blocks[model]})
+
+
+def _over(model: str, name: str, above: str, below: str, **bound: float) -> case.Aim:
+    return case.Aim(f"{model}: {name}", _of(model, case.quotient(above, below, "tokens_per_s")), **bound)
+
+
+def _least_busy(blocks: Blocks) -> float | None:
+    busy = [run["busy"] for runs in blocks[QWEN].values() for run in runs if run.get("busy") is not None]
+    return min(busy, default=None)
+
+
+def _first(name: str, key: str) -> Value:
+    return lambda blocks: list(blocks.values())[-1][name][0].get(key)
+
+
+NOTE = (
+    "Real tokens a second from an idle GPU to an idle GPU; the share that the counted FLOPs reach of the best rate of "
+    "a square bf16 product in the same run; the time of all kernels of two steps over what those took unwatched; and "
+    "the peak of torch's allocator, weights included (the CUDA context is outside of it), with the estimate of finray "
+    "plan for it."
+)
+MEASURES = (
+    case.Measure("tokens/s", "tokens_per_s", 0),
+    case.Measure("share of the peak, %", "share", 1, None, scale=100),
+    case.Measure("GPU busy, %", "busy", 1, None, scale=100),
+    case.Measure("peak memory, GiB", "memory", 2, scale=2**-30),
+    case.Measure("estimate ÷ it", "off", 3, None),
+)
+
+
+CASES = [
+    _case(
+        "lengths",
+        "LoRA with packs of several lengths",
+        _both(LENGTHS),
+        case.Aim(
+            "8B, LoRA, packs of 4,096", _of(LLAMA, _first("4,096", "tokens_per_s")), 15_000, form="{:,.0f} tokens/s"
+        ),
+        case.Aim("1.7B: GPU busy, at least", _least_busy, 0.95, form="{:.1%}"),
+    ),
+    _case(
+        "methods",
+        "LoRA, QLoRA and full fine-tuning, 8,192 tokens a micro-batch",
+        _both(METHODS),
+        *(_over(model, "LoRA ÷ QLoRA", "lora", "qlora", most=1.06) for model in (QWEN, LLAMA)),
+    ),
+    _case("switches", "One optimisation at a time, packs of 4,096", _both(SWITCHES)),
+    _case(
+        "peers",
+        "finray and Trainer on rows of Alpaca's lengths",
+        _both(PEERS),
+        *(_over(model, "finray ÷ Trainer", "finray", "Trainer", least=2.0) for model in (QWEN, LLAMA)),
+    ),
+    _case("memory", "The estimate of memory and the allocator's peak", MEMORY),
+    case.Case(
+        group="gpu",
+        name="head",
+        title="Projection and loss with a frozen head",
+        what="16,384 tokens, 248,320 words, width 2,048; forward and backward.",
+        blocks=lambda bench: {"": {way: _head(way) for way in HEADS}},
+        measures=(case.Measure("ms", "milliseconds"), case.Measure("peak memory, GB", "memory", 2, scale=1e-9)),
+        aims=(
+            case.Aim("Projection and loss", _first("finray", "milliseconds"), most=60, form="{:.1f} ms"),
+            case.Aim("Memory of projection and loss", _first("finray", "memory"), most=3.5e9, form="{:,.0f} bytes"),
+        ),
+        most_pairs=1,
+    ),
+]

@@ -1,231 +1,316 @@
 """Preparing data on a CPU: finray beside `datasets` and TRL, and the Rust tokenizer that all of them call.
 
-Three parts, each of processes of their own, one at a time:
-
-* `speed`. From one file of rows (a prompt and a completion, as messages) to tokens on disk, for growing numbers of
-  rows, every contender in turn: finray on Ray; `Dataset.map`, batched; the same with TRL's packing; everything that
-  TRL's trainer does to such rows; and the tokenizer alone over texts in memory, the ceiling. All use the same tokenizer
-  and chat template, `--threads` cores, and cut at `--max-length`; their token counts are printed. Seconds are those
-  from the file to the finished data: imports and the parent's loading of the tokenizer are left out for all, and so is
-  Ray's start, which a line of its own adds; finray's workers, which start within its seconds, import and load theirs.
-  finray's seconds include masks, checksums and the plan of the packs; `Dataset.map` does none of these. Caches
-  are new for every run. finray also does it a second time, when it is prepared: the seconds to the first batch.
-  Where a run would take longer than `--limit`, a contender is left out.
-* `packer`. finray's packer over up to a million documents on one core.
-* `start`. `finray train` and TRL from the command to the first optimizer step.
-
-Peak memory is read from `/proc` every 0.2 s (`harness/tree.py`) and summed over the process and all it started, Ray's
-own processes included: resident memory as it is, and with shared pages counted once.
-
-Not measured: several machines, remote storage, other formats, accelerators. The machine should be idle; each part says
-how loaded it was when the part began.
-
-The result is printed and replaces its part in RESULTS.md; with `--quick` (a trial of the script, whose numbers mean
-nothing) it is printed only.
-
-    python benchmarks/prepare.py [--data DIR] [--rows 1000000] [--peer-python OTHER_VENV/bin/python]
+From one file of rows (a prompt and a completion, as messages) to tokens on disk, for growing numbers of rows. All use
+the same tokenizer and chat template, the same cores, and cut at the same length; caches are new for every run.
+Seconds are those from the file to the finished data: imports and the parent's loading of the tokenizer are left out
+for all, and so is Ray's start, which a column of its own has; finray's workers, which start within its seconds,
+import and load theirs. finray's seconds include masks, checksums and the plan of the packs; `Dataset.map` does none
+of these.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
+import json
 import os
-import random
-import shlex
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+import time
+from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import median
+from typing import Any
 
-from harness.processes import run_command
-from harness.report import machine, replace_parts, say
-from harness.rows import Row, count_tokens, make_rows, read_rows
-from prepare_data.first_step import measure_first_step, show_first_step
-from prepare_data.packer import measure_packer, show_packer
-from prepare_data.plan import Plan
-from prepare_data.speed import measure_speed, show_speed
+import numpy as np
+import yaml
 
-HERE = Path(__file__).resolve().parent
-TITLE = "Preparing data"
-MADE_ROWS = 8000
-QUICK_ROWS = 512
+import case
+from case import Bench, BenchmarkError, Blocks, Result, Run, Value
+from finray.data.sampling.packing import plan_packs
+from finray.planning.placement import ALLOCATOR
+from processes import PEERS, SOURCE, Ran, environment, run
+from rows import count_tokens
+
+GIB = 2**30
 GROWTH = 4
-PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "trl")
-FILES = ("gsm8k_train.jsonl", "alpaca_en.json")
+MAP, MAP_PACK, TRL, TOKENIZER = "datasets.map", "datasets.map + TRL's packing", "TRL's trainer", "the tokenizer alone"
 
 
-def _speed(plan: Plan) -> str:
-    text = (
-        "Medians, with the smallest and the largest in parentheses; ratios are of medians. More tokens/s and fill are "
-        "better, of the rest less is. Memory is summed over all processes of a contender, Ray's own included."
-    )
-    return f"{text}\n\n{show_speed(measure_speed(plan))}"
+def rows_file(bench: Bench, count: int) -> Path:
+    """A file of so many rows, those there are over and over; it is read once, so that it lies in the page cache."""
+    path = bench.folder / f"rows_{count}.jsonl"
+    if not path.is_file():
+        pairs = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in bench.pool]
+        lines = [json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs]
+        whole, rest = divmod(count, len(lines))
+        with path.open("w", encoding="utf-8") as stream:
+            for _ in range(whole):
+                stream.writelines(lines)
+            stream.writelines(lines[:rest])
+    with path.open("rb") as stream:
+        while stream.read(2**24):
+            pass
+    return path
 
 
-def _packer(plan: Plan) -> str:
-    return show_packer(measure_packer(plan), plan.max_length)
+@cache
+def _tokens_of(bench: Bench, count: int) -> int:
+    """Tokens of the file's rows, by the function that counts everybody's."""
+    lengths = count_tokens(bench.pool, bench.model, max_length=bench.max_length)
+    whole, rest = divmod(count, len(lengths))
+    return whole * sum(lengths) + sum(lengths[:rest])
 
 
-def _start(plan: Plan) -> str:
-    return show_first_step(measure_first_step(plan), plan)
+def caches(bench: Bench, *, allocator: str | None = None, source: Path = SOURCE) -> dict[str, str]:
+    """The environment of a run with empty caches."""
+    folder = bench.empty_folder()
+    env = environment(threads=bench.threads, allocator=allocator, source=source)
+    return env | {"HF_DATASETS_CACHE": str(folder / "datasets_cache")}
 
 
-PARTS: dict[str, tuple[str, Callable[[Plan], str]]] = {
-    "speed": ("Speed, memory and fill", _speed),
-    "packer": ("Planning packs", _packer),
-    "start": ("From nothing to the first optimizer step", _start),
-}
-
-
-def read_base(options: argparse.Namespace) -> tuple[list[Row], str]:
-    """The rows that are repeated, as prompt and completion, in a random order; and where they come from."""
-    if options.data is None:
-        rows = make_rows(MADE_ROWS, seed=options.seed)
-        source = "rows made by the script with Alpaca's lengths"
-    else:
-        rows = [row for name in FILES for row in read_rows(options.data / name)]
-        source = " and ".join(f"`{name}`" for name in FILES)
-    mixed = random.Random(options.seed).sample(rows, len(rows))
-    chosen = mixed[:QUICK_ROWS] if options.quick else mixed
-    pairs = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in chosen]
-    lengths = count_tokens(chosen, options.model)
-    shape = f"{len(chosen):,} rows of {min(lengths)} to {max(lengths)} tokens, {mean(lengths):.0f} on average"
-    return pairs, f"{source}: {shape} without the template; repeated, in one random order, for more"
-
-
-def growing(first: int, last: int) -> list[int]:
-    """Numbers of rows, each four times the one before it, and the last."""
-    sizes = [min(first, last)]
-    while sizes[-1] * GROWTH <= last:
-        sizes.append(sizes[-1] * GROWTH)
-    return [*(size for size in sizes if size < last), last]
-
-
-def _peer_versions(peer_python: str) -> dict[str, str]:
-    """Versions that the peers' interpreter has.
+def _prepared(bench: Bench, count: int, ran: Ran) -> Result:
+    """What is read of a preparation.
 
     Raises:
-        BenchmarkError: it has no TRL.
+        BenchmarkError: it made other tokens or rows of the file than there are.
     """
-    code = f"from importlib.metadata import version\nfor name in {PACKAGES!r}: print(name, version(name))"
-    lines = run_command([peer_python, "-c", code], env=os.environ).splitlines()
-    return dict(line.split() for line in lines)
+    result = ran.result
+    if (result["rows"], result["tokens"]) != (count, _tokens_of(bench, count)):
+        raise BenchmarkError(
+            f"{count:,} rows have {_tokens_of(bench, count):,} tokens; made of them were {result['rows']:,} rows and "
+            f"{result['tokens']:,} tokens"
+        )
+    memory = {"resident": ran.resident, "proportional": ran.proportional}
+    return {**result, **memory, "rate": result["tokens"] / result["seconds"]}
 
 
-def _versions(peer_python: str) -> str:
-    peer = _peer_versions(peer_python)
-    ours = {name: version(name) for name in ("finray", "ray", *PACKAGES[:-1])} | {"trl": peer["trl"]}
-    differing = [f"{name} {peer[name]}" for name in PACKAGES if peer[name] != ours[name]]
-    note = f"; the peers ran with {', '.join(differing)}" if differing else ""
-    return ", ".join(f"{name} {value}" for name, value in sorted(ours.items())) + note
+def run_finray_prepare(bench: Bench, count: int, *, source: Path = SOURCE) -> Result:
+    """finray, on Ray."""
+    rows, env = rows_file(bench, count), caches(bench, source=source)
+    config: dict[str, Any] = {
+        "run": {"name": "benchmark", "output_dir": str(bench.folder / "run"), "seed": bench.seed},
+        "model": {"name": str(bench.model)},
+        "data": {"source": str(rows), "max_length": bench.max_length, "packing": True},
+        "cluster": {"use_gpu": False},
+    }
+    # With all cores finray chooses by itself; Ray counts the machine's, also where this process is kept to fewer.
+    if bench.threads != os.cpu_count():
+        config["prepare"] = {"num_workers": bench.threads}
+    command = [sys.executable, PEERS / "finray_prepare.py", json.dumps({"config": config})]
+    return _prepared(bench, count, run(command, env=env, watch=True))
 
 
-def _setup(options: argparse.Namespace, source: str, load: float, versions: str) -> str:
-    return "\n".join(
-        [
-            f"- {options.date}; {machine()}; load before it {load:.2f}",
-            f"- tokenizer and template of `{options.model.name}`; cores, processes and threads: "
-            f"{options.threads}; at most {options.max_length} tokens in a row and in a pack",
-            f"- {source}",
-            f"- {versions}",
-            f"\n```\n{shlex.join(['python', 'benchmarks/prepare.py', *options.given])}\n```",
-        ]
+def _peer(script: str, count: int, **job: Any) -> Run:
+    def one(bench: Bench, pair: int) -> Result:
+        whole = {"model": str(bench.model), "rows": str(rows_file(bench, count)), "steps": []}
+        whole |= {"max_length": bench.max_length, "processes": bench.threads}
+        command = [bench.peer_python, PEERS / script, json.dumps({**whole, **job})]
+        return _prepared(bench, count, run(command, env=caches(bench), watch=True))
+
+    return one
+
+
+def sizes(bench: Bench) -> list[int]:
+    """Numbers of rows, each four times the one before it, and the last."""
+    first = len(bench.pool)
+    last = bench.most_rows or first * (GROWTH if bench.quick else GROWTH**2)
+    found = [min(first, last)]
+    while found[-1] * GROWTH < last:
+        found.append(found[-1] * GROWTH)
+    return found if found[-1] == last else [*found, last]
+
+
+def speed_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
+    """Every contender for every number of rows."""
+    return {
+        f"{count:,} rows": {
+            "finray": lambda bench, pair, count=count: run_finray_prepare(bench, count),  # type: ignore[misc]
+            MAP: _peer("datasets_prepare.py", count, mode="map"),
+            MAP_PACK: _peer("datasets_prepare.py", count, mode="map-pack"),
+            TRL: _peer("datasets_prepare.py", count, mode="trl"),
+            TOKENIZER: _peer("tokenizer_alone.py", count),
+        }
+        for count in sizes(bench)
+    }
+
+
+def _growth(blocks: Blocks) -> float | None:
+    peaks = [median(run["proportional"] for run in runs["finray"]) for runs in blocks.values()]
+    return peaks[-1] / peaks[0] if len(peaks) > 1 else None
+
+
+def _fill(blocks: Blocks) -> float | None:
+    fills = [run["fill"] for runs in blocks.values() for run in runs["finray"] if run["rows"] >= 10_000]
+    return min(fills, default=None)
+
+
+def _without_start(name: str) -> Value:
+    """1,000 tokens/s that the most rows have more than the fewest, over the seconds they take more."""
+
+    def value(blocks: Blocks) -> float | None:
+        first, *_, last = (runs[name] for runs in [*blocks.values()] * 2)
+        seconds = median(run["seconds"] for run in last) - median(run["seconds"] for run in first)
+        return (last[0]["tokens"] - first[0]["tokens"]) / seconds / 1e3 if seconds > 0 else None
+
+    return value
+
+
+SPEED = case.Case(
+    group="prepare",
+    name="prepare",
+    title="Speed, memory and fill",
+    what="Memory is summed over all processes of a contender, Ray's own included, and read every 0.2 s. All tokens are "
+    "those that the benchmark counts itself. `Prepared already` is finray's way from the config to the first batch "
+    "without Ray: found, opened and packs planned, first batch.",
+    blocks=speed_blocks,
+    measures=(
+        case.Measure("seconds", "seconds"),
+        case.Measure("1,000 tokens/s", "rate", scale=1e-3),
+        case.Measure("Ray's start, s", "start_seconds", 1, None),
+        case.Measure("process start to ready, s", "process_seconds"),
+        case.Measure("peak memory, GiB", "resident", 2, scale=1 / GIB),
+        case.Measure("the same, shared pages once", "proportional", 2, scale=1 / GIB),
+        case.Measure("fill, %", "fill", 2, None, scale=100),
+        case.Measure("learned tokens", "learned", 0, None),
+        case.Measure("prepared already: found, s", "found", 3, None),
+        case.Measure("opened, s", "opened", 3, None),
+        case.Measure("first batch, s", "first_batch", 3, None),
+    ),
+    ratios=case.over_others,
+    aims=(
+        case.Aim("Preparing: tokens/s ÷ those of datasets.map", case.quotient("finray", MAP, "rate"), least=1.7),
+        case.Aim(
+            "Preparing: tokens/s ÷ those of the tokenizer alone", case.quotient("finray", TOKENIZER, "rate"), least=0.8
+        ),
+        case.Aim("Fill of the packs of 10,000 rows and more", _fill, least=0.98, form="{:.1%}"),
+        case.Aim("Preparing: peak memory (shared pages once) of the most rows ÷ the fewest", _growth, most=1.25),
+        case.Aim(
+            "Prepared already: from the config to the first batch",
+            case.middle("finray", "warm"),
+            most=0.5,
+            form="{:.2f} s",
+        ),
+        *(
+            case.Aim(f"Preparing without what a start costs, {name}", _without_start(name), form="{:,.0f} k tokens/s")
+            for name in ("finray", MAP, MAP_PACK, TRL, TOKENIZER)
+        ),
+    ),
+    most_pairs=3,
+)
+
+
+def packer_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
+    """Growing numbers of documents."""
+    lengths = np.array(count_tokens(bench.pool, bench.model, max_length=bench.max_length), dtype=np.int64)
+
+    def packed(documents: int) -> Result:
+        """Plan packs in this process, which keeps to one core meanwhile.
+
+        Raises:
+            BenchmarkError: the plan does not hold each document once, or a pack holds more than its capacity.
+        """
+        drawn = np.random.default_rng(bench.seed).choice(lengths, size=documents)
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
+        began = time.perf_counter()
+        plan = plan_packs(drawn, bench.max_length)
+        seconds = time.perf_counter() - began
+        os.sched_setaffinity(0, cores)
+        fullest = int(np.add.reduceat(drawn[plan.rows], plan.starts[:-1]).max())
+        if not np.array_equal(np.sort(plan.rows), np.arange(documents)) or fullest > bench.max_length:
+            raise BenchmarkError(f"the plan of {documents:,} documents is wrong")
+        shape = {"least": int(drawn.min()), "mean": float(drawn.mean()), "most": int(drawn.max())}
+        return {"packs": len(plan), "fill": plan.fill, "seconds": seconds, **shape}
+
+    counts = (10_000, 100_000) if bench.quick else (10_000, 100_000, 1_000_000)
+    return {"": {f"{count:,} documents": lambda _, pair, count=count: packed(count) for count in counts}}  # type: ignore[misc]
+
+
+def _least_fill(blocks: Blocks) -> float:
+    return min(run["fill"] for runs in blocks[""].values() for run in runs)
+
+
+def _million(blocks: Blocks) -> float | None:
+    known = blocks[""].get("1,000,000 documents")
+    return median(run["seconds"] for run in known) if known else None
+
+
+PACKER = case.Case(
+    group="prepare",
+    name="packer",
+    title="Planning packs",
+    what="Planned in one process that is kept to one core; lengths are drawn from those of the rows. Every plan is "
+    "checked to hold each document once and no pack above its capacity.",
+    blocks=packer_blocks,
+    measures=(
+        case.Measure("packs", "packs", 0),
+        case.Measure("fill, %", "fill", 3, scale=100),
+        case.Measure("seconds", "seconds", 2),
+        case.Measure("shortest", "least", 0),
+        case.Measure("mean length", "mean", 0),
+        case.Measure("longest", "most", 0),
+    ),
+    aims=(
+        case.Aim("Fill of planned packs", _least_fill, least=0.98, form="{:.2%}"),
+        case.Aim("Planning the packs of a million documents", _million, most=60, form="{:.1f} s"),
+    ),
+    most_pairs=3,
+)
+
+
+def _first_finray(bench: Bench, pair: int) -> Result:
+    """The command line as it is; ended when the first step's record is there."""
+    rows, env = rows_file(bench, bench.first_rows), caches(bench)
+    folder = bench.folder / "run"
+    config = {
+        "run": {"name": "first", "output_dir": str(folder), "seed": bench.seed},
+        "model": {"name": str(bench.model)},
+        "adapter": {"rank": 8, "alpha": 16, "target_modules": "all-linear"},
+        "data": {"source": str(rows), "max_length": bench.max_length, "packing": True},
+        "train": {"epochs": 3, "global_batch_size": 1, "learning_rate": 1e-4, "precision": "bf16"},
+        "checkpoint": {"every_steps": 1_000_000},
+        "cluster": {"cpus_per_worker": bench.threads, "use_gpu": False},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    metrics = folder / "first" / "metrics.jsonl"
+    ran = run(
+        [sys.executable, "-m", "finray.cli.main", "train", file],
+        until=lambda: metrics.is_file() and '"train"' in metrics.read_text(encoding="utf-8"),
+        env=env,
+        watch=True,
     )
+    return {"seconds": ran.seconds, "resident": ran.resident}
 
 
-def make_plan(options: argparse.Namespace, base: Sequence[Row], folder: Path) -> Plan:
-    """How much is run."""
-    largest = options.rows or len(base) * (GROWTH if options.quick else GROWTH**2)
-    return Plan(
-        model=options.model.absolute(),
-        peer_python=options.peer_python,
-        threads=options.threads,
-        max_length=options.max_length,
-        pairs=options.pairs,
-        large_pairs=min(options.pairs, options.large_pairs),
-        limit_s=options.limit,
-        seed=options.seed,
-        base=base,
-        sizes=growing(len(base), largest),
-        documents=(10_000, 100_000) if options.quick else (10_000, 100_000, 1_000_000),
-        start_rows=options.start_rows,
-        folder=folder,
-    )
+def _first_trl(bench: Bench, pair: int) -> Result:
+    rows = rows_file(bench, bench.first_rows)
+    env = caches(bench, allocator=ALLOCATOR)
+    done = bench.folder / "run" / "done"
+    job = {"model": str(bench.model), "rows": str(rows), "done": str(done), "processes": bench.threads, "steps": []}
+    job |= {"max_length": bench.max_length, "seed": bench.seed}
+    command = [bench.peer_python, PEERS / "trl_train.py", json.dumps(job)]
+    ran = run(command, until=done.is_file, env=env, watch=True)
+    return {"seconds": ran.seconds, "resident": ran.resident}
 
 
-def _parts(value: str) -> list[str]:
-    names = value.split(",")
-    unknown = sorted(set(names) - set(PARTS))
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is no part; there are {', '.join(PARTS)}")
-    return names
+FIRST_STEP = case.Case(
+    group="start",
+    name="first-step",
+    title="From nothing to the first optimizer step",
+    what="`finray train` (Ray started by it) and TRL's `SFTTrainer` from the command to the end of the first optimizer "
+    "step, nothing cached but the files in the page cache. Both: the same model, LoRA rank 8 on all linear layers, "
+    "bf16 weights, no checkpointing, packed, one pack in the step. TRL prepares in as many processes as there are "
+    "cores, and has finray's allocator settings. Peak memory up to then, summed over the processes of each.",
+    blocks=lambda bench: {f"{bench.first_rows:,} rows": {"finray": _first_finray, "TRL": _first_trl}},
+    measures=(case.Measure("seconds", "seconds"), case.Measure("peak memory, GiB", "resident", 2, scale=1 / GIB)),
+    ratios=case.over_others,
+    aims=(
+        case.Aim(
+            "From nothing to the first step: seconds, finray ÷ TRL",
+            case.quotient("finray", "TRL", "seconds"),
+            most=0.25,
+        ),
+    ),
+    most_pairs=3,
+)
 
-
-def parse_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Preparing data with finray, datasets and TRL; writes RESULTS.md.")
-    parser.add_argument("--model", type=Path, default=HERE.parent / ".models" / "SmolLM2-135M-Instruct")
-    parser.add_argument("--data", type=Path, help=f"directory with {' and '.join(FILES)}; default: rows made here")
-    parser.add_argument("--rows", type=int, help="most rows (default: sixteen times those there are)")
-    parser.add_argument("--start-rows", type=int, help="rows of the part `start` (default 100,000)")
-    parser.add_argument("--only", type=_parts, default=list(PARTS), help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--pairs", type=int, help="runs of each contender (default 3)")
-    parser.add_argument("--large-pairs", type=int, default=1, help="runs of each above 200,000 rows")
-    parser.add_argument("--limit", type=float, default=300.0, help="longest run, in seconds; see above")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-length", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has TRL")
-    parser.add_argument("--work", type=Path, help="directory for large files that are not kept")
-    parser.add_argument("--date", default=datetime.date.today().isoformat(), help="date of the measurement")
-    parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
-    parser.add_argument("--quick", action="store_true", help="few rows, one run each, to try the script; only printed")
-    options = parser.parse_args(argv)
-    # Where the data and the large files lie says nothing to a reader.
-    options.given = _shown(argv)
-    options.pairs = options.pairs or (1 if options.quick else 3)
-    options.start_rows = options.start_rows or (QUICK_ROWS if options.quick else 100_000)
-    if not 1 <= options.threads <= (os.cpu_count() or 1):
-        parser.error("--threads must be between 1 and the number of cores")
-    if min(options.pairs, options.large_pairs, options.start_rows, options.rows or 1) < 1:
-        parser.error("--pairs, --large-pairs, --rows and --start-rows must be at least 1")
-    return options
-
-
-def _shown(argv: list[str]) -> list[str]:
-    """The options as they are printed: directories and interpreters by what they are."""
-    names = {"--data": "DIR", "--work": "DIR", "--peer-python": "OTHER_VENV/bin/python", "--results": "FILE"}
-    shown: list[str] = []
-    for value in argv:
-        option, equals, _ = value.partition("=")
-        if equals and option in names:
-            shown.append(f"{option}={names[option]}")
-        else:
-            shown.append(names.get(shown[-1], value) if shown else value)
-    return shown
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = parse_options(sys.argv[1:] if argv is None else argv)
-    # What is started inherits this, so that all contenders have the same cores.
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    versions = _versions(options.peer_python)
-    base, source = read_base(options)
-    with tempfile.TemporaryDirectory(prefix="finray_bench_", dir=options.work) as name:
-        plan = make_plan(options, base, Path(name))
-        for part in options.only:
-            title, make = PARTS[part]
-            load = os.getloadavg()[0]
-            say(f"{title}, load {load:.2f}")
-            section = f"{_setup(options, source, load, versions)}\n\n{make(plan)}"
-            print(f"### {title}\n\n{section}\n", flush=True)
-            if not options.quick:
-                replace_parts(options.results, TITLE, {title: section})
-                say(f"wrote {options.results}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+CASES = [SPEED, PACKER, FIRST_STEP]

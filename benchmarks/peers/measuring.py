@@ -1,17 +1,59 @@
-"""What every contender of the CPU training benchmark measures of itself, in the same way."""
+"""What every contender measures of itself in the same way. A peer takes its job as JSON and prints one line of JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-Batch = dict[str, Any]
-Row = dict[str, Any]
+# Before any library reads them. `benchmarks/` is for what the peers share with the runner.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A fine-tuning that a peer is to do."""
+
+    model: str  # directory
+    rows: str  # JSON lines with "messages", or with "prompt" and "completion"; the last answer is learned
+    steps: list[list[int]]  # the numbers of the rows of every optimizer step, warm-up included
+    warmup: int = 2  # first steps, which are not timed
+    mode: str = "best"  # or `defaults`, where there is a difference
+    precision: str = "bf16"  # or `fp32`
+    learning_rate: float = 1e-4  # falls linearly to zero
+    rank: int = 8  # of LoRA on all linear layers; alpha is twice that
+    max_length: int = 1024  # most tokens in a row
+    seed: int = 17  # of what is drawn
+    start: str | None = None  # an adapter to start from
+    save_start: str | None = None  # where to write the untrained adapter
+    done: str | None = None  # file to write at the end of the first step, when all ends
+    processes: int = 2  # that prepare the rows
+
+
+def job(kind: type[Any]) -> Any:
+    """The job of this process, from its command line.
+
+    Raises:
+        SystemExit: there is none, or it has fields that a job does not have.
+    """
+    names = {one.name for one in fields(kind)}
+    given = json.loads(sys.argv[1]) if len(sys.argv) == 2 else None
+    if given is None or set(given) - names:
+        raise SystemExit(f"usage: {sys.argv[0]} '{{\"field\": value, ...}}' with {', '.join(sorted(names))}")
+    return kind(**given)
+
+
+def emit(result: dict[str, Any], *packages: str) -> None:
+    """Print a result, with the versions of what made it."""
+    print(json.dumps({**result, "versions": {name: version(name) for name in packages}}), flush=True)
 
 
 def cpu_seconds() -> float:
@@ -27,80 +69,57 @@ def peak_rss_bytes() -> int:
 
 def seconds_since_process_start() -> float:
     """Wall time since this process was started."""
-    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """What one batch holds: its real tokens, its area with padding, and the tokens that bear loss."""
-
-    tokens: int
-    area: int
-    supervised: int
-
-    @classmethod
-    def of(cls, batch: Batch) -> BatchSize:
-        """Of a batch with `input_ids`, `labels` and perhaps `attention_mask`."""
-        area = int(batch["input_ids"].numel())
-        tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else area
-        supervised = int((batch["labels"][:, 1:] != -100).sum())  # labels are shifted by one: the first never counts
-        return cls(tokens, area, supervised)
-
-
-@dataclass
-class CountingCollator:
-    """A trainer's collator, with a record of what it made: one entry a batch, in the order they are trained on.
-
-    The data loader fetches one batch ahead of the step, so only the order tells which step a batch belongs to.
-    """
-
-    inner: Callable[[list[Row]], Batch]
-    sizes: list[BatchSize] = field(default_factory=list)
-
-    def __call__(self, examples: list[Row]) -> Batch:
-        batch = self.inner(examples)
-        self.sizes.append(BatchSize.of(batch))
-        return batch
+    started = Path("/proc/self/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
 class Clock:
-    """Wall and CPU seconds of the steps after the first `warmup_steps`, and the loss of every step."""
+    """What is read at the end of every optimizer step: the time, this process's CPU time, and its peak memory."""
 
-    warmup_steps: int
     startup_seconds: float = 0.0
-    started: tuple[float, float] = (0.0, 0.0)
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
+    marks: list[float] = field(default_factory=list)
+    cpu_marks: list[float] = field(default_factory=list)
+    resident_before: int = 0
+    peak_rss_bytes: int = 0
 
     def begin(self) -> None:
         """The first step begins."""
-        self.started = (time.perf_counter(), cpu_seconds())
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        self.resident_before = pages * os.sysconf("SC_PAGE_SIZE")
 
-    def step_done(self, number: int) -> None:
-        """A step is done; the first is number 1."""
-        wall, cpu = time.perf_counter(), cpu_seconds()
-        if number == 1:
-            self.startup_seconds = seconds_since_process_start()
-        if number <= self.warmup_steps:
-            self.started = (wall, cpu)
-        self.seconds, self.cpu_seconds = wall - self.started[0], cpu - self.started[1]
+    def step_done(self) -> None:
+        """A step has ended."""
+        self.startup_seconds = self.startup_seconds or seconds_since_process_start()
+        self.marks.append(time.time())
+        self.cpu_marks.append(cpu_seconds())
+        self.peak_rss_bytes = peak_rss_bytes()
 
 
-def figures(clock: Clock, timed: list[BatchSize]) -> dict[str, Any]:
-    """The numbers that all contenders give, by the names they share."""
-    tokens = sum(size.tokens for size in timed)
+def trained(clock: Clock, settings: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The result of a training, by the names that all contenders share.
+
+    Args:
+        clock: that was told of every step.
+        settings: what the run was made with, read back and not as it was asked for.
+        fields: of each step `rows` (numbers of those it saw), `own_tokens` (by the contender's own count, without
+            padding), `padded_tokens`, `targets` (tokens that bear loss), `losses` and `norms` (of the gradient, before
+            clipping); and `trainable_parameters`.
+    """
+    names = {"rows", "own_tokens", "padded_tokens", "targets", "losses", "norms", "trainable_parameters"}
+    if set(fields) != names:
+        raise TypeError(f"a training's result has {names}, not {set(fields)}")
     return {
-        "tokens": tokens,
-        "seconds": clock.seconds,
-        "tokens_per_s": tokens / clock.seconds,
-        "cpu_seconds": clock.cpu_seconds,
-        "cpu_seconds_per_token": clock.cpu_seconds / tokens,
-        "peak_rss_bytes": peak_rss_bytes(),
-        "losses": clock.losses,
-        "supervised_tokens": sum(size.supervised for size in timed),
+        **fields,
+        "marks": clock.marks,
+        "cpu_marks": clock.cpu_marks,
+        "peak_rss_bytes": clock.peak_rss_bytes,
+        "step_bytes": clock.peak_rss_bytes - clock.resident_before,
         "startup_seconds": clock.startup_seconds,
-        "padded_tokens": sum(size.area for size in timed),
+        "settings": {**settings, "glibc_tunables": os.environ.get("GLIBC_TUNABLES", "")},
     }
+
+
+def world_size() -> int:
+    """How many processes this one is one of."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

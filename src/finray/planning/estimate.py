@@ -1,7 +1,12 @@
 """Peak memory of one training worker: counts of a model, what its layers keep, and how the run shares its state.
 
-Memory rises and falls within a step, so the parts are added up for each of its moments, and the largest sum is the
-estimate. `benchmarks/memory.py` holds it against measured peaks: within 15 % in most cases.
+Every part is a formula over a :class:`Blueprint`, a :class:`Setup` and a :class:`Workload`; nothing is fitted to a
+model. Memory rises and falls within a step, so the formulas are added up for each of its moments, and the largest sum
+is the estimate. `benchmarks/run.py memory` holds it against measured peaks.
+
+The formulas follow the code: ``training/activations.py`` says what is kept for the backward pass, ``models/head.py``
+makes logits a chunk at a time, ``parallel/ddp.py`` sums gradients in flat copies of all of them, and
+``training/optimizer.py`` has two fp32 moments per trained parameter, or less.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def _draw_length(random_source: random.Random, tokens: Sequence[int]) -> int:
     return max(1, round(tokens[left] + share * (tokens[right] - tokens[left])))
 
 
-def _text(random_source: random.Random, tokens: int) -> str:
+def text(random_source: random.Random, tokens: int) -> str:
     """About so many tokens: words and marks, each a token to the usual vocabularies."""
     pieces: list[str] = []
     while len(pieces) < tokens:
@@ -64,8 +64,8 @@ def make_rows(count: int, *, seed: int) -> list[Row]:
     random_source = random.Random(seed)
     return [
         _chat(
-            _text(random_source, _draw_length(random_source, PROMPT_TOKENS)),
-            _text(random_source, _draw_length(random_source, ANSWER_TOKENS)),
+            text(random_source, _draw_length(random_source, PROMPT_TOKENS)),
+            text(random_source, _draw_length(random_source, ANSWER_TOKENS)),
         )
         for _ in range(count)
     ]
@@ -77,26 +77,31 @@ def uniform_rows(model: Path, *, count: int, tokens: int, seed: int) -> list[Row
     Raises:
         ValueError: the template alone is longer.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(model))
     random_source = random.Random(seed)
     rows: list[Row] = []
     prompt = tokens // 2
-    while len(rows) < count:
-        row = _chat(_text(random_source, prompt), random_source.choice(("good", "bad")))
-        length = len(tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True)["input_ids"])
-        if length == tokens:
-            rows.append(row)
-            continue
-        prompt += tokens - length
-        if prompt < 1:
-            raise ValueError(f"rows of {tokens} tokens are too short for the template of {model.name}")
-    return rows
+    while len(rows) < count and prompt > 0:
+        made = [_chat(text(random_source, prompt), random_source.choice(("good", "bad"))) for _ in range(2 * count)]
+        lengths = count_tokens(made, model, max_length=2 * tokens)
+        rows += [row for row, length in zip(made, lengths, strict=True) if length == tokens]
+        prompt += tokens - lengths[0]
+    if len(rows) < count:
+        raise ValueError(f"rows of {tokens} tokens are too short for the template of {model.name}")
+    return rows[:count]
 
 
 def _chat(prompt: str, answer: str) -> Row:
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+
+
+def long_rows(count: int, tokens: int, *, seed: int) -> list[Row]:
+    """Rows of strings of one length, of which the most is learned."""
+    random_source = random.Random(seed)
+    prompt = tokens * 15 // 100
+    return [
+        {"prompt": text(random_source, prompt), "completion": f" {text(random_source, tokens - prompt)}"}
+        for _ in range(count)
+    ]
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -140,13 +145,21 @@ def as_text_rows(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def count_tokens(rows: Sequence[Row], model: Path) -> list[int]:
-    """Tokens of the contents of each row, without the chat template."""
-    from tokenizers import Tokenizer
+def count_tokens(rows: Sequence[Row], model: Path, *, max_length: int) -> list[int]:
+    """Tokens of each row as it is trained on: rendered by the model's chat template, and cut at `max_length`.
 
-    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    texts = ["\n".join(message["content"] for message in row["messages"]) for row in rows]
-    return [len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    Every contender's tokens are counted by this function, from the rows that it says it saw. Rows of strings have no
+    template; all contenders end them with one end-of-sequence token.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
+    chats = [row["messages"] for row in rows if "messages" in row]
+    rendered = iter(tokenizer.apply_chat_template(chats, tokenize=False) if chats else [])
+    texts = [[next(rendered)] if "messages" in row else [row["prompt"], row["completion"]] for row in rows]
+    encoded = iter(tokenizer([text for parts in texts for text in parts], add_special_tokens=False)["input_ids"])
+    lengths = [sum(len(next(encoded)) for _ in parts) + (len(parts) == 2) for parts in texts]
+    return [min(length, max_length) for length in lengths]
 
 
 def grouped_sample(rows: Sequence[Row], lengths: Sequence[int], *, batches: int, batch_size: int) -> list[list[Row]]:

@@ -1,10 +1,10 @@
 """What the formulas of communication and memory say for 8, 64 and 1024 GPUs: the tables of `docs/guide/scaling.md`.
 
 Nothing is measured here; `tests/integration/test_volumes.py` compares the formulas of communication with bytes counted
-on gloo, and `benchmarks/memory.py` those of memory with measured peaks.
+on gloo, and `benchmarks/run.py memory` those of memory with measured peaks.
 
-    python benchmarks/scaling.py            prints the tables
-    python benchmarks/scaling.py --write    puts them into the page
+    python -m tools.scaling_page            prints the tables
+    python -m tools.scaling_page --write    puts them into the page
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from functools import cache
 from pathlib import Path
 
 from tools.flops import flops_per_token
-from tools.volumes import Machines, exchanges, seconds
+from tools.volumes import Machines, across_seconds, exchanges, seconds
 
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.planning.blueprint import Blueprint, ModelShape, model_shape
-from finray.planning.estimate import Setup, Workload, estimate
+from finray.planning.blueprint import Blueprint, build_blueprint
+from finray.planning.estimate import estimate
 from finray.planning.placement import GPUS
-from finray.pretrained.bundled_configs import bundled_config
+from finray.planning.setup import Setup, Workload
+from finray.pretrained.bundled_configs import shipped_shape
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "scaling.md"
-MARKS = ("<!-- tables: python benchmarks/scaling.py --write -->", "<!-- end of tables -->")
+MARKS = ("<!-- tables: python -m tools.scaling_page --write -->", "<!-- end of tables -->")
 MODELS = {"8B": "meta-llama/Llama-3.1-8B-Instruct", "70B": "meta-llama/Llama-3.1-70B-Instruct"}
 GPU = GPUS["h100-80gb"]
 # The assumptions, all of them.
@@ -77,22 +78,18 @@ class Outcome:
 
 
 @cache
-def shape_of(model: str, method: str) -> ModelShape:
-    shipped = bundled_config(ModelConfig(name=MODELS[model]))
-    assert shipped is not None
-    return model_shape(shipped, AdapterConfig(method="lora" if method == "LoRA" else "none", rank=16), packs=True)
-
-
 def blueprint(model: str, method: str) -> Blueprint:
-    return shape_of(model, method).blueprint
+    """The shape of a model with all weights trained, or an adapter."""
+    shape = shipped_shape(ModelConfig(name=MODELS[model]))
+    assert shape is not None
+    return build_blueprint(shape, AdapterConfig(method="lora" if method == "LoRA" else "none", rank=16))
 
 
 def outcome(model: str, method: str, strategy: str, gpus: int, rate: float) -> Outcome | None:
     """What a strategy comes to; None where it does not fit into a GPU's memory."""
     shape = blueprint(model, method)
-    setup = replace(STRATEGIES[strategy], workers=gpus, device="cuda", precision="bf16", checkpointing="full")
-    layers = shape_of(model, method).probe.measure(setup.arithmetic)
-    memory = estimate(shape, layers, setup, Workload((ROW,) * (TOKENS // ROW), TOKENS)).total
+    setup = replace(STRATEGIES[strategy], workers=gpus, device="cuda", precision="bf16", checkpointing=True, ray=False)
+    memory = estimate(shape, setup, Workload((ROW,) * (TOKENS // ROW), TOKENS)).total
     if memory > (1 - MARGIN) * GPU.memory:
         return None
     per_machine = 1 if gpus <= PER_MACHINE else PER_MACHINE
@@ -104,7 +101,8 @@ def outcome(model: str, method: str, strategy: str, gpus: int, rate: float) -> O
     compute = TOKENS * MICRO_BATCHES * flops / (UTILISATION * GPU.tflops * 1e12)
     hidden = shown = 0.0
     for one in exchanges(shape, setup, micro_batches=MICRO_BATCHES):
-        took = seconds(one, machines)
+        crosses = setup.shards is not None and one.kind == "all_reduce"
+        took = across_seconds(one, machines) if crosses else seconds(one, machines)
         hidden, shown = (hidden + took, shown) if one.hidden else (hidden, shown + took)
     shown += max(0.0, hidden - compute)
     return Outcome(strategy, memory, compute, shown, gpus * TOKENS * MICRO_BATCHES / (compute + shown))
@@ -161,6 +159,7 @@ def tables() -> str:
 
 
 def main() -> int:
+    """Print the tables, and write them into the page."""
     found = tables()
     print(found)
     if "--write" in sys.argv:

@@ -1,1 +1,0 @@
-"""The measurements of train_cpu.py, one to a module."""

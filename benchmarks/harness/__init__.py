@@ -1,1 +1,0 @@
-"""What the benchmarks share: rows, subprocesses, statistics and the results file."""

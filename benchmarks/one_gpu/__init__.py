@@ -1,1 +1,0 @@
-"""The measurements of gpu.py, one to a module."""

@@ -1,0 +1,150 @@
+"""finray's half of the benchmarks: a training by finray's own loop.
+
+Without `through_ray` there is no Ray: the loop is assembled in this process, or in as many as `WORLD_SIZE` says, which
+share the steps over gloo; tokens and seconds are then those of all together, CPU seconds and memory this one's. With
+it the run is that of `finray.train`, in Ray Train workers whose environment is finray's own; the CPU seconds of those
+are not read.
+
+A step's seconds run from its record to the next one's, by the times in the TensorBoard events, so they hold everything
+the loop does: waiting for data, forward, backward, clipping, AdamW, and its trackers at every step. CPU time and peak
+memory are read at every record, so before the checkpoint at the end.
+
+    OMP_NUM_THREADS=2 python finray_train.py '{"config": {"model": {"name": "DIR"}, ...}, "warmup": 2}'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import measuring
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FinrayJob:
+    """A run of finray."""
+
+    config: dict[str, Any]  # a whole one, with `tracking.record_samples` where rows are to be counted
+    warmup: int = 2  # first steps, which are not timed
+    through_ray: bool = False  # whether it is `finray.train`
+    prepared: str | None = None  # data that is prepared already, so that preparing adds nothing to the memory
+    gemm: bool = False  # whether the model's matrix products are timed afterwards, with all ranks at it
+
+
+def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
+    """Train in this process, as `finray.runtime.worker` does; returns what only an assembled run can tell."""
+    import finray_api
+    import torch
+    import torch.distributed as dist
+
+    config = finray_api.build_config(job.config, source="benchmark")
+    finray_api.keep_freed_memory(but_large=config.parallel.strategy != "ddp")
+    alone = measuring.world_size() == 1
+    if not alone or config.parallel.strategy != "ddp":
+        dist.init_process_group("gloo")
+    here = job.prepared is None and (alone or dist.get_rank() == 0)
+    box = [str(finray_api.prepare_here(config)) if here else job.prepared or ""]
+    if not alone:
+        dist.broadcast_object_list(box, src=0)
+    run_dir = Path(config.run.output_dir) / config.run.name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    loop = finray_api.assembled(config, box[0], run_dir)
+    finish = finray_api.on_every_step(loop, clock.step_done)
+    clock.begin()
+    loop.run()
+    finish()
+    if "ray" in sys.modules:
+        raise RuntimeError("Ray was imported in a run that is to be without it")
+    model: Any = loop.task.model
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found: dict[str, Any] = {
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters),
+        "settings": {
+            "attention": model.config._attn_implementation,
+            "base_dtype": str(model.get_input_embeddings().weight.dtype),
+            "adapter_dtype": str(parameters[0].dtype),
+            "threads": torch.get_num_threads(),
+        },
+    }
+    if not alone:
+        dist.barrier()  # Nobody reads the records, or times anything, before everybody is done.
+    if job.gemm:
+        import flops
+
+        timed = records_of(run_dir)[job.warmup :]
+        micro = len(timed) * (config.train.global_batch_size // config.train.micro_batch_size)
+        found["gemm_flops_per_s"] = flops.gemm_rate(
+            model.config,
+            tokens=sum(record["step_tokens"] for record in timed) // micro,
+            targets=sum(record["supervised"] for record in timed) // micro,
+            dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+            device=torch.device("cpu"),
+        )
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def records_of(run_dir: Path) -> list[Record]:
+    """The training records of a run, with the tokens of each step."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+    before = 0
+    for record in records:
+        record["step_tokens"] = record["tokens"] - before
+        before = record["tokens"]
+    return records
+
+
+def marks_of(run_dir: Path) -> list[float]:
+    """When each step's record was written, by the TensorBoard events."""
+    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
+
+    events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [event.wall_time for event in events.Scalars("train/loss")]
+
+
+def main() -> None:
+    job: FinrayJob = measuring.job(FinrayJob)
+    clock = measuring.Clock()
+    run_dir = Path(job.config["run"]["output_dir"]) / job.config["run"]["name"]
+    found: dict[str, Any] = {"trainable_parameters": 0}
+    if job.through_ray:
+        import finray_api
+
+        import finray
+
+        config = finray_api.build_config(job.config, source="benchmark")
+        handle = lambda record: clock.step_done() if finray_api.is_step(record) else None  # noqa: E731
+        summary = finray.train(config, handle=handle).summary
+        clock.peak_rss_bytes, clock.cpu_marks = int(summary["peak_memory_bytes"][0]), []
+        found |= {"phases": summary["phases"]}
+    else:
+        found |= run_here(job, clock)
+    records = records_of(run_dir)
+    tokens = [record["step_tokens"] for record in records]
+    result = measuring.trained(
+        clock,
+        found.pop("settings", {}),
+        rows=[record.get("samples", []) for record in records],
+        own_tokens=tokens,
+        padded_tokens=tokens,
+        targets=[record["supervised"] for record in records],
+        losses=[record["loss"] for record in records],
+        norms=[record["grad_norm"] for record in records],
+        trainable_parameters=found.pop("trainable_parameters"),
+    )
+    marks = marks_of(run_dir) if (run_dir / "tensorboard").is_dir() else clock.marks
+    result |= {"marks": marks, "step_seconds": [record["seconds"] for record in records]}
+    measuring.emit(result | found, "finray", "torch", "transformers", "peft")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Writes an untrained LoRA adapter, drawn by PEFT, for all contenders to start from: `save_start` of the job."""
+
+from __future__ import annotations
+
+import hf
+import measuring
+import torch
+
+job: measuring.Job = measuring.job(measuring.Job)
+torch.manual_seed(job.seed)
+hf.start_adapter(hf.lora_model(job), job)
+measuring.emit({}, "torch", "peft")

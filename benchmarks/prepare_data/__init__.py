@@ -1,1 +1,0 @@
-"""The parts of the preparation benchmark, `benchmarks/prepare.py`."""
