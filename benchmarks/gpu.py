@@ -30,6 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
+from finray.planning.activations import kept_bytes
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -46,7 +47,6 @@ from finray.models.loading import choose_attention
 from finray.models.quantised import QuantisedLinear, quantise_layers
 from finray.parallel.ddp import DDPStrategy
 from finray.planning import setup as planned
-from finray.planning.activations import kept_bytes
 from finray.planning.blueprint import draw_blueprint
 from finray.planning.estimate import estimate
 from finray.pretrained.tokenizers import silence_transformers

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from finray.planning.setup import Setup, Workload
 from tools.flops import flops_per_token
 from tools.volumes import Machines, across_seconds, exchanges, seconds
 
@@ -22,7 +23,6 @@ from finray.config.schema import AdapterConfig, ModelConfig
 from finray.planning.blueprint import Blueprint, build_blueprint
 from finray.planning.estimate import estimate
 from finray.planning.placement import GPUS
-from finray.planning.setup import Setup, Workload
 from finray.pretrained.bundled_configs import shipped_shape
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "scaling.md"
