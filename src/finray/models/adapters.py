@@ -19,7 +19,7 @@ import torch
 from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
 from finray.models.adapter_init import PISSA_RESIDUAL, AdapterInit
-from finray.models.adapter_methods import adapter_method
+from finray.models.adapter_methods import LORA, adapter_method
 from finray.sharding import load_local, shape_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -128,7 +128,8 @@ def _keep_start(wrapped: Any, config: Any) -> None:
 def adapter_init(model: Any, method: str, *, seed: int, base: Callable[[str], torch.Tensor]) -> AdapterInit:
     """First values of a model's adapter; ``base`` gives the base weight (out, in) of a module by name."""
     modules = dict(model.named_modules())
-    kind = adapter_method(method)
+    # Weights that are all trained begin as they are in their files, and nobody asks for a first value.
+    kind = LORA if method == "none" else adapter_method(method)
     return AdapterInit(kind, seed=seed, scaling=lambda name: float(modules[name].scaling[NAME]), base=base)
 
 
