@@ -30,7 +30,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from finray.planning.activations import kept_bytes
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -46,9 +45,9 @@ from finray.models.head import Head, loss_sum
 from finray.models.loading import choose_attention
 from finray.models.quantised import QuantisedLinear, quantise_layers
 from finray.parallel.ddp import DDPStrategy
-from finray.planning import setup as planned
+from finray.planning import estimate as planned
 from finray.planning.blueprint import draw_blueprint
-from finray.planning.estimate import estimate
+from finray.planning.layers import LayerProbe
 from finray.pretrained.tokenizers import silence_transformers
 from finray.tasks.causal_lm import CausalLM
 from finray.training.loader import StepData
@@ -234,9 +233,12 @@ def estimated(config: Any, setup: Setup, batches: Sequence[Any]) -> int | None:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     method = "none" if setup.method == "full" else "lora"
     blueprint = draw_blueprint(model, AdapterConfig(method=method, rank=setup.rank, alpha=2 * setup.rank))
-    how = planned.Setup(device="cuda", precision="bf16", checkpointing=setup.checkpointing != "none", ray=False)
-    heaviest = max(batches, key=lambda one: kept_bytes(blueprint, how, planned.Workload(one.lengths, one.tokens)))
-    return estimate(blueprint, how, planned.Workload(heaviest.lengths, len(heaviest.targets_K))).allocated
+    how = planned.Setup(device="cuda", precision="bf16", checkpointing=setup.checkpointing, ray=False)
+    layers = LayerProbe(model).measure(how.arithmetic)
+    heaviest = max(batches, key=lambda one: layers.kept(one.lengths))
+    found = planned.estimate(blueprint, layers, how, planned.Workload(heaviest.lengths, len(heaviest.targets_K)))
+    # What torch's allocator hands out: neither the process itself nor holes.
+    return found.total - sum(found.parts.get(part, 0) for part in ("process", "heap holes"))
 
 
 def forget(device: torch.device) -> None:

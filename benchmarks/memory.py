@@ -165,7 +165,7 @@ def estimate(config: Any) -> Any:
     device = Device("cpu", "this machine", None)
     placement = Placement(config.cluster.num_workers, 1, use_gpu=False)
     resolved = resolve(config, placement, device, packing=model.packing)
-    return plan_memory(config, resolved, model.blueprint, model.stored, device, rows, found, ray=False)
+    return plan_memory(config, resolved, model.shape, device, rows, found, ray=False)
 
 
 def measure(bench: Bench, setting: Setting) -> Result:

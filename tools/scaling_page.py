@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from finray.planning.setup import Setup, Workload
 from tools.flops import flops_per_token
-from tools.volumes import Machines, across_seconds, exchanges, seconds
+from tools.volumes import Machines, exchanges, seconds
 
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.planning.blueprint import Blueprint, build_blueprint
-from finray.planning.estimate import estimate
+from finray.planning.blueprint import Blueprint, ModelShape, model_shape
+from finray.planning.estimate import Setup, Workload, estimate
 from finray.planning.placement import GPUS
-from finray.pretrained.bundled_configs import shipped_shape
+from finray.pretrained.bundled_configs import bundled_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "scaling.md"
 MARKS = ("<!-- tables: python -m tools.scaling_page --write -->", "<!-- end of tables -->")
@@ -78,18 +77,24 @@ class Outcome:
 
 
 @cache
+def shape_of(model: str, method: str) -> ModelShape:
+    """A model with all weights trained, or an adapter."""
+    shipped = bundled_config(ModelConfig(name=MODELS[model]))
+    assert shipped is not None
+    return model_shape(shipped, AdapterConfig(method="lora" if method == "LoRA" else "none", rank=16), packs=True)
+
+
 def blueprint(model: str, method: str) -> Blueprint:
     """The shape of a model with all weights trained, or an adapter."""
-    shape = shipped_shape(ModelConfig(name=MODELS[model]))
-    assert shape is not None
-    return build_blueprint(shape, AdapterConfig(method="lora" if method == "LoRA" else "none", rank=16))
+    return shape_of(model, method).blueprint
 
 
 def outcome(model: str, method: str, strategy: str, gpus: int, rate: float) -> Outcome | None:
     """What a strategy comes to; None where it does not fit into a GPU's memory."""
     shape = blueprint(model, method)
-    setup = replace(STRATEGIES[strategy], workers=gpus, device="cuda", precision="bf16", checkpointing=True, ray=False)
-    memory = estimate(shape, setup, Workload((ROW,) * (TOKENS // ROW), TOKENS)).total
+    setup = replace(STRATEGIES[strategy], workers=gpus, device="cuda", precision="bf16", checkpointing="full")
+    layers = shape_of(model, method).probe.measure(setup.arithmetic)
+    memory = estimate(shape, layers, setup, Workload((ROW,) * (TOKENS // ROW), TOKENS)).total
     if memory > (1 - MARGIN) * GPU.memory:
         return None
     per_machine = 1 if gpus <= PER_MACHINE else PER_MACHINE
@@ -101,8 +106,7 @@ def outcome(model: str, method: str, strategy: str, gpus: int, rate: float) -> O
     compute = TOKENS * MICRO_BATCHES * flops / (UTILISATION * GPU.tflops * 1e12)
     hidden = shown = 0.0
     for one in exchanges(shape, setup, micro_batches=MICRO_BATCHES):
-        crosses = setup.shards is not None and one.kind == "all_reduce"
-        took = across_seconds(one, machines) if crosses else seconds(one, machines)
+        took = seconds(one, machines)
         hidden, shown = (hidden + took, shown) if one.hidden else (hidden, shown + took)
     shown += max(0.0, hidden - compute)
     return Outcome(strategy, memory, compute, shown, gpus * TOKENS * MICRO_BATCHES / (compute + shown))
