@@ -4,7 +4,7 @@ Every part is a formula over a :class:`Blueprint`, a :class:`Setup` and a :class
 model. Memory rises and falls within a step, so the formulas are added up for each of its moments, and the largest sum
 is the estimate. `benchmarks/run.py memory` holds it against measured peaks.
 
-The formulas follow the code: ``training/activations.py`` says what is kept for the backward pass, ``models/head.py``
+The formulas follow the code: ``planning/layers.py`` counts what is kept for the backward pass, ``models/head.py``
 makes logits a chunk at a time, ``parallel/ddp.py`` sums gradients in flat copies of all of them, and
 ``training/optimizer.py`` has two fp32 moments per trained parameter, or less.
 """
@@ -239,7 +239,7 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
             wanted = per_count * work.token_counts + KERNELS_PER_ROW * work.row_lengths
             kernels = KERNEL * min(KERNEL_CACHE, wanted)
         if setup.copies:
-            # A worker's part of a checkpoint, as training/snapshot.py copies it (from a GPU, to memory of the CPU). The
+            # A worker's part of a checkpoint, as training/checkpointing.py copies it (from a GPU, to memory of the CPU). The
             # first worker writes an adapter; all share in whole models, and in moments.
             copy = FP32 * (blueprint.adapter or blueprint.base / setup.workers) + moments / setup.workers
     return {
