@@ -5,8 +5,8 @@ model. Memory rises and falls within a step, so the formulas are added up for ea
 is the estimate. `benchmarks/run.py memory` holds it against measured peaks.
 
 The formulas follow the code: ``planning/layers.py`` counts what is kept for the backward pass, ``models/head.py``
-makes logits a chunk at a time, ``parallel/ddp.py`` sums gradients in flat copies of all of them, and
-``training/optimizer.py`` has two fp32 moments per trained parameter, or less.
+makes logits a chunk at a time, ``parallel/ddp.py`` all-reduces gradients where they are, and ``training/optim/``
+keeps two fp32 moments per trained parameter, or less.
 """
 
 from __future__ import annotations
@@ -239,8 +239,8 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
             wanted = per_count * work.token_counts + KERNELS_PER_ROW * work.row_lengths
             kernels = KERNEL * min(KERNEL_CACHE, wanted)
         if setup.copies:
-            # A worker's part of a checkpoint, as training/checkpointing.py copies it (from a GPU, to memory of the CPU). The
-            # first worker writes an adapter; all share in whole models, and in moments.
+            # A worker's part of a checkpoint, as training/checkpointing.py copies it (from a GPU, to CPU memory). The first
+            # worker writes an adapter; all share in whole models, and in moments.
             copy = FP32 * (blueprint.adapter or blueprint.base / setup.workers) + moments / setup.workers
     return {
         "process": process,
