@@ -239,8 +239,8 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
             wanted = per_count * work.token_counts + KERNELS_PER_ROW * work.row_lengths
             kernels = KERNEL * min(KERNEL_CACHE, wanted)
         if setup.copies:
-            # A worker's part of a checkpoint, as training/checkpointing.py copies it (from a GPU, to CPU memory). The first
-            # worker writes an adapter; all share in whole models, and in moments.
+            # A worker's part of a checkpoint, as training/checkpointing.py copies it to CPU memory. The first worker
+            # writes an adapter; all share in whole models, and in moments.
             copy = FP32 * (blueprint.adapter or blueprint.base / setup.workers) + moments / setup.workers
     return {
         "process": process,
