@@ -273,7 +273,7 @@ def test_labels_are_names_or_whole_numbers(preparing: Preparing, put: Write) -> 
     rows = [{"text": "one", "label": label} for label in (10, 2, 2, 0)]
     dataset = preparing.dataset(put("rows.jsonl", lines(rows)), **wanted)
     # Numbers in the order of numbers.
-    assert dataset.manifest.splits["train"].labels == ["0", "2", "10"]
+    assert dataset.manifest.splits["train"].labels == ("0", "2", "10")
     split = dataset.all_rows("train")
     assert split is not None
     assert split.labels == ["10", "2", "2", "0"]
