@@ -12,10 +12,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from finray.checkpoint import manifest
 from finray.errors import ConfigError, DataError
 from finray.records import Note
 from tests.support import runs, tiny
+from tests.support.checkpoints import reseal
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +44,6 @@ def interrupted(undisturbed: Path, target: Path) -> Path:
     shutil.copytree(undisturbed, target)
     shutil.rmtree(target / "checkpoint-000008")
     return target
-
-
-def reseal(checkpoint: Path) -> None:
-    """A manifest that fits the changed files, so that the change and not the damage is what is tested."""
-    content = manifest.read(checkpoint)
-    manifest.write(
-        checkpoint, manifest.build(manifest.entries_of(checkpoint), step=content["step"], metrics=content["metrics"])
-    )
 
 
 def change_counter(**values: Any) -> Callable[[Path], None]:

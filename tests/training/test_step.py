@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finray.checkpoint import manifest
 from finray.errors import TrainingError
 from finray.tracking.jsonl import read_records
 from finray.training import nonfinite as watch
 from finray.training.assemble import Assembled
 from tests.support import runs, tiny
+from tests.support.checkpoints import reseal
 from tests.support.group import run_group
 
 
@@ -239,7 +239,7 @@ def test_ranks_leave_an_update_out_alike(plain: dict[str, Any], tmp_path: Path) 
     checkpoint = tmp_path / "one" / "checkpoint-000001"
     path = checkpoint / "training_state" / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "loss_scale": 2.0**21}))
-    manifest.write(checkpoint, manifest.build(manifest.entries_of(checkpoint), step=1, metrics={}))
+    reseal(checkpoint)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     runs.run_alone(hot, tmp_path / "one")
     run_group(hot, tmp_path / "two", world_size=2)

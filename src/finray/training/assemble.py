@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from finray.checkpoint import CheckpointStore
-from finray.checkpoint.fence import Fence
+from finray.checkpoint.store import Fence
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
