@@ -217,6 +217,10 @@ def test_prune_goes_by_the_last_use_and_looking_is_no_use(plain: dict[str, Any],
         assert code == 0
     assert "40 days ago" in row_of(finray("cache", "list", str(old.parent))[1], old.name)
     assert finray("cache", "prune", "--older-than-days", "41", str(old.parent)) == (0, "0 removed\n")
+    # A preparation that finds it is one.
+    assert prepared(plain) == old
+    assert "just now" in row_of(finray("cache", "list", str(old.parent))[1], old.name)
+    os.utime(old / MANIFEST, (used, used))
     code, output = finray("cache", "prune", "--older-than-days", "39", str(old.parent))
     assert code == 0
     assert [line.split()[1] for line in output.splitlines()[:-1]] == [old.name]

@@ -179,14 +179,7 @@ def open_dataset(config: Config, prepared: str | Path, spec: TaskSpec) -> Prepar
     """
     local_dir = config.prepare.local_dir
     dataset = PreparedDataset(prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
-    if dataset.kind() not in spec.rows:
-        raise DataError(
-            f"the rows are {dataset.kind()}, and {spec.name} learns from {', '.join(sorted(spec.rows))}",
-            where="data.format",
-            repair="set data.format to text, to learn the text alone"
-            if dataset.kind() == "labelled"
-            else "set data.format or model.task so that they fit each other",
-        )
+    dataset.require_kind(spec)
     return dataset
 
 

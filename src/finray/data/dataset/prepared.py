@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from finray.config.schema import DataConfig
+from finray.config.tasks import TaskSpec
 from finray.data.dataset.fetch import LocalFiles, RemoteFiles
 from finray.data.dataset.manifest import DataFile, Manifest, StreamEntry
 from finray.data.sampling.order import mix
@@ -243,6 +244,21 @@ class PreparedDataset:
     def kind(self, split: str = "train") -> str:
         """What rows are: ``chat``, ``completion``, ``text`` or ``labelled``."""
         return str(self.manifest.splits[split].kind)
+
+    def require_kind(self, spec: TaskSpec) -> None:
+        """Refuse rows that a task does not learn from.
+
+        Raises:
+            DataError: they are of another kind.
+        """
+        if self.kind() not in spec.rows:
+            raise DataError(
+                f"the rows are {self.kind()}, and {spec.name} learns from {', '.join(sorted(spec.rows))}",
+                where="data.format",
+                repair="set data.format to text, to learn the text alone"
+                if self.kind() == "labelled"
+                else "set data.format or model.task so that they fit each other",
+            )
 
     def files(self) -> Iterator[tuple[str, DataFile]]:
         """Every data file: its path in the dataset, and size and SHA-256."""
