@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any
@@ -17,6 +17,9 @@ from pydantic import TypeAdapter
 from finray.data.dataset.plan import Stream, fingerprint
 from finray.data.sources.readers import ByteRange
 from finray.errors import DataError
+
+# Made when the first file is read, because that takes milliseconds.
+_reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +197,6 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """The file."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
-
-
-@cache
-def _reader(kind: type) -> TypeAdapter[Any]:
-    """Made when the first file is read, because that takes milliseconds."""
-    return TypeAdapter(kind)
 
 
 def part_note(stream: str, number: int) -> str:
