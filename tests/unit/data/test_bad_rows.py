@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finray.config.schema import FIELDS
-from finray.data.sources import json_window, pieces
-from finray.data.sources.readers import BadRow, ByteRange, Reading, read_array
+from finray.data.sources import pieces, readers
+from finray.data.sources.readers import ByteRange, Reading, read_array
 from finray.errors import DataError
 from tests.support import tiny
 from tests.support.preparing import Preparing, Write, bad_rows_of, ids, lines
@@ -137,11 +137,11 @@ def test_a_bad_row_is_named_or_dropped(
     (listed,) = bad_rows_of(dataset)
     assert case.message in listed.pop("message")
     assert listed == {"split": "train", "file": case.name, "row": case.row}
-    stats = dataset.manifest.splits["train"]
+    stats = dataset.manifest.splits["train"].counts
     assert (stats.bad_rows, stats.source_rows, stats.rows) == (1, 21, 20)
     # The rows are those of the file without it.
     clean = preparing.dataset(put(f"good/{case.name}", case.before + case.after), **options)
-    assert clean.manifest.splits["train"].bad_rows == 0
+    assert clean.manifest.splits["train"].counts.bad_rows == 0
     assert ids(dataset.all_rows("train")) == ids(clean.all_rows("train"))
     assert dataset.all_rows("train").where(15).split(":")[0] == case.name  # type: ignore[union-attr]
 
@@ -279,8 +279,8 @@ def test_several_bad_rows_in_several_files_and_splits(
         *(("train", f"train-{name}.jsonl", row) for name in "abc" for row in sorted(bad[name])),
         ("test", "test.jsonl", 1),
     ]
-    assert dataset.manifest.splits["train"].bad_rows == 23
-    assert dataset.manifest.splits["test"].bad_rows == 1
+    assert dataset.manifest.splits["train"].counts.bad_rows == 23
+    assert dataset.manifest.splits["test"].counts.bad_rows == 1
 
 
 def test_nothing_but_bad_rows_is_an_error_in_either_case(preparing: Preparing, put: Write) -> None:
@@ -335,7 +335,7 @@ def anything(tiny_model_dir: Path, tokenizer: Any) -> Callable[..., None]:
                     # What is said must be fit to be printed.
                     str(error).encode("utf-8")
                 else:
-                    counts = dataset.manifest.splits["train"]
+                    counts = dataset.manifest.splits["train"].counts
                     assert len(bad_rows_of(dataset)) == counts.bad_rows
                     assert on_bad_row == "drop" or not counts.bad_rows
 
@@ -384,17 +384,16 @@ def test_random_rows_end_in_rows_or_in_a_data_error(
 def test_an_array_reads_the_same_through_any_window(
     rows: list[dict[str, str]], window: int, spaces: str, limit: int
 ) -> None:
-    """Also where a row is too large to be held, and is passed over unread."""
+    """Also where a row is too large."""
     written = [json.dumps(row, ensure_ascii=False) for row in rows]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "rows.json"
         path.write_text(f"[{spaces}{f',{spaces}'.join(written)}{spaces}]{spaces}", encoding="utf-8", newline="")
-        patch.setattr(json_window, "CHUNK", window)
+        patch.setattr(readers, "CHUNK", window)
         found = list(read_array(ByteRange(str(path), "array"), Reading(max_row_bytes=limit)))
-    assert [number for number, _ in found] == list(range(1, len(rows) + 1))
-    for (_, value), row, text in zip(found, rows, written, strict=True):
+    for value, row, text in zip(found, rows, written, strict=True):
         if len(text.encode()) > limit:
-            assert isinstance(value, BadRow)
+            assert isinstance(value, DataError)
             assert "longer than" in value.message
         else:
             assert value == row

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from finray.data.sources import pieces
 from finray.data.sources.pieces import plan_parts, read, read_piece, row_number
-from finray.data.sources.readers import BadRow, ByteRange, Reading
+from finray.data.sources.readers import ByteRange, Reading
 from finray.data.sources.resolve import Slice, Source, resolve, split_name
 from finray.errors import DataError
 from tests.support.preparing import Preparing, Write, bad_rows_of, lines
@@ -49,7 +49,7 @@ def expected(content: bytes) -> list[tuple[int, Any]]:
 
 
 def values(items: Any, first: int) -> list[tuple[int, Any]]:
-    return [(first + item.number, None if isinstance(item.value, BadRow) else item.value) for item in items]
+    return [(first + item.number, None if isinstance(item.value, DataError) else item.value) for item in items]
 
 
 @settings(max_examples=300, deadline=None)
@@ -193,7 +193,7 @@ def test_a_line_without_end_is_not_read_again_for_each_piece(tmp_path: Path, mon
             read_bytes += len(line)
             return line
 
-    monkeypatch.setattr("finray.data.sources.readers.open_binary", lambda name: Counting(io.FileIO(name)))
+    monkeypatch.setattr("finray.data.sources.readers.opened", lambda name: Counting(io.FileIO(name)))
     source = Source(str(path), (str(path),))
     rows = [
         item for part in plan_parts(source, READING) for piece in part for item in read_piece(piece, source, READING)

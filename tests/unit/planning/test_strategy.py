@@ -54,8 +54,14 @@ def plain(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(placement, "machine_cpus", lambda: 4)
     wide = tmp_path / "wide"
     tiny.save_model("llama", wide, tiny.train_tokenizer(), hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
-    changes = {"adapter.method": "none", "parallel.strategy": "auto", "cluster.num_workers": 2}
-    return runs.tiny_run(wide, tiny.write_chat_rows(tmp_path, 8), tmp_path / "out", changes)
+    return runs.settings(
+        wide,
+        tiny.write_chat_rows(tmp_path, 8),
+        tmp_path / "out",
+        adapter={"method": "none"},
+        parallel={"strategy": "auto"},
+        cluster={"num_workers": 2},
+    )
 
 
 def give(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:

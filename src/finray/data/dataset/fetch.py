@@ -6,9 +6,9 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock, Semaphore, Thread
 
 from finray.data.dataset.manifest import DataFile
 from finray.data.storage import Folder
@@ -17,28 +17,10 @@ from finray.errors import DataError
 _AT_A_TIME = 4
 
 
-class LocalFiles:
-    """Files on this machine."""
+class DatasetFiles:
+    """Files of a prepared dataset. Those behind a URL are kept in a local directory, verified by size and SHA-256.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def path(self, name: str) -> Path:
-        """A local path of a file."""
-        return self._root / name
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Nothing to do."""
-
-
-def default_local_dir() -> Path:
-    """Where fetched files are kept unless the config says otherwise."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "finray" / "prepared"
-
-
-class RemoteFiles:
-    """Files behind a URL, kept in a local directory once fetched, and verified by size and SHA-256.
+    fsspec's `filecache` would verify nothing, fetch nothing ahead, and let two processes of a machine write one file.
 
     Args:
         folder: where they lie.
@@ -51,12 +33,12 @@ class RemoteFiles:
         self, folder: Folder, fingerprint: str, files: Iterable[tuple[str, DataFile]], local_dir: Path | None
     ) -> None:
         self._folder = folder
-        self._root = (local_dir or default_local_dir()) / fingerprint
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._root = (local_dir or cache / "finray" / "prepared") / fingerprint
         self._expected = dict(files)
-        self._claimed: dict[str, Future[Path]] = {}
+        self._locks = {name: Lock() for name in self._expected}
         self._wanted: deque[str] = deque()
-        self._threads = 0
-        self._lock = Lock()
+        self._turns = Semaphore(_AT_A_TIME)
 
     def path(self, name: str) -> Path:
         """A local path of a file; waits until it is there, and not for those that are fetched ahead.
@@ -64,42 +46,28 @@ class RemoteFiles:
         Raises:
             DataError: it cannot be fetched, or is damaged.
         """
-        return self._claim(name).result()
+        if not self._folder.is_remote:
+            return Path(self._folder.at(name))
+        with self._locks[name]:
+            return self._fetched(name)
 
     def prefetch(self, names: Iterable[str]) -> None:
         """Begin to fetch files, the first one first."""
-        with self._lock:
+        if self._folder.is_remote:
             self._wanted.extend(names)
-            new = min(_AT_A_TIME - self._threads, len(self._wanted))
-            self._threads += new
-        for _ in range(new):
-            # A process that ends does not wait for what it would have read later.
-            Thread(target=self._fetch_ahead, name="finray-fetch", daemon=True).start()
+            for _ in range(min(_AT_A_TIME, len(self._wanted))):
+                # A process that ends does not wait for what it would have read later.
+                Thread(target=self._fetch_ahead, name="finray-fetch", daemon=True).start()
 
     def _fetch_ahead(self) -> None:
-        while True:
-            with self._lock:
-                if not self._wanted:
-                    self._threads -= 1
-                    return
+        with self._turns, suppress(IndexError):
+            while True:
                 name = self._wanted.popleft()
-            self._claim(name)
+                # What fails here gets another chance when it is wanted, and is reported then.
+                with suppress(Exception):
+                    self.path(name)
 
-    def _claim(self, name: str) -> Future[Path]:
-        """The outcome of fetching a file: by this thread, unless another one is at it."""
-        with self._lock:
-            known = self._claimed.get(name)
-            # What failed while it was fetched ahead gets another chance when it is wanted.
-            if known is not None and not (known.done() and known.exception() is not None):
-                return known
-            mine = self._claimed[name] = Future[Path]()
-        try:
-            mine.set_result(self._fetch(name))
-        except BaseException as error:
-            mine.set_exception(error)
-        return mine
-
-    def _fetch(self, name: str) -> Path:
+    def _fetched(self, name: str) -> Path:
         target = self._root / name
         expected = self._expected[name]
         # Only whole files carry the final name, so a right size is enough for one that an earlier run fetched.
@@ -112,11 +80,8 @@ class RemoteFiles:
                 where=self._folder.at(name),
                 repair=f"delete {self._folder.root} and run the command again",
             )
-        scratch = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_bytes(content)
-            os.replace(scratch, target)
+            Folder(self._root).write(name, content)
         except OSError as error:
             raise DataError(
                 f"fetched data cannot be kept: {error.strerror}",

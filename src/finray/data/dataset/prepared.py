@@ -9,15 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from finray.config.schema import DataConfig
-from finray.config.tasks import TaskSpec
-from finray.data.dataset.fetch import LocalFiles, RemoteFiles
+from finray.data.dataset.fetch import DatasetFiles
 from finray.data.dataset.manifest import DataFile, Manifest, StreamEntry
 from finray.data.sampling.order import mix
 from finray.data.sampling.splits import hold_out, mixed, sizes_of_mix
@@ -28,16 +27,6 @@ MANIFEST = "manifest.json"
 BAD_ROWS = "bad-rows.jsonl"
 
 IntArray = npt.NDArray[np.int64]
-
-
-class Files(Protocol):
-    """Where the files of a prepared dataset are to be had."""
-
-    def path(self, name: str) -> Path:
-        """A local path of a file; waits until it is there."""
-
-    def prefetch(self, names: Iterable[str]) -> None:
-        """Say which files will be wanted, the first one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +42,7 @@ class _Block:
 class _Part:
     """The tokens of one part, mapped when the first row is read."""
 
-    def __init__(self, files: Files, name: str) -> None:
+    def __init__(self, files: DatasetFiles, name: str) -> None:
         self.name = name
         self._files = files
 
@@ -89,7 +78,7 @@ class PreparedSplit:
         labels: class of each row, for labelled text.
     """
 
-    def __init__(self, files: Files, streams: Sequence[StreamEntry], indices: IntArray | None = None) -> None:
+    def __init__(self, files: DatasetFiles, streams: Sequence[StreamEntry], indices: IntArray | None = None) -> None:
         self._files = files
         self._streams = streams
         parts = [(number, stream, part) for number, stream in enumerate(streams) for part in stream.parts]
@@ -225,11 +214,7 @@ class PreparedDataset:
                 "not a prepared data set", where=str(location), repair="run `finray prepare` again"
             ) from None
         self._check_sizes()
-        self._files: Files = (
-            RemoteFiles(self.folder, self.name, self.files(), local_dir)
-            if self.folder.is_remote
-            else LocalFiles(Path(self.folder.root))
-        )
+        self._files = DatasetFiles(self.folder, self.name, self.files(), local_dir)
 
     @property
     def name(self) -> str:
@@ -245,21 +230,6 @@ class PreparedDataset:
         """What rows are: ``chat``, ``completion``, ``text`` or ``labelled``."""
         return str(self.manifest.splits[split].kind)
 
-    def require_kind(self, spec: TaskSpec) -> None:
-        """Refuse rows that a task does not learn from.
-
-        Raises:
-            DataError: they are of another kind.
-        """
-        if self.kind() not in spec.rows:
-            raise DataError(
-                f"the rows are {self.kind()}, and {spec.name} learns from {', '.join(sorted(spec.rows))}",
-                where="data.format",
-                repair="set data.format to text, to learn the text alone"
-                if self.kind() == "labelled"
-                else "set data.format or model.task so that they fit each other",
-            )
-
     def files(self) -> Iterator[tuple[str, DataFile]]:
         """Every data file: its path in the dataset, and size and SHA-256."""
         for split in self.manifest.splits.values():
@@ -267,14 +237,9 @@ class PreparedDataset:
                 yield from stream.files()
 
     def _check_sizes(self) -> None:
-        expected = {name: file.bytes for name, file in self.files()}
-        if self.folder.is_remote:
-            found = dict(self.folder.files())
-        else:
-            root = Path(self.folder.root)
-            found = {name: (root / name).stat().st_size for name in expected if (root / name).is_file()}
-        for name, size in expected.items():
-            if found.get(name) != size:
+        found = dict(self.folder.files())
+        for name, expected in self.files():
+            if found.get(name) != expected.bytes:
                 raise DataError(
                     "a file of the prepared data set is missing or cut off",
                     where=self.folder.at(name),

@@ -11,7 +11,6 @@ from finray.data.dataset.prepare import plan_preparation
 from finray.data.formats.convert import converter_of
 from finray.data.formats.examples import Example
 from finray.data.sources.pieces import read_piece, row_number
-from finray.data.sources.readers import BadRow
 from finray.errors import DataError
 
 
@@ -47,7 +46,7 @@ class SourceRows:
         found: list[list[Example]] = []
         for piece in part.pieces:
             for item in read_piece(piece, part.stream.source, self._planned.settings.reading):
-                found.append([] if isinstance(item.value, BadRow) else _converted(convert, item.value))
+                found.append([] if isinstance(item.value, DataError) else _converted(convert, item.value))
         return found
 
 

@@ -38,7 +38,10 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
     value = _decoded(value, column)
     if isinstance(value, Mapping):
         # `datasets` keeps a list of records as a record of lists.
-        value = _records(value, column)
+        lengths = {len(items) if isinstance(items, list) else -1 for items in value.values()}
+        if len(lengths) != 1 or -1 in lengths:
+            raise DataError(f"the column `{column}` holds nested columns that are not a list of messages")
+        value = [dict(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]
     if not isinstance(value, list):
         raise DataError(f"the column `{column}` holds {type(value).__name__}, not a list of messages")
     if not value:
@@ -46,16 +49,18 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     for position, item in enumerate(value):
         message = _message(item, f"{column}[{position}]")
-        if messages and messages[-1].role == message.role == "assistant":
-            joined = _joined(messages[-1], message)
-            if joined is None:
-                raise DataError(
-                    f"{column}[{position}]: two assistant turns in a row",
-                    repair="join them, or put the user's turn between them",
-                )
-            messages[-1] = joined
-        else:
+        if not (messages and messages[-1].role == message.role == "assistant"):
             messages.append(message)
+            continue
+        before = messages[-1]
+        if message.content or "tool_calls" not in message.extra or before.train != message.train:
+            raise DataError(
+                f"{column}[{position}]: two assistant turns in a row",
+                repair="join them, or put the user's turn between them",
+            )
+        # Text and calls, or calls and calls, that data sets write as turns of their own.
+        calls = [*before.extra.get("tool_calls", ()), *message.extra["tool_calls"]]
+        messages[-1] = replace(before, extra={**before.extra, **message.extra, "tool_calls": calls})
     return tuple(messages)
 
 
@@ -89,13 +94,6 @@ def _decoded(value: Any, column: str, *, strict: bool = False) -> Any:
     return value
 
 
-def _records(value: Mapping[str, Any], column: str) -> list[dict[str, Any]]:
-    lengths = {len(items) if isinstance(items, list) else -1 for items in value.values()}
-    if len(lengths) != 1 or -1 in lengths:
-        raise DataError(f"the column `{column}` holds nested columns that are not a list of messages")
-    return [dict(zip(value, items, strict=True)) for items in zip(*value.values(), strict=True)]
-
-
 def _message(item: Any, place: str) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{place} must be an object with `role` and `content`")
@@ -117,39 +115,26 @@ def _message(item: Any, place: str) -> Message:
     train = item.get("train")
     if train is not None and not isinstance(train, bool):
         raise DataError(f"{place}.train must be true or false")
-    return Message(role, _content(content, place, said, empty="tool_calls" in extra), train is not False, extra)
-
-
-def _content(value: Any, place: str, role: str, *, empty: bool) -> str:
-    if value is None and empty:
-        return ""
-    if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
-        value = "".join(str(part.get("text", "")) for part in value)
-    if not isinstance(value, str):
-        what = "is null" if value is None else f"holds {type(value).__name__}"
-        raise DataError(f"{place} has no text: `content` {what} (role `{role}`)")
-    return value
+    if content is None and "tool_calls" in extra:
+        content = ""
+    if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+        content = "".join(str(one.get("text", "")) for one in content)
+    if not isinstance(content, str):
+        what = "is null" if content is None else f"holds {type(content).__name__}"
+        raise DataError(f"{place} has no text: `content` {what} (role `{said}`)")
+    return Message(role, content, train is not False, extra)
 
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
-    calls = value if isinstance(value, list) else [value]
-    return [_call(call, place) for call in calls]
-
-
-def _call(call: Any, place: str) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{place}: a tool call must have a `name` and `arguments`")
-    arguments = function.get("arguments", function.get("parameters", {}))
-    # OpenAI keeps arguments as JSON text; templates write them as JSON, so text would be quoted twice.
-    arguments = _decoded(arguments, f"{place}.arguments", strict=True) if isinstance(arguments, str) else arguments
-    extra = {"id": call["id"]} if call.get("id") else {}
-    return {**extra, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _joined(first: Message, second: Message) -> Message | None:
-    """Text and calls, or calls and calls, that data sets write as turns of their own; None for two texts."""
-    if second.content or "tool_calls" not in second.extra or first.train != second.train:
-        return None
-    calls = [*first.extra.get("tool_calls", ()), *second.extra["tool_calls"]]
-    return replace(first, extra={**first.extra, **second.extra, "tool_calls": calls})
+    """Tool calls as OpenAI writes them."""
+    calls = []
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{place}: a tool call must have a `name` and `arguments`")
+        # OpenAI keeps arguments as JSON text; templates write them as JSON, so text would be quoted twice.
+        arguments = function.get("arguments", function.get("parameters", {}))
+        arguments = _decoded(arguments, f"{place}.arguments", strict=True)
+        extra = {"id": call["id"]} if call.get("id") else {}
+        calls.append({**extra, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return calls

@@ -14,12 +14,11 @@ from typing import Any
 
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.conversations import messages_of, tools_of
-from finray.data.formats.examples import Chat, Completion, Example, Kind, Labelled, Message, RowFormat, Text, detect
+from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
 from finray.errors import ConfigError, DataError
 
 Columns = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
-_ESCAPES = {"\\n": "\n", "\\t": "\t"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +45,17 @@ class FormatChoice:
 
     def shaped_by(self) -> dict[str, Any]:
         """What of it changes tokens, as JSON types; a converter counts with its source code."""
+        converter = None
+        if self.converter is not None:
+            file = getattr(inspect.getmodule(load_function(self.converter)), "__file__", None)
+            content = Path(file).read_bytes() if file else self.converter.encode()
+            converter = [self.converter, hashlib.sha256(content).hexdigest()]
         return {
             "format": self.format,
             "field_mapping": dict(sorted(self.field_mapping.items())),
             "input_template": self.input_template,
             "output_template": self.output_template,
-            "converter": None if self.converter is None else [self.converter, converter_digest(self.converter)],
+            "converter": converter,
         }
 
     def decide(self, columns: Iterable[str]) -> RowFormat:
@@ -59,16 +63,29 @@ class FormatChoice:
 
         Raises:
             DataError: they fit none.
+            ConfigError: the templates name no column, or not those of the mapping.
         """
         if self.converter is not None:
             return RowFormat("converter", converter=self.converter)
-        if self.input_template is not None and self.format in ("auto", "template"):
-            assert self.output_template is not None
-            names = [*_fields(self.input_template), *_fields(self.output_template)]
-            _check_placeholders(names, self.field_mapping)
-            read = {name: self.field_mapping.get(name, name) for name in dict.fromkeys(names)}
-            return RowFormat("template", read, self.input_template, self.output_template, present=tuple(columns))
-        return detect(columns, self.field_mapping, self.format)
+        if self.input_template is None or self.format not in ("auto", "template"):
+            return detect(columns, self.field_mapping, self.format)
+        assert self.output_template is not None
+        found = _PLACEHOLDER.finditer(f"{self.input_template} {self.output_template}")
+        names = list(dict.fromkeys(match[1] for match in found if match[1]))
+        if not names:
+            raise ConfigError(
+                "the templates name no column, so every row would be the same",
+                where="data.input_template",
+                repair="write a column's name in braces, such as {question}",
+            )
+        unused = sorted(set(self.field_mapping) - set(names))
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} stands in no template (there are: {', '.join(names)})",
+                where="data.field_mapping",
+            )
+        read = {name: self.field_mapping.get(name, name) for name in names}
+        return RowFormat("template", read, self.input_template, self.output_template, present=tuple(columns))
 
 
 def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[[Columns], list[Example]]:
@@ -82,13 +99,12 @@ def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[
         assert row_format.converter is not None
         function = load_function(row_format.converter)
         return lambda row: _converted(function, row, has_chat_template=has_chat_template)
-    if row_format.kind == "alpaca" and not has_chat_template:
-        return lambda row: [_plain_alpaca(row, row_format.columns)]
-    convert = _KINDS[row_format.kind]
-    return lambda row: [convert(row, row_format)]
+    return lambda row: [_example(row, row_format, has_chat_template=has_chat_template)]
 
 
 # --- columns --------------------------------------------------------------------------------------------------------
+
+_MISSING = object()
 
 
 def column(row: Columns, name: str) -> Any:
@@ -97,17 +113,28 @@ def column(row: Columns, name: str) -> Any:
     Raises:
         DataError: it is missing or null.
     """
-    value: Any = row
-    for part in [name] if name in row else name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            raise DataError(
-                f"the column `{name}` is missing (columns: {', '.join(row)})",
-                repair="name the right column in data.field_mapping, or set data.format",
-            )
-        value = value[part]
+    value = _look_up(row, name)
+    if value is _MISSING:
+        raise DataError(
+            f"the column `{name}` is missing (columns: {', '.join(row)})",
+            repair="name the right column in data.field_mapping, or set data.format",
+        )
     if value is None:
         raise DataError(f"the column `{name}` is null", repair="fill or remove the row, or set data.on_bad_row to drop")
     return value
+
+
+def _look_up(row: Columns, name: str) -> Any:
+    value: Any = row
+    for part in [name] if name in row else name.split("."):
+        value = value.get(part, _MISSING) if isinstance(value, Mapping) else _MISSING
+    return value
+
+
+def _optional(row: Columns, columns: Mapping[str, str], field: str) -> Any:
+    """The value of a column that a row may leave out; None where it is missing, null, or in nothing."""
+    value = _look_up(row, columns[field]) if field in columns else None
+    return None if value is _MISSING else value
 
 
 def _text(row: Columns, name: str) -> str:
@@ -118,131 +145,68 @@ def _text(row: Columns, name: str) -> str:
     return value
 
 
-def _optional(row: Columns, columns: Mapping[str, str], field: str) -> Any:
-    """The value of a column that a row may leave out; None where it is missing, null, or in nothing."""
-    name = columns.get(field)
-    if name is None:
-        return None
-    value: Any = row
-    for part in [name] if name in row else name.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 # --- formats --------------------------------------------------------------------------------------------------------
 
 
-def _from_messages(row: Columns, row_format: RowFormat) -> Chat:
-    name = row_format.columns["messages"]
-    return Chat(messages_of(column(row, name), name), tools_of(_optional(row, row_format.columns, "tools")))
-
-
-def _from_sharegpt(row: Columns, row_format: RowFormat) -> Chat:
+def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) -> Example:
     columns = row_format.columns
-    messages = messages_of(column(row, columns["conversations"]), columns["conversations"])
+    match row_format.kind:
+        case "messages" | "sharegpt":
+            name = columns["messages" if row_format.kind == "messages" else "conversations"]
+            messages = messages_of(column(row, name), name)
+            system = _optional(row, columns, "system")
+            if system and messages[0].role != "system":
+                messages = (Message("system", str(system)), *messages)
+            return Chat(messages, tools_of(_optional(row, columns, "tools")))
+        case "prompt_completion":
+            prompt, completion = columns["prompt"], columns["completion"]
+            if not isinstance(column(row, prompt), list):
+                return Completion(_text(row, prompt), _text(row, completion))
+            before = messages_of(column(row, prompt), prompt)
+            after = messages_of(column(row, completion), completion)
+            if before[-1].role == after[0].role == "assistant":
+                raise DataError("two assistant turns in a row, at the border of prompt and completion")
+            return Chat((*before, *after), prompt_messages=len(before))
+        case "alpaca":
+            return _from_alpaca(row, columns, has_chat_template=has_chat_template)
+        case "labelled_text":
+            label = column(row, columns["label"])
+            if not isinstance(label, str | int) or isinstance(label, bool):
+                raise DataError(f"the label is {label!r}; it must be a whole number or a name")
+            return Labelled(_text(row, columns["text"]), str(label))
+        case "text":
+            return Text(_text(row, columns["text"]))
+        case _:
+            assert row_format.input_template is not None
+            assert row_format.output_template is not None
+            return Completion(
+                _filled(row_format.input_template, row, columns), _filled(row_format.output_template, row, columns)
+            )
+
+
+def _from_alpaca(row: Columns, columns: Mapping[str, str], *, has_chat_template: bool) -> Example:
     system = _optional(row, columns, "system")
-    if system and messages[0].role != "system":
-        messages = (Message("system", str(system)), *messages)
-    return Chat(messages, tools_of(_optional(row, columns, "tools")))
-
-
-def _from_prompt(row: Columns, row_format: RowFormat) -> Example:
-    prompt, completion = row_format.columns["prompt"], row_format.columns["completion"]
-    if not isinstance(column(row, prompt), list):
-        return Completion(_text(row, prompt), _text(row, completion))
-    before, after = messages_of(column(row, prompt), prompt), messages_of(column(row, completion), completion)
-    if before[-1].role == after[0].role == "assistant":
-        raise DataError("two assistant turns in a row, at the border of prompt and completion")
-    return Chat((*before, *after), prompt_messages=len(before))
-
-
-def _from_alpaca(row: Columns, row_format: RowFormat) -> Chat:
-    columns = row_format.columns
-    messages = []
-    system = _optional(row, columns, "system")
-    if system:
-        messages.append(Message("system", str(system)))
-    messages += _turns(_optional(row, columns, "history"))
-    more = _optional(row, columns, "input")
-    question = _text(row, columns["instruction"]) + (f"\n{more}" if more else "")
-    return Chat((*messages, Message("user", question), Message("assistant", _text(row, columns["output"]))))
-
-
-def _turns(history: Any) -> list[Message]:
-    """Earlier turns, as pairs of question and answer."""
-    pairs = history or []
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+    turns = [Message("system", str(system))] if system else []
+    history = _optional(row, columns, "history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DataError("the column `history` must be a list of pairs: question and answer")
-    return [Message(role, str(text)) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
-
-
-def _plain_alpaca(row: Columns, columns: Mapping[str, str]) -> Completion:
-    """For base models: the sections of the Alpaca prompt, without a chat template."""
-    chat = _from_alpaca(row, RowFormat("alpaca", {**columns, "input": ""}))
-    titles = {"system": "", "user": "### Instruction:\n", "assistant": "### Response:\n"}
-    before = "".join(f"{titles[one.role]}{one.content}\n\n" for one in chat.messages[:-1])
+    for asked, said in history:
+        turns += [Message("user", str(asked)), Message("assistant", str(said))]
     more = _optional(row, columns, "input")
+    question, answer = _text(row, columns["instruction"]), _text(row, columns["output"])
+    if has_chat_template:
+        question += f"\n{more}" if more else ""
+        return Chat((*turns, Message("user", question), Message("assistant", answer)))
+    # For base models: the sections of the Alpaca prompt.
+    titles = {"system": "", "user": "### Instruction:\n", "assistant": "### Response:\n"}
+    before = "".join(f"{titles[one.role]}{one.content}\n\n" for one in (*turns, Message("user", question)))
     given = f"### Input:\n{more}\n\n" if more else ""
-    return Completion(f"{before}{given}### Response:\n", chat.messages[-1].content)
-
-
-def _from_text(row: Columns, row_format: RowFormat) -> Text:
-    return Text(_text(row, row_format.columns["text"]))
-
-
-def _from_labelled(row: Columns, row_format: RowFormat) -> Labelled:
-    label = column(row, row_format.columns["label"])
-    if not isinstance(label, str | int) or isinstance(label, bool):
-        raise DataError(f"the label is {label!r}; it must be a whole number or a name")
-    return Labelled(_text(row, row_format.columns["text"]), str(label))
-
-
-def _from_template(row: Columns, row_format: RowFormat) -> Completion:
-    assert row_format.input_template is not None
-    assert row_format.output_template is not None
-    return Completion(
-        _filled(row_format.input_template, row, row_format.columns),
-        _filled(row_format.output_template, row, row_format.columns),
-    )
-
-
-_KINDS: dict[Kind, Callable[[Columns, RowFormat], Example]] = {
-    "messages": _from_messages,
-    "sharegpt": _from_sharegpt,
-    "prompt_completion": _from_prompt,
-    "alpaca": _from_alpaca,
-    "text": _from_text,
-    "labelled_text": _from_labelled,
-    "template": _from_template,
-}
-
-
-# --- templates of the user's ----------------------------------------------------------------------------------------
-
-
-def _fields(template: str) -> list[str]:
-    return [match[1] for match in _PLACEHOLDER.finditer(template) if match[1]]
-
-
-def _check_placeholders(names: list[str], mapping: Mapping[str, str]) -> None:
-    if not names:
-        raise ConfigError(
-            "the templates name no column, so every row would be the same",
-            where="data.input_template",
-            repair="write a column's name in braces, such as {question}",
-        )
-    unused = sorted(set(mapping) - set(names))
-    if unused:
-        raise ConfigError(
-            f"{', '.join(unused)} stands in no template (there are: {', '.join(dict.fromkeys(names))})",
-            where="data.field_mapping",
-        )
+    return Completion(f"{before}{given}### Response:\n", answer)
 
 
 def _filled(template: str, row: Columns, columns: Mapping[str, str]) -> str:
     """`{name}` is a column; two braces are one; a written-out ``\\n`` or ``\\t`` is the character."""
-    for written, character in _ESCAPES.items():
-        template = template.replace(written, character)
+    template = template.replace("\\n", "\n").replace("\\t", "\t")
 
     def value(match: re.Match[str]) -> str:
         if match[1] is None:
@@ -283,14 +247,6 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError("the converter is not a function", where=f"data.converter={path}")
     return function  # type: ignore[no-any-return]
-
-
-def converter_digest(path: str) -> str:
-    """SHA-256 of the module that holds a converter, so that an edited one is not mistaken for the old."""
-    module = inspect.getmodule(load_function(path))
-    file = getattr(module, "__file__", None)
-    content = Path(file).read_bytes() if file else path.encode()
-    return hashlib.sha256(content).hexdigest()
 
 
 def _converted(function: Callable[..., Any], row: Columns, *, has_chat_template: bool) -> list[Example]:

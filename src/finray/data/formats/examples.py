@@ -110,14 +110,19 @@ class RowFormat:
 
 
 # In this order: the first format whose columns are all there. Each field may be found under several names.
-_REQUIRED: tuple[tuple[Kind, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
-    ("messages", (("messages", ("messages",)),)),
-    ("sharegpt", (("conversations", ("conversations", "conversation")),)),
-    ("prompt_completion", (("prompt", ("prompt",)), ("completion", ("completion",)))),
-    ("alpaca", (("instruction", ("instruction",)), ("output", ("output", "response")))),
-    ("prompt_completion", (("prompt", ("input",)), ("completion", ("output",)))),
-    ("alpaca", (("instruction", ("question", "prompt", "query")), ("output", ("answer", "response")))),
-    ("text", (("text", ("text", "content")),)),
+_REQUIRED: tuple[tuple[Kind, dict[str, tuple[str, ...]]], ...] = (
+    ("messages", {"messages": ("messages",)}),
+    ("sharegpt", {"conversations": ("conversations", "conversation")}),
+    ("prompt_completion", {"prompt": ("prompt",), "completion": ("completion",)}),
+    ("alpaca", {"instruction": ("instruction",), "output": ("output", "response")}),
+    ("prompt_completion", {"prompt": ("input",), "completion": ("output",)}),
+    ("alpaca", {"instruction": ("question", "prompt", "query"), "output": ("answer", "response")}),
+    ("text", {"text": ("text", "content")}),
+)
+# Only where it is asked for.
+_LABELLED: tuple[Kind, dict[str, tuple[str, ...]]] = (
+    "labelled_text",
+    {"text": ("text", "sentence", "content"), "label": ("label", "labels")},
 )
 # Read where a row has them; the first rows may be without.
 _OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
@@ -125,7 +130,6 @@ _OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
     "sharegpt": {"system": ("system",), "tools": ("tools",)},
     "alpaca": {"input": ("input", "context"), "system": ("system",), "history": ("history",)},
 }
-_LABELLED = (("text", ("text", "sentence", "content")), ("label", ("label", "labels")))
 
 
 def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "auto") -> RowFormat:
@@ -140,16 +144,28 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
         DataError: no format fits, or the mapping comes to nothing; the message lists the columns.
     """
     present = tuple(columns)
-    candidates = (*_REQUIRED, ("labelled_text", _LABELLED)) if wanted == "labelled_text" else _REQUIRED
-    for kind, fields in candidates:
+    for kind, required in (*_REQUIRED, _LABELLED) if wanted == "labelled_text" else _REQUIRED:
         optional = _OPTIONAL.get(kind, {})
-        known = {name for name, _ in fields} | optional.keys()
-        if wanted in ("auto", kind) and mapping.keys() <= known:
-            found = {name: _column(name, names, present, mapping) for name, names in fields}
-            if all(column is not None for column in found.values()):
-                extras = {name: _optional_column(name, names, present, mapping) for name, names in optional.items()}
-                required = {name: column for name, column in found.items() if column is not None}
-                return RowFormat(kind, {**required, **extras}, present=present)
+        if wanted not in ("auto", kind) or not mapping.keys() <= required.keys() | optional.keys():
+            continue
+        found = {}
+        for name, names in required.items():
+            for candidate in (mapping[name],) if name in mapping else names:
+                if name not in found and _root(candidate, present) is not None:
+                    found[name] = candidate
+        if len(found) < len(required):
+            continue
+        for name, names in optional.items():
+            there = next((one for one in names if one in present), names[0])
+            found[name] = mapping.get(name, there)
+            close = difflib.get_close_matches(found[name], present, n=1, cutoff=0.75)
+            if name in mapping and close and _root(found[name], present) is None:
+                raise DataError(
+                    f"`{name}` is read from `{found[name]}`, which the first rows do not have (did you mean "
+                    f"`{close[0]}`?)",
+                    where="data.field_mapping",
+                )
+        return RowFormat(kind, found, present=present)
     raise _no_format(present, mapping, wanted)
 
 
@@ -175,22 +191,3 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
 def _root(column: str, present: Iterable[str]) -> str | None:
     """The column of the table that a column, or a field nested in one, lies in."""
     return next((name for name in (column, column.split(".")[0]) if name in present), None)
-
-
-def _column(name: str, names: tuple[str, ...], present: tuple[str, ...], mapping: Mapping[str, str]) -> str | None:
-    if name in mapping:
-        return mapping[name] if _root(mapping[name], present) is not None else None
-    return next((candidate for candidate in names if candidate in present), None)
-
-
-def _optional_column(name: str, names: tuple[str, ...], present: tuple[str, ...], mapping: Mapping[str, str]) -> str:
-    column = mapping.get(name)
-    if column is None:
-        return next((candidate for candidate in names if candidate in present), names[0])
-    close = difflib.get_close_matches(column, present, n=1, cutoff=0.75)
-    if _root(column, present) is None and close:
-        raise DataError(
-            f"`{name}` is read from `{column}`, which the first rows do not have (did you mean `{close[0]}`?)",
-            where="data.field_mapping",
-        )
-    return column

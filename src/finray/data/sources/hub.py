@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from finray import compat
-from finray.data.sources.resolve import Source
+from finray.data.sources.resolve import Source, is_saved
+from finray.data.storage import first_line
 from finray.errors import DataError
 
 
@@ -39,40 +41,44 @@ def _load(source: Source, state: str) -> Any:
 
     datasets.disable_progress_bars()
     path = Path(source.name).expanduser()
-    # `datasets` takes its own copy of a local directory for current when the files in there have changed since.
-    apart = {"cache_dir": str(Path(datasets.config.HF_DATASETS_CACHE) / f"finray-{state}")} if state else {}
     try:
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            return _saved(datasets, path, source)
-        name = str(path) if path.is_dir() else source.name.rpartition(":")[0] if source.data_dir else source.name
-        return datasets.load_dataset(
-            name, source.subset, data_dir=source.data_dir, split=source.split, revision=source.revision, **apart
-        )
+        if not is_saved(path):
+            name = str(path) if path.is_dir() else source.name.rpartition(":")[0] if source.data_dir else source.name
+            # `datasets` takes its own copy of a local directory for current when files in there have changed since.
+            apart = {"cache_dir": str(Path(datasets.config.HF_DATASETS_CACHE) / f"finray-{state}")} if state else {}
+            return datasets.load_dataset(
+                name, source.subset, data_dir=source.data_dir, split=source.split, revision=source.revision, **apart
+            )
+        loaded = datasets.load_from_disk(str(path))
+        split = source.split.partition("[")[0]
+        if isinstance(loaded, datasets.DatasetDict):
+            if split not in loaded:
+                there = f"there are: {', '.join(loaded)}"
+                raise DataError(f"no split is called `{split}`", where=source.name, repair=there)
+            loaded = loaded[split]
+        if split == source.split:
+            return loaded
+        ranges = datasets.ReadInstruction.from_spec(source.split).to_absolute({split: len(loaded)})
+        return datasets.concatenate_datasets([loaded.select(range(one.from_ or 0, one.to)) for one in ranges])
     except DataError:
         raise
     except Exception as error:
         # `datasets` raises a dozen unrelated types here (missing split, no network, gated, unknown configuration).
-        lines = str(error).strip().splitlines()
         raise DataError(
-            f"the data set cannot be loaded: {lines[0] if lines else type(error).__name__}",
+            f"the data set cannot be loaded: {first_line(error)}",
             where=source.name,
             repair="check data.source (no such file or directory exists here either), data.subset and the split names",
         ) from None
 
 
-def _saved(datasets: Any, path: Path, source: Source) -> Any:
-    """What ``save_to_disk`` wrote; slices are taken by ``datasets``' own rules."""
-    loaded = datasets.load_from_disk(str(path))
-    name, bracket, _ = source.split.partition("[")
-    if isinstance(loaded, datasets.DatasetDict):
-        if name not in loaded:
-            raise DataError(f"no split is called `{name}`", where=source.name, repair=f"there are: {', '.join(loaded)}")
-        loaded = loaded[name]
-    if not bracket:
-        return loaded
-    instruction = datasets.ReadInstruction.from_spec(source.split)
-    parts = instruction.to_absolute({name: len(loaded)})
-    return datasets.concatenate_datasets([loaded.select(range(part.from_ or 0, part.to)) for part in parts])
+def rows(source: Source, start: int, stop: int | None) -> Iterator[dict[str, Any]]:
+    """Some rows of a data set, in order."""
+    dataset = load(source)
+    stop = len(dataset) if stop is None else stop
+    for at in range(start, stop, 256):
+        columns = dataset[at : min(at + 256, stop)]
+        for values in zip(*columns.values(), strict=True):
+            yield dict(zip(columns, values, strict=True))
 
 
 def digest(source: Source) -> str:
@@ -99,11 +105,12 @@ def share_rows(one: Source, other: Source) -> bool:
 
 
 def _ranges(source: Source) -> list[tuple[str, int, int]]:
+    """Names of splits, with the first row of each and the one after the last."""
     import datasets
 
     name = source.split.partition("[")[0]
     if "[" not in source.split or "+" in source.split:
         return [(part.strip().partition("[")[0], 0, 2**62) for part in source.split.split("+")]
-    rows = len(load(replace(source, split=name)))
-    parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({name: rows})
-    return [(name, part.from_ or 0, rows if part.to is None else part.to) for part in parts]
+    count = len(load(replace(source, split=name)))
+    parts = datasets.ReadInstruction.from_spec(source.split).to_absolute({name: count})
+    return [(name, part.from_ or 0, count if part.to is None else part.to) for part in parts]

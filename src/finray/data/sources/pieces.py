@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from finray.data.sources import hub
 from finray.data.sources.readers import (
-    BadRow,
     ByteRange,
-    Numbered,
     Reading,
+    Value,
     kind_of,
-    parquet_file,
     raw_lines,
     read_array,
     read_arrow,
@@ -27,7 +24,7 @@ from finray.data.sources.readers import (
     read_text,
 )
 from finray.data.sources.resolve import Row, Source
-from finray.data.storage import is_compressed, size
+from finray.data.storage import first_line, is_compressed, opened, size
 from finray.errors import DataError
 
 PIECE_BYTES = 4 * 2**20
@@ -37,11 +34,11 @@ MOST_PARTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a piece yields: a row or a bad row, its position among the rows and its number within the piece."""
+    """What a piece yields: a row, or why it is a bad one; its position among the rows, and its number in the piece."""
 
     position: int
     number: int
-    value: dict[str, Any] | BadRow
+    value: Value
 
 
 def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
@@ -51,7 +48,11 @@ def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
         DataError: a file cannot be opened.
     """
     if not source.is_files:
-        return [(piece,) for piece in _datasets_pieces(source)]
+        rows, each = len(hub.load(source)), ROWS_PER_PIECE
+        while rows > each * MOST_PARTS:
+            each *= 2
+        starts = range(0, rows, each)
+        return [(ByteRange(source.name, "datasets", at, min(at + each, rows), at),) for at in starts]
     sizes = {file: size(file) for file in source.files}
     target = PIECE_BYTES
     while sum(sizes.values()) > target * MOST_PARTS:
@@ -71,73 +72,6 @@ def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
     return parts
 
 
-def read_piece(
-    piece: ByteRange, source: Source, reading: Reading, *, saw: Callable[[int], None] = lambda number: None
-) -> Iterator[Read]:
-    """The rows of a piece, good and bad.
-
-    Args:
-        piece: what to read.
-        source: it belongs to.
-        reading: how.
-        saw: told the number of every row that was passed, blank ones included.
-
-    Raises:
-        DataError: the file as a whole cannot be read.
-    """
-    rows = _rows(piece, source, reading)
-    low, high = piece.keep or (0, None)
-    position = 0
-    for number, value in rows:
-        saw(number)
-        if value is None:
-            continue
-        if high is not None and position >= high:
-            break
-        if position >= low:
-            yield Read(position, number, value)
-        position += 1
-
-
-def count_rows(source: Source, reading: Reading) -> int:
-    """Rows of a source's files, without its slice."""
-    whole = replace(source, slice=None)
-    return sum(_count(piece, whole, reading)[0] for part in plan_parts(whole, reading) for piece in part)
-
-
-def read(source: Source, reading: Reading | None = None) -> Iterator[Row]:
-    """All rows of a source, in order.
-
-    Raises:
-        DataError: a file or row cannot be read; the message names both.
-    """
-    reading = reading or Reading()
-    for part in plan_parts(source, reading):
-        for piece in part:
-            yield from _good(piece, source, reading)
-
-
-def read_file(path: Path) -> Iterator[Row]:
-    """Rows of one local file, by its suffix."""
-    yield from read(Source(str(path), (str(path),)))
-
-
-def row_number(piece: ByteRange, number: int, reading: Reading) -> int:
-    """The number of a row in its file, from its number in the piece; counts what lies before where it must."""
-    if piece.first is not None:
-        return piece.first + number
-    before = ByteRange(piece.file, "lines", 0, piece.start)
-    return number + sum(1 for _ in raw_lines(before, reading))
-
-
-def _good(piece: ByteRange, source: Source, reading: Reading) -> Iterator[Row]:
-    first = row_number(piece, 0, reading)
-    for item in read_piece(piece, source, reading):
-        if isinstance(item.value, BadRow):
-            raise DataError(item.value.message, where=f"{piece.file}:{first + item.number}", repair=item.value.repair)
-        yield Row(piece.file, first + item.number, item.value)
-
-
 def _pieces(file: str, length: int, target: int) -> Iterator[tuple[ByteRange, int]]:
     """Pieces of a file, each with about how many bytes it is."""
     kind = kind_of(file)
@@ -149,30 +83,28 @@ def _pieces(file: str, length: int, target: int) -> Iterator[tuple[ByteRange, in
             stop = (index + 1) * target if index + 1 < count else None
             yield ByteRange(file, kind, index * target, stop, 0 if index == 0 else None), target
     elif kind == "parquet":
-        yield from _groups(file, target)
+        yield from _row_groups(file, target)
     else:
         yield ByteRange(file, kind), length
 
 
-def _groups(file: str, target: int) -> Iterator[tuple[ByteRange, int]]:
-    with parquet_file(file) as table:
-        start = rows = weight = before = 0
-        for index in range(table.num_row_groups):
-            group = table.metadata.row_group(index)
-            rows += group.num_rows
-            weight += group.total_byte_size
-            if weight >= target or index + 1 == table.num_row_groups:
-                yield ByteRange(file, "parquet", start, index + 1, before), weight
-                start, before, weight = index + 1, rows, 0
+def _row_groups(file: str, target: int) -> Iterator[tuple[ByteRange, int]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-
-def _datasets_pieces(source: Source) -> Iterator[ByteRange]:
-    rows = len(hub.load(source))
-    each = ROWS_PER_PIECE
-    while rows > each * MOST_PARTS:
-        each *= 2
-    for start in range(0, rows, each):
-        yield ByteRange(source.name, "datasets", start, min(start + each, rows), start)
+    with opened(file) as stream:
+        try:
+            about = pq.ParquetFile(stream).metadata
+        except (pa.ArrowInvalid, OSError) as error:
+            raise DataError(f"not a Parquet file: {first_line(error)}", where=file) from None
+    start = rows = weight = before = 0
+    for index in range(about.num_row_groups):
+        group = about.row_group(index)
+        rows += group.num_rows
+        weight += group.total_byte_size
+        if weight >= target or index + 1 == about.num_row_groups:
+            yield ByteRange(file, "parquet", start, index + 1, before), weight
+            start, before, weight = index + 1, rows, 0
 
 
 def _sliced(weighed: list[tuple[ByteRange, int]], source: Source, reading: Reading) -> list[tuple[ByteRange, int]]:
@@ -194,34 +126,89 @@ def _sliced(weighed: list[tuple[ByteRange, int]], source: Source, reading: Readi
 def _count(piece: ByteRange, source: Source, reading: Reading) -> tuple[int, int]:
     """Rows of a piece, and rows with blank ones."""
     if piece.kind == "lines":
-        lines = [line is None or bool(line.strip()) for _, line in raw_lines(piece, reading)]
+        lines = [line is None or bool(line.strip()) for line in raw_lines(piece, reading)]
         return sum(lines), len(lines)
     rows = sum(1 for _ in read_piece(piece, source, reading))
     return rows, rows
 
 
-def _rows(piece: ByteRange, source: Source, reading: Reading) -> Numbered:
+def count_rows(source: Source, reading: Reading) -> int:
+    """Rows of a source's files, without its slice."""
+    whole = replace(source, slice=None)
+    return sum(_count(piece, whole, reading)[0] for part in plan_parts(whole, reading) for piece in part)
+
+
+def read_piece(
+    piece: ByteRange, source: Source, reading: Reading, *, saw: Callable[[int], None] = lambda number: None
+) -> Iterator[Read]:
+    """The rows of a piece, good and bad.
+
+    Args:
+        piece: what to read.
+        source: it belongs to.
+        reading: how.
+        saw: told the number of every row that was passed, blank ones included.
+
+    Raises:
+        DataError: the file as a whole cannot be read.
+    """
     match piece.kind:
         case "lines":
-            return read_lines(piece, reading)
+            values = read_lines(piece, reading)
         case "array":
-            return read_array(piece, reading)
+            values = read_array(piece, reading)
         case "csv" | "tsv":
-            return read_csv(piece, reading)
+            values = read_csv(piece, reading)
         case "parquet":
-            return read_parquet(piece)
+            values = read_parquet(piece)
         case "arrow":
-            return read_arrow(piece)
+            values = read_arrow(piece)
         case "text":
-            return read_text(piece, reading, name=source.short(piece.file))
+            values = read_text(piece, reading, name=source.short(piece.file))
         case "datasets":
-            return _read_datasets(piece, source)
+            values = hub.rows(source, piece.start, piece.stop)
+    low, high = piece.keep or (0, None)
+    position = 0
+    for number, value in enumerate(values, start=1):
+        saw(number)
+        if value is None:
+            continue
+        if high is not None and position >= high:
+            break
+        if position >= low:
+            yield Read(position, number, value)
+        position += 1
 
 
-def _read_datasets(piece: ByteRange, source: Source) -> Numbered:
-    dataset = hub.load(source)
-    assert piece.stop is not None
-    for start in range(piece.start, piece.stop, 256):
-        columns = dataset[start : min(start + 256, piece.stop)]
-        for offset, values in enumerate(zip(*columns.values(), strict=True)):
-            yield start - piece.start + offset + 1, dict(zip(columns, values, strict=True))
+def read(source: Source, reading: Reading | None = None) -> Iterator[Row]:
+    """All rows of a source, in order.
+
+    Raises:
+        DataError: a file or row cannot be read; the message names both.
+    """
+    reading = reading or Reading()
+    for part in plan_parts(source, reading):
+        for piece in part:
+            first = row_number(piece, 0, reading)
+            for item in read_piece(piece, source, reading):
+                if isinstance(item.value, DataError):
+                    raise bad_row(item.value, piece, item.number, reading)
+                yield Row(piece.file, first + item.number, item.value)
+
+
+def read_file(path: Path) -> Iterator[Row]:
+    """Rows of one local file, by its suffix."""
+    yield from read(Source(str(path), (str(path),)))
+
+
+def row_number(piece: ByteRange, number: int, reading: Reading) -> int:
+    """The number of a row in its file, from its number in the piece; counts what lies before where it must."""
+    if piece.first is not None:
+        return piece.first + number
+    return number + sum(1 for _ in raw_lines(ByteRange(piece.file, "lines", 0, piece.start), reading))
+
+
+def bad_row(problem: DataError, piece: ByteRange, number: int, reading: Reading) -> DataError:
+    """The problem of a row with its place, ``file:row``."""
+    where = f"{piece.file}:{row_number(piece, number, reading)}"
+    return DataError(problem.message, where=where, repair=problem.repair)

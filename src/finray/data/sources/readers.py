@@ -1,7 +1,7 @@
 """Rows of one file, or of a range of it, by file type.
 
-A row that cannot be read is yielded as a :class:`BadRow`, so that the caller decides; a file that cannot be read at all
-is an error.
+A reader yields one value a row, in order: the columns; None for a blank row; and, so that the caller decides, a
+:class:`DataError` without a place for a row that cannot be read. A file that cannot be read at all is an error.
 """
 
 from __future__ import annotations
@@ -9,23 +9,34 @@ from __future__ import annotations
 import csv
 import io
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-from finray.data.sources.json_window import CHUNK, GrowingText, why_no_json
 from finray.data.sources.resolve import TEXTS
-from finray.data.storage import file_suffix, open_binary
+from finray.data.storage import file_suffix, first_line, opened
 from finray.errors import DataError
-
-_BOM = b"\xef\xbb\xbf"
 
 Kind = Literal["lines", "array", "csv", "tsv", "parquet", "arrow", "text", "datasets"]
 TextRows = Literal["file", "paragraph", "line"]
+Value = dict[str, Any] | DataError
+
+CHUNK = 2**20
+# Of the text of a JSON array, at least as much as this is held to find the end of a row.
+_WINDOW = 2**26
+_BOM = b"\xef\xbb\xbf"
+_JSON = json.JSONDecoder()
+_BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
+_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
+_CLEAN = "write the row again from clean text"
+_KINDS: dict[str, Kind] = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +53,13 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that cannot be read: ``number`` as in :class:`Row`, relative to the piece."""
-
-    number: int
-    message: str
-    repair: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ByteRange:
     """A range of a file.
 
     Attributes:
         file: path, URL or data set name.
         kind: how it is read.
-        start: first byte, row group, record batch or row.
+        start: first byte, row group or row.
         stop: the one after the last; None for the end of the file.
         first: rows of the file before the piece; None where only counting can tell.
         keep: rows of the piece that belong to a slice, as a range; None for all.
@@ -71,77 +73,43 @@ class ByteRange:
     keep: tuple[int, int] | None = None
 
 
-@contextmanager
-def _opened(file: str) -> Iterator[IO[bytes]]:
-    """A file for reading; whatever goes wrong while it is read is the file's fault.
-
-    Raises:
-        DataError: it cannot be opened, or is damaged or cut off.
-    """
-    import pyarrow as pa
-
-    with open_binary(file) as stream:
-        try:
-            yield stream
-        except (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
-            raise DataError(
-                f"the file is damaged or cut off: {_first_line(error)}", where=file, repair="write or fetch it again"
-            ) from None
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-# Number of a row within its piece, from 1, and the row; None for a blank one.
-Numbered = Iterator[tuple[int, dict[str, Any] | BadRow | None]]
-
-
 def kind_of(file: str) -> Kind:
     """How a file is read: by its suffix, and a `.json` file by its first character."""
     suffix = file_suffix(file)
     if suffix in TEXTS:
         return "text"
-    if suffix == ".json" and _starts_with_array(file):
-        return "array"
-    kinds: dict[str, Kind] = {
-        ".csv": "csv",
-        ".tsv": "tsv",
-        ".parquet": "parquet",
-        ".arrow": "arrow",
-        ".feather": "arrow",
-    }
-    return kinds.get(suffix, "lines")
+    if suffix == ".json":
+        with opened(file) as stream:
+            return "array" if stream.read(4096).removeprefix(_BOM).lstrip()[:1] == b"[" else "lines"
+    return _KINDS.get(suffix, "lines")
 
 
-def raw_lines(piece: ByteRange, reading: Reading) -> Iterator[tuple[int, bytes | None]]:
-    """Lines that begin in the piece, numbered from 1; None for one that is too long to be read."""
+# --- JSON -----------------------------------------------------------------------------------------------------------
+
+
+def raw_lines(piece: ByteRange, reading: Reading) -> Iterator[bytes | None]:
+    """Lines that begin in the piece; None for one that is too long to be read."""
     # Line ends and a byte order mark do not count.
-    most = reading.max_row_bytes + len(_BOM) + 2
-    with _opened(piece.file) as stream:
-        position = number = 0
+    most = reading.max_row_bytes + len(_BOM) + 3
+    with opened(piece.file) as stream:
+        position = 0
         if piece.start:
             # The line that began before belongs to the piece before.
             stream.seek(piece.start - 1)
-            position = (
-                piece.start - 1 + _skip_line(stream, None if piece.stop is None else piece.stop - piece.start + 1)
-            )
+            reach = None if piece.stop is None else piece.stop - piece.start + 1
+            position = piece.start - 1 + _skip_line(stream, reach)
+        at_start = not piece.start
         while piece.stop is None or position < piece.stop:
-            line = stream.readline(most + 1)
+            line = stream.readline(most)
             if not line:
                 return
-            number += 1
             position += len(line)
-            whole = line.endswith(b"\n") or len(line) <= most
-            if number == 1 and not piece.start:
-                line = line.removeprefix(_BOM)
-            if not whole or len(line.rstrip(b"\r\n")) > reading.max_row_bytes:
-                if not whole:
-                    position += _skip_line(stream)
-                yield number, None
-            else:
-                yield number, line
+            cut = len(line) == most and not line.endswith(b"\n")
+            if cut:
+                position += _skip_line(stream)
+            if at_start:
+                line, at_start = line.removeprefix(_BOM), False
+            yield None if cut or len(line.rstrip(b"\r\n")) > reading.max_row_bytes else line
 
 
 def _skip_line(stream: IO[bytes], most: int | None = None) -> int:
@@ -153,181 +121,192 @@ def _skip_line(stream: IO[bytes], most: int | None = None) -> int:
     return skipped
 
 
-def read_lines(piece: ByteRange, reading: Reading) -> Numbered:
+def read_lines(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
     """Rows of JSON lines that begin in the piece."""
-    for number, line in raw_lines(piece, reading):
+    for line in raw_lines(piece, reading):
         if line is None:
-            yield number, _too_long(number, reading)
-            continue
-        yield number, _parse_line(number, line) if line.strip() else None
+            yield _too_long(reading)
+        elif not line.strip():
+            yield None
+        elif line.startswith(_BOM):
+            yield _byte_order_mark()
+        else:
+            try:
+                value = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield _not_utf8(error.start)
+            except (ValueError, RecursionError) as error:
+                column = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
+                cut_off = "" if line.endswith(b"\n") else ", and the file ends there"
+                yield DataError(
+                    f"the row is not JSON: {_why_no_json(error)}{column}{cut_off}",
+                    repair="mend or remove the row; each line must be one JSON object",
+                )
+            else:
+                yield _checked(value, line)
 
 
-_SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
-_CLEAN = "write the row again from clean text"
-_JOINED = "remove it (files were joined without removing it)"
+def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
+    """Objects of one JSON array, through a window of text that holds a row.
 
-
-def _not_utf8(number: int, at: int | None = None) -> BadRow:
-    place = "" if at is None else f" at byte {at}"
-    return BadRow(number, f"the row is not UTF-8{place}", "save the file as UTF-8")
-
-
-def _too_long(number: int, reading: Reading) -> BadRow:
-    return BadRow(
-        number,
-        f"the row is longer than {reading.max_row_bytes:,} bytes",
-        "cut it into smaller rows, or raise prepare.max_row_bytes",
-    )
-
-
-def _parse_line(number: int, line: bytes) -> dict[str, Any] | BadRow:
-    if line.startswith(_BOM):
-        return BadRow(number, "the row begins with a byte order mark", _JOINED)
-    try:
-        value = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return _not_utf8(number, error.start)
-    except (ValueError, RecursionError) as error:
-        column = f" (column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
-        cut_off = "" if line.endswith(b"\n") else ", and the file ends there"
-        return BadRow(
-            number,
-            f"the row is not JSON: {why_no_json(error)}{column}{cut_off}",
-            "mend or remove the row; each line must be one JSON object",
-        )
-    return _checked(number, value, line)
-
-
-def _checked(number: int, value: Any, written: bytes) -> dict[str, Any] | BadRow:
-    if not isinstance(value, dict):
-        return BadRow(number, f"the row is a {type(value).__name__}, not an object with columns")
-    if _SURROGATES.search(written):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            return BadRow(number, "the row holds half of a surrogate pair, which is no character", _CLEAN)
-    return value
-
-
-def _starts_with_array(file: str) -> bool:
-    with _opened(file) as stream:
-        return stream.read(4096).removeprefix(_BOM).lstrip()[:1] == b"["
-
-
-def read_array(piece: ByteRange, reading: Reading) -> Numbered:
-    """Objects of one JSON array, without holding the whole of it."""
-    with _opened(piece.file) as stream:
-        text = GrowingText(stream)
-        text.skip("\ufeff \t\r\n")
-        text.drop()
-        number = 0
-        while text.skip(" \t\r\n,") and text.head() != "]":
-            number += 1
-            yield number, _array_row(text, number, piece.file, reading)
-        if not text.head():
-            raise DataError(
-                "the file ends before its array does",
-                where=f"{piece.file}:{number + 1}",
-                repair="write the file again; it was cut off",
-            )
-        text.drop()
-        if text.skip(" \t\r\n"):
+    Not by ijson: it stops at the first byte that is not UTF-8, turns half of a surrogate pair into `?`, and runs out of
+    memory on 100 KB of opening brackets.
+    """
+    most = max(2 * reading.max_row_bytes, _WINDOW)
+    with opened(piece.file) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        while text.read(1) not in ("[", ""):
+            pass
+        window, at, number = "", 0, 1
+        while True:
+            at = _BETWEEN_ROWS.match(window, at).end()  # type: ignore[union-attr]
+            if window.startswith("]", at):
+                break
+            problem: Exception | None = None
+            try:
+                value, stop = _JSON.raw_decode(window, at)
+                is_cut = stop == len(window)
+            except json.JSONDecodeError as error:
+                problem, is_cut = error, error.pos + 16 > len(window) or error.msg.startswith("Unterminated string")
+            except (ValueError, RecursionError) as error:
+                problem, is_cut = error, False
+            # What was read may be the beginning of something longer.
+            held = len(window) - at
+            if is_cut and held <= most and (more := text.read(max(CHUNK, held))):
+                window, at = window[at:] + more, 0
+                continue
+            if problem is not None:
+                too_long = is_cut and held > most
+                raise _unreadable_array(problem, held, too_long=too_long, where=f"{piece.file}:{number}")
+            yield _array_row(value, window[at:stop], reading)
+            at, number = stop, number + 1
+        if any(rest.strip(" \t\r\n") for rest in (window[at + 1 :], *iter(lambda: text.read(CHUNK), ""))):
             raise DataError(
                 "something follows the array",
-                where=f"{piece.file}:{number + 1}",
+                where=f"{piece.file}:{number}",
                 repair="a .json file holds one array; name files of one object a line .jsonl",
             )
 
 
-def _array_row(text: GrowingText, number: int, file: str, reading: Reading) -> dict[str, Any] | BadRow:
-    found = text.take(number, file, reading.max_row_bytes)
-    if found is None:
-        return _too_long(number, reading)
-    value, raw = found
+def _array_row(value: Any, raw: str, reading: Reading) -> Value:
     try:
         written = raw.encode("utf-8")
     except UnicodeEncodeError as error:
-        return _not_utf8(number, len(raw[: error.start].encode("utf-8", errors="surrogateescape")))
-    return _too_long(number, reading) if len(written) > reading.max_row_bytes else _checked(number, value, written)
+        return _not_utf8(len(raw[: error.start].encode("utf-8", errors="surrogateescape")))
+    return _too_long(reading) if len(written) > reading.max_row_bytes else _checked(value, written)
 
 
-def read_csv(piece: ByteRange, reading: Reading) -> Numbered:
+def _unreadable_array(problem: Exception, held: int, *, too_long: bool, where: str) -> DataError:
+    if not held:
+        return DataError(
+            "the file ends before its array does", where=where, repair="write the file again; it was cut off"
+        )
+    if too_long:
+        return DataError(
+            f"the row is longer than {held:,} characters, and its end is not in sight",
+            where=where,
+            repair="write the file as .jsonl, one object a line, where rows of any length can be dropped",
+        )
+    return DataError(
+        f"the row is not JSON: {_why_no_json(problem)}",
+        where=where,
+        repair="mend the file; the rows after this one cannot be found",
+    )
+
+
+def _why_no_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+
+
+def _checked(value: Any, written: bytes) -> Value:
+    """A row of JSON, if it is one."""
+    if not isinstance(value, dict):
+        return DataError(f"the row is a {type(value).__name__}, not an object with columns")
+    if _SURROGATES.search(written):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return DataError("the row holds half of a surrogate pair, which is no character", repair=_CLEAN)
+    return value
+
+
+def _not_utf8(at: int | None = None) -> DataError:
+    place = "" if at is None else f" at byte {at}"
+    return DataError(f"the row is not UTF-8{place}", repair="save the file as UTF-8")
+
+
+def _too_long(reading: Reading) -> DataError:
+    return DataError(
+        f"the row is longer than {reading.max_row_bytes:,} bytes",
+        repair="cut it into smaller rows, or raise prepare.max_row_bytes",
+    )
+
+
+def _byte_order_mark() -> DataError:
+    return DataError(
+        "the row begins with a byte order mark", repair="remove it (files were joined without removing it)"
+    )
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
     """Rows of comma- or tab-separated values, under the header of the file."""
     csv.field_size_limit(2**31 - 1)
-    with _opened(piece.file) as stream:
+    with opened(piece.file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
         reader = csv.DictReader(text, delimiter="\t" if piece.kind == "tsv" else ",", strict=True)
-        columns = _header(reader, piece.file)
-        number = 0
+        try:
+            columns = list(reader.fieldnames or [])
+            "".join(columns).encode("utf-8")
+        except csv.Error as error:
+            raise DataError(f"the header is not CSV: {error}", where=piece.file, repair="mend the first line") from None
+        except UnicodeEncodeError:
+            raise DataError("the header is not UTF-8", where=piece.file, repair="save the file as UTF-8") from None
         while True:
-            number += 1
             try:
-                value = next(reader)
+                row = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield number, BadRow(number, f"the row is not CSV: {error}", "quote the value, and double quotes in it")
+                yield DataError(f"the row is not CSV: {error}", repair="quote the value, and double quotes in it")
             else:
-                yield number, _checked_csv(number, value, columns, reading)
+                yield _checked_csv(row, len(columns), reading)
 
 
-def _header(reader: csv.DictReader[str], file: str) -> int:
-    """How many columns there are."""
-    try:
-        names = list(reader.fieldnames or [])
-        "".join(names).encode("utf-8")
-    except csv.Error as error:
-        raise DataError(f"the header is not CSV: {error}", where=file, repair="mend the first line") from None
-    except UnicodeEncodeError:
-        raise DataError("the header is not UTF-8", where=file, repair="save the file as UTF-8") from None
-    return len(names)
-
-
-def _checked_csv(number: int, value: dict[Any, Any], columns: int, reading: Reading) -> dict[str, Any] | BadRow:
-    if None in value or None in value.values():
-        return BadRow(number, f"the row has another number of columns than the header ({columns})")
-    text = "".join(value.values())
+def _checked_csv(row: dict[Any, Any], columns: int, reading: Reading) -> Value:
+    if None in row or None in row.values():
+        return DataError(f"the row has another number of columns than the header ({columns})")
+    text = "".join(row.values())
     try:
         length = len(text.encode("utf-8"))
     except UnicodeEncodeError:
-        return _not_utf8(number)
+        return _not_utf8()
     if length > reading.max_row_bytes:
-        return _too_long(number, reading)
+        return _too_long(reading)
     if text.startswith("\ufeff"):
-        return BadRow(number, "the row begins with a byte order mark", _JOINED)
+        return _byte_order_mark()
     # Line ends within quotes are those of the file, not of the text.
-    return {name: one.replace("\r\n", "\n") for name, one in value.items()} if "\r\n" in text else value
+    return {name: value.replace("\r\n", "\n") for name, value in row.items()} if "\r\n" in text else row
 
 
-def parquet_file(file: str) -> Any:
-    """An open Parquet file.
-
-    Raises:
-        DataError: it is none.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.ParquetFile(open_binary(file))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"not a Parquet file: {_first_line(error)}", where=file) from None
-
-
-def read_parquet(piece: ByteRange) -> Numbered:
+def read_parquet(piece: ByteRange) -> Iterator[Value | None]:
     """Rows of some row groups."""
     import pyarrow.parquet as pq
 
-    with _opened(piece.file) as stream, pq.ParquetFile(stream) as table:
+    with opened(piece.file) as stream, pq.ParquetFile(stream) as table:
         groups = list(range(piece.start, table.num_row_groups if piece.stop is None else piece.stop))
         yield from _table_rows(table.iter_batches(batch_size=1024, row_groups=groups))
 
 
-def read_arrow(piece: ByteRange) -> Numbered:
+def read_arrow(piece: ByteRange) -> Iterator[Value | None]:
     """Rows of an Arrow file or stream."""
     import pyarrow as pa
 
-    with _opened(piece.file) as stream:
+    with opened(piece.file) as stream:
         try:
             reader: Any = pa.ipc.open_file(stream)
             batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))
@@ -336,44 +315,40 @@ def read_arrow(piece: ByteRange) -> Numbered:
             try:
                 batches = pa.ipc.open_stream(stream)
             except (pa.ArrowInvalid, OSError) as error:
-                raise DataError(f"not an Arrow file: {_first_line(error)}", where=piece.file) from None
+                raise DataError(f"not an Arrow file: {first_line(error)}", where=piece.file) from None
         yield from _table_rows(batches)
 
 
-def _table_rows(batches: Iterable[Any]) -> Numbered:
-    number = 0
+def _table_rows(batches: Iterable[Any]) -> Iterator[Value]:
     for batch in batches:
         try:
             values = batch.to_pylist()
         except UnicodeDecodeError:
-            values = [_table_row(batch, at, number + at + 1) for at in range(len(batch))]
-        for value in values:
-            number += 1
-            yield number, value
+            values = []
+            for at in range(len(batch)):
+                try:
+                    values += batch.slice(at, 1).to_pylist()
+                except UnicodeDecodeError:
+                    values.append(DataError("the row is not UTF-8", repair=_CLEAN))
+        yield from values
 
 
-def _table_row(batch: Any, at: int, number: int) -> dict[str, Any] | BadRow:
-    try:
-        value: dict[str, Any] = batch.slice(at, 1).to_pylist()[0]
-    except UnicodeDecodeError:
-        return BadRow(number, "the row is not UTF-8", _CLEAN)
-    return value
+# --- text -----------------------------------------------------------------------------------------------------------
 
 
-def read_text(piece: ByteRange, reading: Reading, *, name: str) -> Numbered:
+def read_text(piece: ByteRange, reading: Reading, *, name: str) -> Iterator[Value | None]:
     """Rows `text` and `path` of a text file; empty ones are left out."""
-    with _opened(piece.file) as stream:
+    with opened(piece.file) as stream:
         content = stream.read().removeprefix(_BOM).replace(b"\r\n", b"\n")
-    for number, part in enumerate(_text_rows(content, reading.text_rows), start=1):
+    parts = [content]
+    if reading.text_rows == "line":
+        parts = content.split(b"\n")
+    elif reading.text_rows == "paragraph":
+        parts = re.split(rb"\n(?:[ \t]*\n)+", content.strip(b"\n"))
+    for part in parts:
         try:
             text = part.decode("utf-8")
         except UnicodeDecodeError as error:
-            yield number, _not_utf8(number, error.start)
-            continue
-        yield number, {"text": text, "path": name} if text.strip() else None
-
-
-def _text_rows(content: bytes, unit: TextRows) -> list[bytes]:
-    if unit == "file":
-        return [content]
-    return re.split(rb"\n(?:[ \t]*\n)+", content.strip(b"\n")) if unit == "paragraph" else content.split(b"\n")
+            yield _not_utf8(error.start)
+        else:
+            yield {"text": text, "path": name} if text.strip() else None

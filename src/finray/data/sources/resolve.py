@@ -6,9 +6,10 @@ Files are read by finray because a mistake in a file must be named by file and r
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,6 +28,7 @@ TEXTS = frozenset(f".{suffix}" for suffix in _TEXT_SUFFIXES.split())
 _SAME_SPLIT = (("train", "training"), ("validation", "valid", "val", "dev"), ("test", "testing"), ("eval",))
 SPLITS = tuple(name for names in _SAME_SPLIT for name in names)
 _GLOB_CHARACTERS = frozenset("*?[")
+_NOT_THERE = "check data.source and the working directory"
 _END = r"(?:-?\d[\d_]*%?)?"
 _SLICE = re.compile(rf"^(?P<name>[^\[\]+]+?)(?:\[(?P<start>{_END}):(?P<stop>{_END})\])?$")
 
@@ -105,13 +107,13 @@ class Source:
         """A file's name without what is common to all of them, so that it does not depend on where the source lies."""
         if file not in self.files:
             return file
-        folders = [PurePosixPath(item).parent.parts for item in self.files]
-        common = 0
-        for column in zip(*folders, strict=False):
-            if len(set(column)) > 1:
-                break
-            common += 1
-        return str(PurePosixPath(*PurePosixPath(file).parts[common:]))
+        return str(PurePosixPath(*PurePosixPath(file).parts[_shared_depth(self.files) :]))
+
+
+@lru_cache(maxsize=64)
+def _shared_depth(files: tuple[str, ...]) -> int:
+    """How many folders, from the root on, all files lie in."""
+    return len(PurePosixPath(os.path.commonpath([PurePosixPath(file).parent for file in files])).parts)
 
 
 def resolve(name: str, *, split: str, subset: str | None = None, revision: str | None = None) -> Source:
@@ -124,31 +126,38 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     Raises:
         DataError: nothing is there, or nothing that can be read.
     """
+    is_pattern = bool(_GLOB_CHARACTERS & set(name))
     if is_url(name):
-        return _remote(name, split)
+        files = [file for file in find(name) if file_suffix(file) in (*TABLES, *TEXTS)]
+        if not files:
+            raise DataError(
+                "no data file is there", where=name, repair="check data.source; a directory must hold data files"
+            )
+        return _of_files(name, files, split, is_directory=len(files) > 1 and not is_pattern)
     name = name.removeprefix("file://")
     path = Path(name).expanduser()
     parent, colon, inside = name.rpartition(":")
     if colon and not path.exists() and parent:
         if Path(parent).expanduser().is_dir():
             return resolve(f"{parent}/{inside}", split=split, subset=subset, revision=revision)
-        if "/" in parent and not _GLOB_CHARACTERS & set(name):
+        if "/" in parent and not is_pattern:
             return Source(name, subset=subset, revision=revision, split=split, data_dir=inside)
     if path.is_file():
         return _of_files(name, [str(path)], split)
     if path.is_dir():
         if subset is not None or is_datasets_directory(path):
             return Source(name, subset=subset, revision=revision, split=split)
-        return _of_directory(name, _walk(path), split)
-    if _GLOB_CHARACTERS & set(name):
-        files = sorted(str(item) for item in _glob(name) if item.is_file())
-        if not files:
-            raise DataError(
-                "the pattern matches no file", where=name, repair="check data.source and the working directory"
-            )
-        return _of_files(name, files, split)
+        below = [(item, item.relative_to(path).parts) for item in sorted(path.rglob("*")) if item.is_file()]
+        shown = [str(item) for item, parts in below if not any(part.startswith(".") for part in parts)]
+        return _of_files(name, shown, split, is_directory=True)
+    if is_pattern:
+        found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
+        files = sorted(str(item) for item in found if item.is_file())
+        if files:
+            return _of_files(name, files, split)
+        raise DataError("the pattern matches no file", where=name, repair=_NOT_THERE)
     if path.is_absolute() or name.startswith(("./", "../", "~")) or file_suffix(name) in (*TABLES, ".txt", ".md"):
-        raise DataError("the file does not exist", where=name, repair="check data.source and the working directory")
+        raise DataError("the file does not exist", where=name, repair=_NOT_THERE)
     return Source(name, subset=subset, revision=revision, split=split)
 
 
@@ -176,87 +185,65 @@ def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Sli
     return match["name"], Slice(match["start"], match["stop"])
 
 
+def is_saved(path: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote a directory."""
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
 def is_datasets_directory(path: Path) -> bool:
     """Whether ``datasets`` wrote a directory, or it is laid out as on the Hub."""
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return True
     readme = path / "README.md"
-    return readme.is_file() and readme.read_text(encoding="utf-8", errors="replace").startswith("---")
+    return is_saved(path) or (
+        readme.is_file() and readme.read_text(encoding="utf-8", errors="replace").startswith("---")
+    )
 
 
-def _remote(name: str, split: str) -> Source:
-    files = [file for file in find(name) if file_suffix(file) in (*TABLES, *TEXTS)]
-    if not files:
-        raise DataError(
-            "no data file is there", where=name, repair="check data.source; a directory must hold data files"
-        )
-    if len(files) == 1 or _GLOB_CHARACTERS & set(name):
-        return _of_files(name, files, split)
-    return _of_directory(name, files, split)
-
-
-def _of_files(name: str, files: list[str], split: str) -> Source:
-    for file in files:
-        if file_suffix(file) not in (*TABLES, *TEXTS):
-            raise DataError(
-                f"files of type `{PurePosixPath(file).suffix}` are not read",
-                where=file,
-                repair=f"use one of {', '.join(TABLES)}, text or source files, or these with {', '.join(COMPRESSION)}",
-            )
-    _, rows = split_name(split)
-    return Source(name, tuple(files), split=split, slice=rows)
-
-
-def _of_directory(name: str, files: list[str], split: str) -> Source:
+def _of_files(name: str, files: list[str], split: str, *, is_directory: bool = False) -> Source:
+    """A source of files that were named, or of those in a directory that belong to the split."""
     tables = [file for file in files if file_suffix(file) in TABLES]
     texts = [file for file in files if file_suffix(file) in TEXTS]
-    if not tables and not texts:
+    if is_directory and not tables and not texts:
         raise DataError(
             "the directory holds no data files", where=name, repair=f"files must end in {', '.join(TABLES)}, or be text"
         )
+    if not is_directory and len(tables) + len(texts) < len(files):
+        file = next(file for file in files if file_suffix(file) not in (*TABLES, *TEXTS))
+        raise DataError(
+            f"files of type `{PurePosixPath(file).suffix}` are not read",
+            where=file,
+            repair=f"use one of {', '.join(TABLES)}, text or source files, or these with {', '.join(COMPRESSION)}",
+        )
     wanted, rows = split_name(split)
-    chosen = _of_split(tables, wanted) if tables else texts
-    return Source(name, tuple(chosen), split=split, slice=rows)
-
-
-def _walk(path: Path) -> list[str]:
-    """Files below a directory, in the order of their paths, without hidden ones."""
-    items = sorted(item for item in path.rglob("*") if item.is_file())
-    return [str(item) for item in items if not any(part.startswith(".") for part in item.relative_to(path).parts)]
-
-
-def _glob(pattern: str) -> Iterator[Path]:
-    path = Path(pattern).expanduser()
-    anchor = Path(path.anchor) if path.is_absolute() else Path()
-    return anchor.glob(str(path.relative_to(path.anchor)) if path.is_absolute() else str(path))
-
-
-def _label(file: str, files: list[str], split: str) -> str:
-    """What names a file's split: its own name, or that of the nearest directory which speaks of one."""
-    words = {*SPLITS, split}
-    stem = PurePosixPath(file).name.split(".")[0]
-    if re.split(r"[-_.]", stem)[0] in words:
-        return stem
-    folders = [PurePosixPath(item).parent.parts for item in files]
-    same = [len(set(column)) == 1 for column in zip(*folders, strict=False)]
-    common = [*same, False].index(False)
-    inside = PurePosixPath(file).parent.parts[common:]
-    return next((folder for folder in reversed(inside) if folder in words), stem)
+    if is_directory:
+        files = _of_split(tables, wanted) if tables else texts
+    return Source(name, tuple(files), split=split, slice=rows)
 
 
 def _of_split(files: list[str], split: str) -> list[str]:
-    stems = {file: _label(file, files, split) for file in files}
+    """Those of a directory's files that belong to a split: by their own names, or by the folders that they lie in."""
+    words = {*SPLITS, split}
+    depth = _shared_depth(tuple(files))
+    labels = {}
+    for file in files:
+        path = PurePosixPath(file)
+        labels[file] = path.name.split(".")[0]
+        if _first_word(labels[file]) not in words:
+            # The nearest folder that speaks of a split.
+            folders = (folder for folder in reversed(path.parent.parts[depth:]) if folder in words)
+            labels[file] = next(folders, labels[file])
     alike = next((names for names in _SAME_SPLIT if split in names), (split,))
-    of_name = {
-        name: [file for file in files if re.match(rf"{re.escape(name)}([-_]|$)", stems[file])]
-        for name in (split, *alike)
-    }
-    named = next((found for found in of_name.values() if found), [])
-    of_another = {file for file in files if re.split(r"[-_.]", stems[file])[0] in SPLITS}
-    rest = [file for file in files if file not in of_another]
-    if not named and of_another and (split != "train" or not rest):
+    for name in (split, *alike):
+        named = [file for file in files if re.match(rf"{re.escape(name)}([-_]|$)", labels[file])]
+        if named:
+            return named
+    rest = [file for file in files if _first_word(labels[file]) not in SPLITS]
+    if len(rest) < len(files) and (split != "train" or not rest):
         names = ", ".join(PurePosixPath(file).name for file in files[:8])
         raise DataError(
             f"no file of the split `{split}`", where=str(PurePosixPath(files[0]).parent), repair=f"there are: {names}"
         )
-    return named or rest or files
+    return rest
+
+
+def _first_word(label: str) -> str:
+    return re.split(r"[-_.]", label)[0]

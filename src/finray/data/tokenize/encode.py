@@ -41,6 +41,14 @@ class Tokens:
     label: str | None = None
 
     @property
+    def mask(self) -> list[int]:
+        """1 where the token is learned, else 0; same length as ``ids``."""
+        mask = [0] * len(self.ids)
+        for start, stop in self.spans:
+            mask[start:stop] = [1] * (stop - start)
+        return mask
+
+    @property
     def supervised(self) -> int:
         """Targets in the row. The first token is never one: nothing predicts it."""
         return sum(stop - max(start, 1) for start, stop in self.spans if stop > 1)
@@ -141,7 +149,11 @@ class Tokenizer:
             )
         return self._renderer
 
-    def encode(self, examples: Sequence[Example]) -> list[Encoded]:
+    def encode(self, examples: Sequence[Example]) -> list[list[Tokens]]:
+        """The rows of each example; see :meth:`encode_noted`."""
+        return [encoded.rows for encoded in self.encode_noted(examples)]
+
+    def encode_noted(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokenise a batch.
 
         Raises:
