@@ -12,7 +12,6 @@ Not measured: quantised weights, evaluation, and what Ray itself takes. `run.py 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,18 +242,3 @@ CASES = [
         most_pairs=1,
     )
 ]
-
-
-def main() -> None:
-    """One setting by itself, for tests: its estimate, measurement and the estimate's parts as JSON."""
-    import json
-    import tempfile
-
-    setting = next(one for one in SETTINGS if one.name == sys.argv[1])
-    with tempfile.TemporaryDirectory(prefix="finray_memory_") as folder:
-        bench = Bench(model=Path(sys.argv[2]), folder=Path(folder), peer_python=sys.executable)
-        print(json.dumps(measure(bench, setting)))
-
-
-if __name__ == "__main__":
-    main()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,29 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> 
 
 
 @pytest.fixture(scope="session")
+def tiny_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Makes configs of small runs: ``tiny_run({"train.max_steps": 2}, rows=24)``, each in a directory of its own."""
+
+    def build(
+        changes: Mapping[str, Any] | None = None, *, rows: int = 30, model: Path = tiny_model_dir
+    ) -> dict[str, Any]:
+        from tests.support import runs
+
+        folder = tmp_path_factory.mktemp("run")
+        return runs.tiny_run(model, tiny.write_chat_rows(folder, rows), folder / "out", changes)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def dropout_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """The same with dropout in its attention: a step's result depends on the random state."""
+    folder = tmp_path_factory.mktemp("dropout-llama")
+    tiny.save_model("llama", folder, tokenizer, attention_dropout=0.1)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """The real SmolLM2-135M-Instruct, which `make test` puts in place before the tests start."""
     folder = ROOT / ".models" / "SmolLM2-135M-Instruct"
@@ -49,6 +73,13 @@ def write_rows(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of the benchmarks, which are scripts: from their folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")
@@ -91,12 +122,23 @@ def ray_cluster(s3_socket: socket.socket, tmp_path_factory: pytest.TempPathFacto
     import ray
 
     context = ray.init(
-        address="local", num_cpus=4, include_dashboard=False, object_store_memory=128 * 2**20, log_to_driver=False
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        object_store_memory=128 * 2**20,
+        log_to_driver=False,
+        # It would kill workers for memory that others on this machine use.
+        _system_config={"memory_monitor_refresh_ms": 0},
     )
     address = context.address_info["gcs_address"]
     os.environ["RAY_ADDRESS"] = address
     yield address
     ray.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What uses Ray comes first: one process of pytest-xdist has all of it, and the others have time for the rest."""
+    items.sort(key=lambda item: scheduling_group(item.nodeid.partition("::")[0]) != "ray")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -112,7 +154,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return scheduling_group(nodeid.partition("::")[0])
 
-    # In the order of collection, which begins with the long ones, and not by the number of tests.
+    # In the order of collection, and not by the number of tests: unit tests, which are short, come last.
     config.option.loadscopereorder = False
     return ByFile(config, log)
 

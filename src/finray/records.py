@@ -12,13 +12,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something said in words.
-
-    Attributes:
-        message: the words.
-        step: optimizer step at which it was said.
-        level: ``warning`` for what a user should look at.
-    """
+    """Something said in words, after an optimizer step; a ``warning`` is what a user should look at."""
 
     message: str
     step: int = 0
@@ -31,15 +25,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class PrepareProgress:
-    """How far the preparation of data has come.
-
-    Attributes:
-        done: parts prepared.
-        total: parts there are.
-        rows: source rows read.
-        tokens: tokens written.
-        seconds: since it began.
-    """
+    """How far the preparation of data has come: parts done and in all, source rows read, tokens written."""
 
     done: int
     total: int
@@ -54,21 +40,11 @@ class RunHeader:
 
     Attributes:
         step: optimizer steps done before this start.
-        total_steps: of the run.
-        model: as ``model.name``.
         parameters: of model and adapter.
-        trainable: parameters that are trained.
-        precision: dtype of the forward and backward pass.
-        rows: training rows.
-        tokens: in those rows.
-        supervised: targets in those rows.
-        eval_rows: rows held out for evaluation.
-        packing: whether rows are packed.
+        rows, tokens, supervised: of the training split; supervised tokens are targets of the loss.
         packs: packs, or rows without packing.
         fill: share of the packs' positions that hold a token.
-        world_size: training workers.
         device: name of the GPU, or ``CPU``.
-        threads: of each worker.
         global_batch_size: packs (or rows) per optimizer step.
         micro_batch_size: packs (or rows) per forward pass.
         accumulation: forward passes per optimizer step and worker.
@@ -100,19 +76,14 @@ class TrainRecord:
     """An optimizer step, or the steps since the record before.
 
     Attributes:
-        step: optimizer steps done.
         epoch: passes over the data so far.
         loss: mean per target.
         grad_norm: before clipping; None where fp16 overflowed and the update was skipped.
-        lr: learning rate.
         tokens: seen since the run began, over all ranks.
         supervised: targets since the record before.
         samples_digest: equal for two steps exactly when they saw the same rows in the same order.
-        tokens_per_s: over all ranks.
         data_wait_s: seconds spent waiting for data.
-        peak_memory_bytes: of rank 0.
         seconds: training time since the run began.
-        loss_scale: with fp16.
         skipped: updates skipped so far, with fp16.
         samples: rows seen, with ``tracking.record_samples``.
     """
@@ -135,12 +106,9 @@ class TrainRecord:
 
     def json(self) -> dict[str, Any]:
         """The record as it is written; fields that a run does not have are left out."""
-        plain = asdict(self)
         optional = ("loss_scale", "skipped", "samples")
-        return {
-            "kind": "train",
-            **{name: one for name, one in plain.items() if name not in optional or one is not None},
-        }
+        kept = {name: one for name, one in asdict(self).items() if name not in optional or one is not None}
+        return {"kind": "train", **kept}
 
     def without_samples(self) -> TrainRecord:
         """The record for those who show it and have no use for a long list."""
@@ -149,14 +117,7 @@ class TrainRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """An evaluation.
-
-    Attributes:
-        step: optimizer steps done.
-        metrics: by name, those of the task (``eval_loss``, ``perplexity``, ...).
-        targets: how many the loss is a mean over.
-        seconds: that it took.
-    """
+    """An evaluation: the task's metrics (``eval_loss``, ...), which are means over so many targets."""
 
     step: int
     metrics: Mapping[str, float]
@@ -179,16 +140,11 @@ class RunSummary:
     """What a finished run says of itself; ``summary.json`` in the run directory.
 
     Attributes:
-        step: optimizer steps done.
-        total_steps: of the run; more than ``step`` where it stopped early.
-        tokens: seen, over all ranks.
+        total_steps: more than ``step`` where the run stopped early.
         supervised: targets learned from, over all ranks.
-        train_seconds: training time, over all starts.
-        tokens_per_s: over all ranks.
+        train_seconds: over all starts.
         first_loss: of the first step of the last start.
-        final_loss: of the last step.
-        best_metric: name of the metric that chose the best checkpoint.
-        best: its best value; None where nothing was evaluated.
+        best: best value of ``best_metric``, which chose the best checkpoint; None where nothing was evaluated.
         phases: seconds by phase.
         peak_memory_bytes: by rank.
     """

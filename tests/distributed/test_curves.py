@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import runs, tiny
+from tests.support import runs
 from tests.support.group import run_all
+from tests.support.runs import Plain, changed
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp": {"strategy": "fsdp"},
     **{f"zero{stage}": {"strategy": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)},
 }
-TRAINED: dict[str, dict[str, dict[str, Any]]] = {
+TRAINED: dict[str, dict[str, Any]] = {
     "lora": {},
-    "full": {"adapter": {"method": "none"}, "train": {"learning_rate": 0.002}},
-    "dora": {"adapter": {"method": "dora"}},
-    "pissa": {"adapter": {"method": "pissa"}},
-    "4bit": {"model": {"quantization": "4bit"}},
+    "full": {"adapter.method": "none", "train.learning_rate": 0.002},
+    "dora": {"adapter.method": "dora"},
+    "pissa": {"adapter.method": "pissa"},
+    "4bit": {"model.quantization": "4bit"},
 }
 # The others have tests of their own under ddp and fsdp; what ZeRO-3 cannot is refused by name.
 CASES = [(trained, strategy) for trained in ("lora", "full") for strategy in STRATEGIES]
@@ -30,36 +32,20 @@ STEPS = 30
 NORM = 0.8
 
 
-def settings(folder: Path, model: Path, trained: str) -> dict[str, Any]:
-    """Steps of three rows, one at a time: of two workers one has two and the other one, and then none."""
-    plain = runs.settings(model, tiny.write_chat_rows(folder, 44), folder, data={"packing": False})
-    for name, fields in TRAINED[trained].items():
-        plain[name] = {**plain[name], **fields}
-    plain["train"] = {
-        **plain["train"],
-        # 88 rows in 30 steps.
-        "max_steps": None,
-        "epochs": 2,
-        "global_batch_size": 3,
-        "micro_batch_size": 1,
-        "max_grad_norm": NORM,
-    }
-    plain["checkpoint"] = {"every_steps": 100}
-    return plain
-
-
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain]) -> Path:
+    """Steps of three rows, one at a time: of two workers one has two and the other one, and then none."""
     folder = tmp_path_factory.mktemp("runs")
-    plain = {trained: settings(folder, tiny_model_dir, trained) for trained in TRAINED}
-    for trained, one in plain.items():
-        runs.run_alone(one, folder / trained)
+    # 88 rows in 30 steps.
+    short = {"max_steps": None, "epochs": 2, "global_batch_size": 3, "micro_batch_size": 1, "max_grad_norm": NORM}
+    lora = tiny_run({"train": short, "data.packing": False, "checkpoint.every_steps": 100}, rows=44)
+    plain = {trained: changed(lora, changes) for trained, changes in TRAINED.items()}
     # As it would be without clipping, or with a step of another size: the comparison must see it.
-    unlike = {"unclipped": {"max_grad_norm": None}, "larger": {"global_batch_size": 4}}
-    for name, fields in unlike.items():
-        runs.run_alone({**plain["lora"], "train": {**plain["lora"]["train"], **fields}}, folder / name)
+    unlike = {"unclipped": {"train.max_grad_norm": None}, "larger": {"train.global_batch_size": 4}}
+    for name, one in (plain | {name: changed(lora, changes) for name, changes in unlike.items()}).items():
+        runs.run_alone(one, folder / name)
     jobs = [
-        ({**plain[trained], "parallel": STRATEGIES[strategy]}, folder / f"{trained}-{strategy}")
+        (changed(plain[trained], {"parallel": STRATEGIES[strategy]}), folder / f"{trained}-{strategy}")
         for trained, strategy in CASES
     ]
     run_all(jobs, world_size=2)
@@ -69,9 +55,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path
 @pytest.mark.parametrize(("trained", "strategy"), CASES)
 def test_the_curve_is_that_of_one_process(done: Path, trained: str, strategy: str) -> None:
     one, two = done / trained, done / f"{trained}-{strategy}"
-    for key in ("loss", "grad_norm"):
-        assert runs.values(two, key) == pytest.approx(runs.values(one, key), rel=1e-4)
-    assert runs.values(two, "samples") == runs.values(one, "samples")
+    runs.assert_same_curve(two, one)
     assert [len(samples) for samples in runs.values(two, "samples")] == [3] * (STEPS - 1) + [1]
     # Some steps were clipped.
     assert max(runs.values(one, "grad_norm")) > NORM

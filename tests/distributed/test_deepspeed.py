@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finray.config.load import build_config
 from finray.errors import ConfigError, TrainingError
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.sharding import full_tensor
-from tests.support import runs, tiny
+from tests.support import runs
 from tests.support.group import run_all
+from tests.support.runs import Plain, changed
 
 STAGES = (1, 2, 3)
-FULL = {"adapter": {"method": "none"}, "train": {"learning_rate": 0.002}, "checkpoint": {"every_steps": 2}}
+FULL = {"adapter.method": "none", "train.learning_rate": 0.002, "checkpoint.every_steps": 2}
 JSON_ADAM = {
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "torch_adam": True}},
@@ -45,26 +45,8 @@ JSON_FP16 = {
 FIRST_SCALE = 2.0**18
 
 
-def with_(plain: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
-    return {**plain, **{name: {**plain.get(name, {}), **fields} for name, fields in sections.items()}}
-
-
-def zero(plain: dict[str, Any], stage: int, **fields: Any) -> dict[str, Any]:
-    return with_(plain, parallel={"strategy": "deepspeed", "zero_stage": stage, **fields})
-
-
-def keep_until(run_dir: Path, step: int) -> None:
-    """Forget later checkpoints, as if the run had been killed before them."""
-    for path in run_dir.glob("checkpoint-*"):
-        if int(path.name.split("-")[1]) > step:
-            shutil.rmtree(path)
-    assert (run_dir / f"checkpoint-{step:06d}").is_dir()
-
-
-def same_curve(left: Path, right: Path, rel: float = 1e-4) -> None:
-    for key in ("loss", "grad_norm"):
-        assert runs.values(left, key) == pytest.approx(runs.values(right, key), rel=rel)
-    assert runs.values(left, "samples") == runs.values(right, "samples")
+def zero(plain: Plain, stage: int, **fields: Any) -> Plain:
+    return changed(plain, {"parallel": {"strategy": "deepspeed", "zero_stage": stage, **fields}})
 
 
 def look(assembled: Any, run_dir: Path) -> None:
@@ -123,13 +105,12 @@ def overheat(loop: Any, run_dir: Path) -> None:
     loop._after_step = after
 
 
-def scaled(done: Done) -> dict[int, dict[str, Any]]:
+def scaled(done: Done) -> dict[int, Plain]:
     """Short runs in fp16, by stage: one as plain as can be, one with all that its users have."""
-    short = with_(done.plain, **FULL)
-    short = with_(short, train={"precision": "fp16", "max_steps": 4})
+    short = changed(done.plain, FULL, {"train.precision": "fp16", "train.max_steps": 4})
     theirs = {"strategy": "deepspeed", "deepspeed_config": str(done.folder / "fp16.json")}
     people = {"optimizer": "paged_adamw_8bit", "gradient_checkpointing": True}
-    return {2: zero(short, 2, cpu_offload=True), 3: with_(short, train=people, parallel=theirs)}
+    return {2: zero(short, 2, cpu_offload=True), 3: changed(short, {"train": people, "parallel": theirs})}
 
 
 @dataclass
@@ -137,21 +118,20 @@ class Done:
     """What the one group of processes has trained: run directories by name."""
 
     folder: Path
-    plain: dict[str, Any]
+    plain: Plain
 
     def __getitem__(self, name: str) -> Path:
         return self.folder / name
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Done:
+def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain]) -> Done:
     folder = tmp_path_factory.mktemp("runs")
-    rows = tiny.write_chat_rows(folder, 37)
     # Steps of three rows on two workers: one of them always has a micro-batch for nothing.
-    plain = runs.settings(tiny_model_dir, rows, folder, train={"global_batch_size": 3}, data={"eval_ratio": 0.1})
-    full = with_(plain, **FULL)
-    half = with_(full, train={"precision": "bf16", "gradient_checkpointing": True})
-    small = with_(full, train={"optimizer": "paged_adamw_8bit"})
+    plain = tiny_run({"train.global_batch_size": 3, "data.eval_ratio": 0.1}, rows=37)
+    full = changed(plain, FULL)
+    half = changed(full, {"train.precision": "bf16", "train.gradient_checkpointing": True})
+    small = changed(full, {"train.optimizer": "paged_adamw_8bit"})
     own = folder / "ds.json"
     own.write_text(json.dumps(JSON_ADAM))
     for name, one in (("full", full), ("half", half), ("small", small)):
@@ -160,13 +140,13 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Done
     jobs += [(zero(half, stage), folder / f"half-{stage}") for stage in (2, 3)]
     jobs += [(zero(full, 2, cpu_offload=True), folder / "full-offloaded")]
     jobs += [(zero(small, stage), folder / f"small-{stage}") for stage in (2, 3)]
-    theirs = with_(full, parallel={"strategy": "deepspeed", "deepspeed_config": str(own)})
-    jobs += [(with_(theirs, train={"gradient_checkpointing": True}), folder / "full-json")]
-    rare = {"tracking": {"log_every": 4}}
-    jobs += [(zero(with_(full, **rare), stage), folder / f"poisoned-{stage}") for stage in STAGES]
-    jobs += [(with_(theirs, **rare), folder / "poisoned-json")]
+    theirs = changed(full, {"parallel": {"strategy": "deepspeed", "deepspeed_config": str(own)}})
+    jobs += [(changed(theirs, {"train.gradient_checkpointing": True}), folder / "full-json")]
+    rare = {"tracking.log_every": 4}
+    jobs += [(zero(changed(full, rare), stage), folder / f"poisoned-{stage}") for stage in STAGES]
+    jobs += [(changed(theirs, rare), folder / "poisoned-json")]
     (folder / "fp16.json").write_text(json.dumps(JSON_FP16))
-    runs.run_alone(with_(full, train={"max_steps": 4}), folder / "short")
+    runs.run_alone(changed(full, {"train.max_steps": 4}), folder / "short")
     for stage, one in scaled(Done(folder, plain)).items():
         jobs += [(one, folder / f"scaled-{stage}"), (one, folder / f"hot-{stage}")]
     run_all(jobs, world_size=2, look=look)
@@ -175,18 +155,18 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Done
 
 @pytest.mark.parametrize("name", [*(f"full-{stage}" for stage in STAGES), "full-offloaded", "full-json"])
 def test_the_curve_is_that_of_one_process(done: Done, name: str) -> None:
-    same_curve(done[name], done["full"])
+    runs.assert_same_curve(done[name], done["full"])
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bf16_is_close(done: Done, stage: int) -> None:
-    same_curve(done[f"half-{stage}"], done["half"], rel=0.03)
+    runs.assert_same_curve(done[f"half-{stage}"], done["half"], rel=0.03)
     assert runs.values(done[f"half-{stage}"], "loss") != runs.values(done["full"], "loss")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fp16_is_close(done: Done, stage: int) -> None:
-    same_curve(done[f"scaled-{stage}"], done["short"], rel=0.02)
+    runs.assert_same_curve(done[f"scaled-{stage}"], done["short"], rel=0.02)
     assert runs.values(done[f"scaled-{stage}"], "loss") != runs.values(done["short"], "loss")
     assert runs.values(done[f"scaled-{stage}"], "loss_scale") == [2.0**16] * 4
 
@@ -207,7 +187,7 @@ def test_gradients_too_large_for_fp16_leave_the_update_out_on_all_ranks(done: Do
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_8_bit_optimizer_is_really_used(done: Done, stage: int) -> None:
     # Blocks are cut elsewhere, so moments are rounded elsewhere.
-    same_curve(done[f"small-{stage}"], done["small"], rel=0.01)
+    runs.assert_same_curve(done[f"small-{stage}"], done["small"], rel=0.01)
     assert runs.values(done[f"small-{stage}"], "loss") != runs.values(done[f"full-{stage}"], "loss")
 
 
@@ -234,33 +214,22 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_any_weight_changes(don
 
 
 def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp_path: Path) -> None:
-    full = with_(done.plain, **FULL)
-    jobs = []
-    for stage in STAGES:
-        shutil.copytree(done[f"full-{stage}"], tmp_path / f"full-{stage}")
-        keep_until(tmp_path / f"full-{stage}", 4)
-        jobs.append((zero(full, stage), tmp_path / f"full-{stage}"))
-    small = with_(full, train={"optimizer": "paged_adamw_8bit"})
-    for stage in (2, 3):
-        shutil.copytree(done[f"small-{stage}"], tmp_path / f"small-{stage}")
-        keep_until(tmp_path / f"small-{stage}", 4)
-        jobs.append((zero(small, stage), tmp_path / f"small-{stage}"))
-    for stage, one in scaled(done).items():
-        shutil.copytree(done[f"hot-{stage}"], tmp_path / f"hot-{stage}")
-        keep_until(tmp_path / f"hot-{stage}", 2)
-        jobs.append((one, tmp_path / f"hot-{stage}"))
+    def cut(name: str, target: str, *, step: int = 4) -> Path:
+        return runs.cut(done[name], tmp_path / target, step=step)
+
+    full = changed(done.plain, FULL)
+    small = changed(full, {"train.optimizer": "paged_adamw_8bit"})
+    jobs = [(zero(full, stage), cut(f"full-{stage}", f"full-{stage}")) for stage in STAGES]
+    jobs += [(zero(small, stage), cut(f"small-{stage}", f"small-{stage}")) for stage in (2, 3)]
+    jobs += [(one, cut(f"hot-{stage}", f"hot-{stage}", step=2)) for stage, one in scaled(done).items()]
     # 8-bit state that ZeRO-3 wrote, in one process.
-    shutil.copytree(done["small-3"], tmp_path / "small")
-    keep_until(tmp_path / "small", 4)
-    runs.run_alone(small, tmp_path / "small")
-    same_curve(tmp_path / "small", done["small"], rel=0.01)
+    runs.run_alone(small, cut("small-3", "small"))
+    runs.assert_same_curve(tmp_path / "small", done["small"], rel=0.01)
     # ZeRO-3 on 2, then one process, then FSDP on 2, then ZeRO-2 on 3.
-    moved = tmp_path / "moved"
-    shutil.copytree(done["full-3"], moved)
-    keep_until(moved, 2)
+    moved = cut("full-3", "moved", step=2)
     runs.run_alone(full, moved)
-    keep_until(moved, 4)
-    jobs.append((with_(full, parallel={"strategy": "fsdp"}), moved))
+    runs.keep_until(moved, 4)
+    jobs.append((changed(full, {"parallel.strategy": "fsdp"}), moved))
     run_all(jobs, world_size=2)
     for stage in STAGES:
         assert runs.trace(tmp_path / f"full-{stage}") == runs.trace(done[f"full-{stage}"])
@@ -269,9 +238,9 @@ def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp
         assert runs.trace(tmp_path / f"hot-{stage}") == runs.trace(done[f"hot-{stage}"])
         scales = runs.values(tmp_path / f"hot-{stage}", "loss_scale")
         assert scales == runs.values(done[f"hot-{stage}"], "loss_scale")
-    keep_until(moved, 6)
+    runs.keep_until(moved, 6)
     run_all([(zero(full, 2, keep_deepspeed_shards=False), moved)], world_size=3)
-    same_curve(moved, done["full"])
+    runs.assert_same_curve(moved, done["full"])
     # Each of these wrote its checkpoint: that the runs did go on, and did not only look at what was there.
     assert (moved / "checkpoint-000006" / "training_state" / "optimizer-00002-of-00002.safetensors").is_file()
     assert (moved / "checkpoint-000008" / "training_state" / "optimizer-00003-of-00003.safetensors").is_file()
@@ -304,17 +273,14 @@ def test_deepspeeds_own_files_give_the_same_weights(done: Done, tmp_path: Path) 
 def config_with(given: Any, tmp_path: Path, **sections: dict[str, Any]) -> Any:
     path = tmp_path / "ds.json"
     path.write_text(given if isinstance(given, str) else json.dumps(given))
-    plain = with_(
-        {
-            "model": {"name": "m"},
-            "data": {"source": "rows.jsonl"},
-            "train": {"global_batch_size": 8, "precision": "bf16"},
-            "parallel": {"strategy": "deepspeed", "deepspeed_config": str(path)},
-            "cluster": {"num_workers": 2},
-        },
-        **sections,
-    )
-    return build_config(plain, source="test")
+    plain = {
+        "model": {"name": "m"},
+        "data": {"source": "rows.jsonl"},
+        "train": {"global_batch_size": 8, "precision": "bf16"},
+        "parallel": {"strategy": "deepspeed", "deepspeed_config": str(path)},
+        "cluster": {"num_workers": 2},
+    }
+    return runs.config_of(changed(plain, sections))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from finray.parallel.fsdp import FSDPStrategy
 from finray.training.assemble import Assembled, assemble
 from tests.support import runs, tiny
 from tests.support.group import run_group
+from tests.support.runs import Plain, changed
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("data")
-    rows = tiny.write_chat_rows(folder, 20)
-    return runs.settings(tiny_model_dir, rows, folder, train={"max_steps": 4}, parallel={"strategy": "fsdp"})
+def plain(tiny_run: Callable[..., Plain]) -> Plain:
+    return tiny_run({"train.max_steps": 4, "parallel.strategy": "fsdp"}, rows=20)
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
+def alone(plain: Plain, run_dir: Path) -> Assembled:
     config = runs.config_of(plain)
     run_dir.mkdir()
     strategy = FSDPStrategy(torch.device("cpu"), config.parallel, precision="fp32")
@@ -44,15 +43,14 @@ def alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
 
 @pytest.mark.parametrize("method", ["lora", "none"])
 def test_no_rank_reads_the_whole_model(
-    method: str, plain: dict[str, Any], tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch
+    method: str, plain: Plain, tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the whole model was read")
 
     monkeypatch.setattr("finray.models.build.load_causal_lm", refuse)
     monkeypatch.setattr(sharded, "load_causal_lm", refuse)
-    plain = {**plain, "adapter": {**plain["adapter"], "method": method}}
-    found = alone(plain, tmp_path / "run")
+    found = alone(changed(plain, {"adapter.method": method}), tmp_path / "run")
     parameters = list(found.loop.task.model.parameters())
     assert parameters
     assert all(isinstance(parameter, DTensor) for parameter in parameters)
@@ -70,13 +68,11 @@ def test_blocks_are_the_layers_and_nothing_inside_them(kind: str, layers: int) -
     assert not any(other in block.modules() for block in blocks for other in blocks if other is not block)
 
 
-def test_copies_of_the_shards_and_kept_weights_change_nothing(tmp_path: Path, plain: dict[str, Any]) -> None:
+def test_copies_of_the_shards_and_kept_weights_change_nothing(tmp_path: Path, plain: Plain) -> None:
     """Four workers, two of which share a copy; and weights that are kept after the forward pass."""
-    one = {**plain, "parallel": {"strategy": "ddp"}}
-    runs.run_alone(one, tmp_path / "one")
-    hybrid = {"strategy": "fsdp", "shard_size": 2, "reshard_after_forward": False}
-    run_group({**plain, "parallel": hybrid}, tmp_path / "four", world_size=4)
-    for key in ("loss", "grad_norm"):
-        assert runs.values(tmp_path / "four", key) == pytest.approx(runs.values(tmp_path / "one", key), rel=1e-4)
+    runs.run_alone(changed(plain, {"parallel.strategy": "ddp"}), tmp_path / "one")
+    hybrid = changed(plain, {"parallel": {"shard_size": 2, "reshard_after_forward": False}})
+    run_group(hybrid, tmp_path / "four", world_size=4)
+    runs.assert_same_curve(tmp_path / "four", tmp_path / "one")
     left, right = (runs.adapter_weights(tmp_path / name / "checkpoint-000004") for name in ("one", "four"))
     assert runs.relative_difference(left, right) < 1e-4

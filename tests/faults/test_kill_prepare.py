@@ -115,9 +115,8 @@ def plain(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     rows = [*tiny.chat_rows(ROWS), {"messages": []}]
     for name, some in (("rows.jsonl", rows), ("held-out.jsonl", tiny.chat_rows(40, start=ROWS))):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
-    plain = runs.settings(tiny_model_dir, folder / "rows.jsonl", folder / "out")
-    plain["data"] |= {"eval_source": str(folder / "held-out.jsonl"), "on_bad_row": "drop"}
-    return plain
+    changes = {"data.eval_source": str(folder / "held-out.jsonl"), "data.on_bad_row": "drop"}
+    return runs.tiny_run(tiny_model_dir, folder / "rows.jsonl", folder / "out", changes)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +146,7 @@ def content(folder: Path) -> Files:
 
 
 def into(plain: dict[str, Any], root: Path) -> Config:
-    return runs.config_of({**plain, "prepare": {"dir": str(root)}})
+    return runs.config_of(runs.changed(plain, {"prepare.dir": str(root)}))
 
 
 def check_after_a_kill(config: Config, root: Path, expected: Files) -> None:
@@ -286,7 +285,9 @@ def test_the_command_killed_with_its_workers(
     """The next try is the command again, and once a preparation without Ray."""
     expected, _, _ = undisturbed
     root = tmp_path / "prepared"
-    file = runs.write_config({**plain, "prepare": {"dir": str(root), "num_workers": 2}}, tmp_path / "run.yaml")
+    file = runs.write_config(
+        runs.changed(plain, {"prepare": {"dir": str(root), "num_workers": 2}}), tmp_path / "run.yaml"
+    )
     config = into(plain, root)
     wanted = random.Random(seed).randrange(1, sum("tokens" in name for name in expected) // 2)
     mark = uuid.uuid4().hex

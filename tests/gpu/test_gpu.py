@@ -254,7 +254,7 @@ def gpu_settings(model: Path, folder: Path, **sections: dict[str, Any]) -> dict[
     """A small run with finray's own attention, whether or not FlashAttention is installed."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(30)), encoding="utf-8")
-    plain = runs.settings(model, file, folder, **sections)
+    plain = runs.tiny_run(model, file, folder, sections)
     return {**plain, "model": {**plain["model"], "attention": "packed"}}
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.support import runs
+from tests.support.runs import finray
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,30 +18,15 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path, ray_cluster: str) -> Path:
     output = tmp_path_factory.mktemp("quickstart")
-    code, out, err = runs.cli(
-        "train",
-        "examples/quickstart/quickstart.yaml",
-        f"model.name={smollm2_dir}",
-        f"run.output_dir={output}",
-        "cluster.cpus_per_worker=1",
-        "train.epochs=null",
-        "train.max_steps=2",
-        "evaluation.max_rows=4",
-        "tracking.tensorboard=true",
-        cwd=ROOT,
-    )
+    with contextlib.chdir(ROOT):
+        code, out, err = finray(
+            *("train", "examples/quickstart/quickstart.yaml", f"model.name={smollm2_dir}", f"run.output_dir={output}"),
+            *("cluster.cpus_per_worker=1", "train.epochs=null", "train.max_steps=2"),
+            *("evaluation.max_rows=4", "tracking.tensorboard=true"),
+        )
     assert code == 0, out + err
-    for part in (
-        "M trained",
-        "packs",
-        "2 x CPU",
-        "batch ",
-        "step 2/2",
-        "eval loss",
-        "run finished",
-        "peak memory",
-        "next: finray generate",
-    ):
+    parts = ["M trained", "packs", "2 x CPU", "batch ", "step 2/2", "eval loss", "run finished", "peak memory"]
+    for part in [*parts, "next: finray generate"]:
         assert part in out, part
     return output / "quickstart"
 
@@ -47,20 +35,16 @@ def test_the_run_directory_has_what_the_documents_say(run_dir: Path) -> None:
     names = {path.name for path in run_dir.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "summary.json", "tensorboard", "checkpoint-000002", "final"} <= names
     final = {path.name for path in (run_dir / "final").iterdir()}
-    assert {
-        "adapter_model.safetensors",
-        "adapter_config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        "manifest.json",
-    } <= final
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= final
+    assert {"tokenizer.json", "chat_template.jinja", "manifest.json"} <= final
     assert "training_state" not in final
     kinds = [json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert kinds == ["train", "train", "eval"]
 
 
-def test_evaluate(run_dir: Path) -> None:
-    code, out, err = runs.cli("evaluate", str(run_dir), "--max-rows", "3", cwd=ROOT)
+def test_evaluate_compares_with_the_base_on_the_held_out_rows(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    code, out, err = finray("evaluate", run_dir, "--max-rows", 3)
     assert code == 0, out + err
     assert "3 held-out rows" in out
     assert "exact match" in out
@@ -75,52 +59,37 @@ def test_evaluate(run_dir: Path) -> None:
     assert set(predictions[0]) == {"prompt", "reference", "base", "tuned", "base_exact", "tuned_exact"}
 
 
-def test_generate(run_dir: Path, tmp_path: Path) -> None:
-    code, out, err = runs.cli("generate", str(run_dir), "Say hello.", "--system", "Be brief.", "--max-new-tokens", "8")
+def test_generate_answers_and_a_seed_gives_the_same_sample(run_dir: Path, tmp_path: Path) -> None:
+    code, out, err = finray("generate", run_dir, "Say hello.", "--system", "Be brief.", "--max-new-tokens", 8)
     assert code == 0, out + err
     assert out.strip()
     answers = tmp_path / "answers.jsonl"
     prompts = ROOT / "examples/quickstart/prompts.jsonl"
-    arguments = (
-        "--file",
-        str(prompts),
-        "--output",
-        str(answers),
-        "--max-new-tokens",
-        "8",
-        "--temperature",
-        "0.7",
-        "--seed",
-        "3",
-    )
-    assert runs.cli("generate", str(run_dir / "checkpoint-000002"), *arguments)[0] == 0
+    sampled = ("--max-new-tokens", 8, "--temperature", 0.7, "--seed", 3)
+    arguments = ("generate", run_dir / "checkpoint-000002", "--file", prompts, "--output", answers, *sampled)
+    assert finray(*arguments)[0] == 0
     first = answers.read_text()
     assert len(first.splitlines()) == len(prompts.read_text().splitlines())
-    assert runs.cli("generate", str(run_dir / "checkpoint-000002"), *arguments)[0] == 0
+    assert finray(*arguments)[0] == 0
     assert answers.read_text() == first, "the same seed gives the same sample"
 
 
 def test_export_as_adapter_and_merged(run_dir: Path, tmp_path: Path) -> None:
     for option, name in (("--merge", "model.safetensors"), ("--adapter", "adapter_model.safetensors")):
         target = tmp_path / option.strip("-")
-        code, out, err = runs.cli("export", str(run_dir), "--output", str(target), option)
+        code, out, err = finray("export", run_dir, "--output", target, option)
         assert code == 0, out + err
         assert "logits differ by" in out
         assert (target / name).is_file()
         assert (target / "chat_template.jinja").is_file()
-    code, out, err = runs.cli("generate", str(tmp_path / "merge"), "Say hello.", "--max-new-tokens", "4")
+    code, out, err = finray("generate", tmp_path / "merge", "Say hello.", "--max-new-tokens", 4)
     assert code == 0, out + err
 
 
 def test_a_damaged_final_model_is_refused_by_name(run_dir: Path, tmp_path: Path) -> None:
-    import shutil
-
-    copy = tmp_path / "final"
-    shutil.copytree(run_dir / "final", copy)
+    copy = shutil.copytree(run_dir / "final", tmp_path / "final")
     weights = copy / "adapter_model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    code, _, err = runs.cli("generate", str(copy), "hello")
+    runs.flip(weights)
+    code, _, err = finray("generate", copy, "hello")
     assert code == 2
     assert str(weights) in err

@@ -12,35 +12,22 @@ from typing import Any
 
 import pytest
 
-from finray.cli.main import main
 from finray.errors import CheckpointError
 from tests.support import runs, tiny
+from tests.support.runs import Plain, finray
 
-Case = tuple[dict[str, Any], list[str]]
+Change = Callable[[Plain, Path], None]
 
 
 @pytest.fixture
-def plain(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
+def plain(tiny_model_dir: Path, tmp_path: Path) -> Plain:
     rows = tiny.write_chat_rows(tmp_path, 12)
-    return runs.settings(tiny_model_dir, rows, tmp_path / "out", train={"max_steps": 2, "precision": "fp32"})
+    return runs.tiny_run(tiny_model_dir, rows, tmp_path / "out", {"train.max_steps": 2})
 
 
-@pytest.fixture
-def finray(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
-    """The command line, in this process (it is the same entry point, a few seconds faster)."""
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["finray", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out + captured.err
-
-    return call
-
-
-def refused(code: int, output: str, *expected: str) -> None:
-    assert code == 2, output
+def refused(answer: tuple[int, str, str], *expected: str) -> None:
+    output = answer[1] + answer[2]
+    assert answer[0] == 2, output
     assert "Traceback" not in output
     assert output.count("error:") == 1, output
     for part in expected:
@@ -68,57 +55,53 @@ CONFIG_PROBLEMS: list[tuple[list[str], list[str]]] = [
     ("overrides", "expected"), CONFIG_PROBLEMS, ids=[case[0][0].split("=")[0] for case in CONFIG_PROBLEMS]
 )
 def test_configuration(
-    plain: dict[str, Any],
+    plain: Plain,
     tmp_path: Path,
-    finray: Callable[..., tuple[int, str]],
     overrides: list[str],
     expected: list[str],
 ) -> None:
     config = runs.write_config(plain, tmp_path / "run.yaml")
-    refused(*finray("train", str(config), *overrides), *expected)
+    refused(finray("train", config, *overrides), *expected)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_config_file_that_is_not_there(tmp_path: Path, finray: Callable[..., tuple[int, str]]) -> None:
-    refused(*finray("train", str(tmp_path / "no.yaml")), "does not exist", "finray init")
+def test_a_config_file_that_is_not_there(tmp_path: Path) -> None:
+    refused(finray("train", str(tmp_path / "no.yaml")), "does not exist", "finray init")
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("a: [1", "not valid YAML"), ("train: {}\ntrain: {}\n", "duplicate key"), ("- a\n", "must consist of sections")],
 )
-def test_a_config_file_that_is_not_a_configuration(
-    tmp_path: Path, finray: Callable[..., tuple[int, str]], text: str, expected: str
-) -> None:
+def test_a_config_file_that_is_not_a_configuration(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
-    refused(*finray("train", str(path)), expected, "run.yaml")
+    refused(finray("train", str(path)), expected, "run.yaml")
 
 
-def change_rows(content: str) -> Callable[[dict[str, Any], Path], None]:
-    def change(plain: dict[str, Any], tmp_path: Path) -> None:
+def change_rows(content: str) -> Change:
+    def change(plain: Plain, tmp_path: Path) -> None:
         (tmp_path / "rows.jsonl").write_text(content, encoding="utf-8")
 
     return change
 
 
-def change_field(section: str, field: str, value: Any) -> Callable[[dict[str, Any], Path], None]:
-    def change(plain: dict[str, Any], tmp_path: Path) -> None:
+def change_field(section: str, field: str, value: Any) -> Change:
+    def change(plain: Plain, tmp_path: Path) -> None:
         plain[section][field] = value
 
     return change
 
 
-def forget_template(plain: dict[str, Any], tmp_path: Path) -> None:
+def forget_template(plain: Plain, tmp_path: Path) -> None:
     shutil.copytree(plain["model"]["name"], tmp_path / "model")
-    for name in ("chat_template.jinja",):
-        (tmp_path / "model" / name).unlink()
+    (tmp_path / "model" / "chat_template.jinja").unlink()
     plain["model"]["name"] = str(tmp_path / "model")
 
 
 GOOD = json.dumps(tiny.chat_rows(1)[0]) + "\n"
 USER_ONLY = json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n"
-MISTAKES: list[tuple[str, Callable[[dict[str, Any], Path], None], list[str]]] = [
+MISTAKES: list[tuple[str, Change, list[str]]] = [
     ("missing file", change_field("data", "source", "/no/such/file.jsonl"), ["/no/such/file.jsonl", "does not exist"]),
     ("row not JSON", change_rows(GOOD + "{oops\n"), ["rows.jsonl:2", "not JSON"]),
     (
@@ -153,31 +136,28 @@ MISTAKES: list[tuple[str, Callable[[dict[str, Any], Path], None], list[str]]] = 
 
 @pytest.mark.parametrize(("mistake", "expected"), [case[1:] for case in MISTAKES], ids=[case[0] for case in MISTAKES])
 def test_training(
-    plain: dict[str, Any],
+    plain: Plain,
     tmp_path: Path,
     ray_cluster: str,
-    finray: Callable[..., tuple[int, str]],
-    mistake: Callable[[dict[str, Any], Path], None],
+    mistake: Change,
     expected: list[str],
 ) -> None:
     mistake(plain, tmp_path)
-    refused(*finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))), *expected)
+    refused(finray("train", runs.write_config(plain, tmp_path / "run.yaml")), *expected)
     assert not list((tmp_path / "out").glob("run/checkpoint-*"))
 
 
-def test_the_first_mistake_of_all_is_the_last_of_none(
-    plain: dict[str, Any], tmp_path: Path, ray_cluster: str, finray: Callable[..., tuple[int, str]]
-) -> None:
+def test_the_first_mistake_of_all_is_the_last_of_none(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
     """Negative control: without a mistake the same command ends well, and is then not repeated."""
     config = runs.write_config(plain, tmp_path / "run.yaml")
     for _ in range(2):
-        code, output = finray("train", str(config))
-        assert code == 0, output
-    assert "finished already" in output
+        code, out, err = finray("train", config)
+        assert code == 0, out + err
+    assert "finished already" in out
 
 
 @pytest.fixture
-def finished_run(plain: dict[str, Any], tmp_path: Path) -> Path:
+def finished_run(plain: Plain, tmp_path: Path) -> Path:
     """A run with a checkpoint, as a driver would leave it half-way."""
     run_dir = tmp_path / "out" / "run"
     runs.run_alone(plain, run_dir)
@@ -186,43 +166,37 @@ def finished_run(plain: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def test_another_configuration_is_refused_with_the_fields_that_differ(
-    plain: dict[str, Any], finished_run: Path, tmp_path: Path, finray: Callable[..., tuple[int, str]]
+    plain: Plain, finished_run: Path, tmp_path: Path
 ) -> None:
     before = {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()}
     config = runs.write_config(plain, tmp_path / "run.yaml")
-    result = finray("train", str(config), "train.learning_rate=0.5", "run.seed=9", "cluster.num_workers=3")
-    refused(*result, "train.learning_rate: was 0.01, is now 0.5", "run.seed: was 5, is now 9", "--fresh")
-    assert "num_workers" not in result[1]
+    result = finray("train", config, "train.learning_rate=0.5", "run.seed=9", "cluster.num_workers=3")
+    refused(result, "train.learning_rate: was 0.01, is now 0.5", "run.seed: was 5, is now 9", "--fresh")
+    assert "num_workers" not in "".join(result[1:])
     assert {path: path.read_bytes() for path in finished_run.rglob("*") if path.is_file()} == before
 
 
-def test_a_directory_that_is_no_run_is_left_alone(
-    plain: dict[str, Any], tmp_path: Path, finray: Callable[..., tuple[int, str]]
-) -> None:
+def test_a_directory_that_is_no_run_is_left_alone(plain: Plain, tmp_path: Path) -> None:
     (tmp_path / "out" / "run").mkdir(parents=True)
     (tmp_path / "out" / "run" / "thesis.txt").write_text("mine")
-    refused(*finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))), "no finray run")
+    refused(finray("train", runs.write_config(plain, tmp_path / "run.yaml")), "no finray run")
     assert (tmp_path / "out" / "run" / "thesis.txt").read_text() == "mine"
 
 
-def test_an_output_directory_that_cannot_be_written(
-    plain: dict[str, Any], tmp_path: Path, finray: Callable[..., tuple[int, str]]
-) -> None:
+def test_an_output_directory_that_cannot_be_written(plain: Plain, tmp_path: Path) -> None:
     """Below a file no directory can be made, not even by root."""
     (tmp_path / "file").write_text("")
     plain["run"]["output_dir"] = str(tmp_path / "file" / "out")
-    refused(
-        *finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))), "cannot be written", "run.output_dir"
-    )
+    refused(*finray("train", runs.write_config(plain, tmp_path / "run.yaml")), "cannot be written", "run.output_dir")
 
 
-def test_every_checkpoint_damaged(
-    plain: dict[str, Any], finished_run: Path, tmp_path: Path, ray_cluster: str, finray: Callable[..., tuple[int, str]]
+def test_every_checkpoint_damaged_ends_the_run_with_the_workers_error(
+    plain: Plain, finished_run: Path, tmp_path: Path, ray_cluster: str
 ) -> None:
     path = finished_run / "checkpoint-000002" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     refused(
-        *finray("train", str(runs.write_config(plain, tmp_path / "run.yaml"))),
+        *finray("train", runs.write_config(plain, tmp_path / "run.yaml")),
         "every checkpoint of the run is damaged",
         "--fresh",
     )
@@ -245,9 +219,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk_while_saving_leaves_the_last_checkpoint(plain: dict[str, Any], small_disk: Path) -> None:
-    plain["train"]["max_steps"] = 30
-    plain["checkpoint"] = {"every_steps": 1, "keep_last": 100}
+def test_a_full_disk_while_saving_leaves_the_last_checkpoint(plain: Plain, small_disk: Path) -> None:
+    plain = runs.changed(plain, {"train.max_steps": 30, "checkpoint": {"every_steps": 1, "keep_last": 100}})
     with pytest.raises(CheckpointError, match="no space left on the device"):
         runs.run_alone(plain, small_disk / "run")
     for path in small_disk.glob("run/checkpoint-000001"):
@@ -256,16 +229,12 @@ def test_a_full_disk_while_saving_leaves_the_last_checkpoint(plain: dict[str, An
     assert done == len(list((small_disk / "run").glob("checkpoint-*"))) + 1 >= 3
 
 
-def test_generate_and_evaluate_and_export(
-    tmp_path: Path, finished_run: Path, finray: Callable[..., tuple[int, str]]
-) -> None:
-    refused(*finray("generate", str(tmp_path / "nowhere"), "hello"), "does not exist")
-    refused(*finray("generate", str(tmp_path), "hello"), "neither an adapter nor a model")
-    refused(*finray("evaluate", str(tmp_path)), "not a finray run")
-    refused(*finray("evaluate", str(finished_run)), "holds no rows out", "data.eval_ratio")
-    refused(*finray("export", str(finished_run), "--output", str(finished_run)), "not empty")
-    refused(
-        *finray("export", str(finished_run), "--output", str(tmp_path / "x"), "--dtype", "int3"), "cannot be stored as"
-    )
-    refused(*finray("generate", str(finished_run), "--file", str(tmp_path / "none.txt")), "does not exist")
-    refused(*finray("init", str(finished_run / "config.yaml")), "exists already")
+def test_generate_and_evaluate_and_export(tmp_path: Path, finished_run: Path) -> None:
+    refused(finray("generate", tmp_path / "nowhere", "hello"), "does not exist")
+    refused(finray("generate", tmp_path, "hello"), "neither an adapter nor a model")
+    refused(finray("evaluate", tmp_path), "not a finray run")
+    refused(finray("evaluate", finished_run), "holds no rows out", "data.eval_ratio")
+    refused(finray("export", finished_run, "--output", finished_run), "not empty")
+    refused(*finray("export", finished_run, "--output", str(tmp_path / "x"), "--dtype", "int3"), "cannot be stored as")
+    refused(finray("generate", finished_run, "--file", tmp_path / "none.txt"), "does not exist")
+    refused(finray("init", finished_run / "config.yaml"), "exists already")

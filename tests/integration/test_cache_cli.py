@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from finray.cli.main import main
 from finray.data.dataset import cache
 from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
@@ -21,29 +20,20 @@ from finray.data.dataset.prepare import is_prepared, prepare_here
 from finray.data.dataset.prepared import MANIFEST
 from finray.data.storage import Folder
 from tests.support import runs, s3, tiny
+from tests.support.runs import Plain
 
 DAY = 86400.0
-Finray = Callable[..., tuple[int, str]]
+
+
+def cache_cli(*arguments: object) -> tuple[int, str]:
+    """Exit code and all output."""
+    code, out, err = runs.finray(*arguments)
+    return code, out + err
 
 
 @pytest.fixture
-def finray(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Finray:
-    """The command line, in this process: exit code and output."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["finray", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out + captured.err
-
-    return call
-
-
-@pytest.fixture
-def plain(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
-    return runs.settings(tiny_model_dir, tiny.write_chat_rows(tmp_path, 40), tmp_path / "out")
+def plain(tiny_model_dir: Path, tmp_path: Path) -> Plain:
+    return runs.tiny_run(tiny_model_dir, tiny.write_chat_rows(tmp_path, 40), tmp_path / "out")
 
 
 @pytest.fixture(autouse=True)
@@ -51,12 +41,12 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 2048)
 
 
-def prepared(plain: dict[str, Any], **data: Any) -> Path:
+def prepared(plain: Plain, **data: Any) -> Path:
     """A prepared dataset of these settings with some changed."""
-    return Path(prepare_here(runs.config_of({**plain, "data": {**plain["data"], **data}})))
+    return Path(prepare_here(runs.config_of(runs.changed(plain, {"data": data}))))
 
 
-def killed(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **data: Any) -> Path:
+def killed(plain: Plain, monkeypatch: pytest.MonkeyPatch, **data: Any) -> Path:
     """What a preparation leaves that is killed after its first part."""
 
     class Killed(BaseException):
@@ -78,13 +68,6 @@ def killed(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **data: Any) 
     return left
 
 
-def flip(file: Path, position: int | None = None) -> None:
-    """Change one byte."""
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2 if position is None else position] ^= 1
-    file.write_bytes(content)
-
-
 def row_of(output: str, name: str) -> str:
     """The line of a table that begins with a name."""
     (line,) = [line for line in output.splitlines() if name in line]
@@ -94,15 +77,13 @@ def row_of(output: str, name: str) -> str:
 # --- list -----------------------------------------------------------------------------------------------------------
 
 
-def test_list_shows_what_there_is(
-    plain: dict[str, Any], tmp_path: Path, finray: Finray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_list_shows_what_there_is(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepared(plain, eval_ratio=0.1)
     unfinished = killed(plain, monkeypatch, max_length=48)
     (whole.parent / "notes").mkdir()
     (whole.parent / "notes" / "mine.txt").write_text("not finray's")
-    by_directory = finray("cache", "list", str(whole.parent))
-    by_config = finray("cache", "list", str(runs.write_config(plain, tmp_path / "run.yaml")))
+    by_directory = cache_cli("cache", "list", whole.parent)
+    by_config = cache_cli("cache", "list", runs.write_config(plain, tmp_path / "run.yaml"))
     assert by_directory == by_config
     code, output = by_directory
     assert code == 0
@@ -117,8 +98,8 @@ def test_list_shows_what_there_is(
     assert f"2 in {whole.parent}" in output
 
 
-def test_a_name_that_is_not_there(tmp_path: Path, finray: Finray) -> None:
-    code, output = finray("cache", "list", str(tmp_path / "nowhere"))
+def test_a_name_that_is_not_there(tmp_path: Path) -> None:
+    code, output = cache_cli("cache", "list", str(tmp_path / "nowhere"))
     assert code == 2
     assert "does not exist" in output
     assert "Traceback" not in output
@@ -127,38 +108,38 @@ def test_a_name_that_is_not_there(tmp_path: Path, finray: Finray) -> None:
 # --- verify ---------------------------------------------------------------------------------------------------------
 
 
-def test_verify_passes_what_is_whole(plain: dict[str, Any], finray: Finray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_passes_what_is_whole(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepared(plain)
     killed(plain, monkeypatch, max_length=48)
-    code, output = finray("cache", "verify", str(whole.parent))
+    code, output = cache_cli("cache", "verify", whole.parent)
     assert (code, output.splitlines()) == (0, [f"{whole.name}: whole"])
 
 
-def test_verify_finds_one_changed_byte_in_any_file(plain: dict[str, Any], finray: Finray) -> None:
+def test_verify_finds_one_changed_byte_in_any_file(plain: Plain) -> None:
     whole, other = prepared(plain), prepared(plain, max_length=48)
     files = sorted(path for path in whole.rglob("*") if path.is_file())
     assert len(files) > 4
     for file in files:
         content = file.read_bytes()
         # In a manifest, the first digit of the name that it gives itself.
-        flip(file, content.index(whole.name.encode()) if file.name == MANIFEST else None)
-        code, output = finray("cache", "verify", str(whole.parent))
+        runs.flip(file, content.index(whole.name.encode()) if file.name == MANIFEST else None)
+        code, output = cache_cli("cache", "verify", whole.parent)
         assert code == 2, file
         assert f"{whole.name}: damaged" in output
         assert f"{other.name}: whole" in output
         assert str(file) in output
         file.write_bytes(content)
-    assert finray("cache", "verify", str(whole.parent))[0] == 0
+    assert cache_cli("cache", "verify", whole.parent)[0] == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"\xff\xfe"])
-def test_a_manifest_that_is_none(content: bytes, plain: dict[str, Any], finray: Finray) -> None:
+def test_a_manifest_that_is_none(content: bytes, plain: Plain) -> None:
     whole = prepared(plain)
     (whole / MANIFEST).write_bytes(content)
-    code, output = finray("cache", "list", str(whole.parent))
+    code, output = cache_cli("cache", "list", whole.parent)
     assert code == 0
     assert "damaged" in row_of(output, whole.name)
-    code, output = finray("cache", "verify", str(whole.parent))
+    code, output = cache_cli("cache", "verify", whole.parent)
     assert code == 2
     assert f"{whole.name}: damaged" in output
     assert "Traceback" not in output
@@ -167,29 +148,27 @@ def test_a_manifest_that_is_none(content: bytes, plain: dict[str, Any], finray: 
 # --- prune ----------------------------------------------------------------------------------------------------------
 
 
-def test_prune_takes_what_was_never_finished_and_nothing_else(
-    plain: dict[str, Any], finray: Finray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_takes_what_was_never_finished_and_nothing_else(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = prepared(plain)
     unfinished = killed(plain, monkeypatch, max_length=48)
     kept = whole.parent / "mine.txt"
     kept.write_text("not finray's")
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    code, output = finray("cache", "prune", str(whole.parent))
+    code, output = cache_cli("cache", "prune", whole.parent)
     assert code == 0
     assert [line.split()[1] for line in output.splitlines()[:-1]] == [unfinished.name]
     assert output.splitlines()[-1] == "1 removed"
     assert not unfinished.exists()
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
     assert kept.exists()
-    assert finray("cache", "prune", str(whole.parent)) == (0, "0 removed\n")
+    assert cache_cli("cache", "prune", whole.parent) == (0, "0 removed\n")
 
 
-def test_prune_takes_the_damaged_one_and_it_is_prepared_again(plain: dict[str, Any], finray: Finray) -> None:
+def test_prune_takes_the_damaged_one_and_it_is_prepared_again(plain: Plain) -> None:
     good, bad = prepared(plain), prepared(plain, max_length=48)
     content = {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()}
-    flip(bad / "train" / "tokens-00001.arrow")
-    code, output = finray("cache", "prune", "--damaged", str(good.parent))
+    runs.flip(bad / "train" / "tokens-00001.arrow")
+    code, output = cache_cli("cache", "prune", "--damaged", good.parent)
     assert code == 0
     assert f"removed {bad.name} " in output
     assert "1 removed" in output
@@ -198,45 +177,47 @@ def test_prune_takes_the_damaged_one_and_it_is_prepared_again(plain: dict[str, A
     assert {path: path.read_bytes() for path in bad.rglob("*") if path.is_file()} == content
 
 
-def test_prune_takes_all(plain: dict[str, Any], finray: Finray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prune_takes_all(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {prepared(plain).name, prepared(plain, max_length=48).name, killed(plain, monkeypatch, max_length=56).name}
     root = Path(plain["run"]["output_dir"], ".prepared")
-    code, output = finray("cache", "prune", "--all", str(root))
+    code, output = cache_cli("cache", "prune", "--all", root)
     assert code == 0
     assert {line.split()[1] for line in output.splitlines()[:-1]} == names
     assert [path.name for path in root.iterdir() if not path.name.startswith((".locks", ".digests"))] == []
 
 
-def test_prune_goes_by_the_last_use_and_looking_is_no_use(plain: dict[str, Any], finray: Finray) -> None:
+def test_prune_goes_by_the_last_use_and_looking_is_no_use(plain: Plain) -> None:
     old, new = prepared(plain), prepared(plain, max_length=48)
     used = time.time() - 40 * DAY
     for path in (old, *old.rglob("*")):
         os.utime(path, (used, used))
     for command in ("list", "verify"):
-        code, output = finray("cache", command, str(old.parent))
+        code, output = cache_cli("cache", command, old.parent)
         assert code == 0
-    assert "40 days ago" in row_of(finray("cache", "list", str(old.parent))[1], old.name)
-    assert finray("cache", "prune", "--older-than-days", "41", str(old.parent)) == (0, "0 removed\n")
-    code, output = finray("cache", "prune", "--older-than-days", "39", str(old.parent))
+    assert "40 days ago" in row_of(cache_cli("cache", "list", old.parent)[1], old.name)
+    assert cache_cli("cache", "prune", "--older-than-days", "41", old.parent) == (0, "0 removed\n")
+    # A preparation that finds it is one.
+    assert prepared(plain) == old
+    assert "just now" in row_of(cache_cli("cache", "list", old.parent)[1], old.name)
+    os.utime(old / MANIFEST, (used, used))
+    code, output = cache_cli("cache", "prune", "--older-than-days", "39", old.parent)
     assert code == 0
     assert [line.split()[1] for line in output.splitlines()[:-1]] == [old.name]
     assert new.is_dir()
 
 
-def test_prune_leaves_a_preparation_that_is_under_way(
-    plain: dict[str, Any], finray: Finray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_leaves_a_preparation_that_is_under_way(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished = killed(plain, monkeypatch)
     name = unfinished.name.removeprefix(".partial-")
     with FileLock(unfinished.parent / ".locks" / f"{name}.lock"):
-        assert finray("cache", "prune", "--all", str(unfinished.parent)) == (0, "0 removed\n")
+        assert cache_cli("cache", "prune", "--all", unfinished.parent) == (0, "0 removed\n")
     assert unfinished.is_dir()
-    assert "1 removed" in finray("cache", "prune", "--all", str(unfinished.parent))[1]
+    assert "1 removed" in cache_cli("cache", "prune", "--all", unfinished.parent)[1]
 
 
 @pytest.mark.parametrize("moment", ["before", "after the first file"])
 def test_prune_killed_half_way_leaves_nothing_that_is_in_the_way(
-    moment: str, plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    moment: str, plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = prepared(plain)
     content = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
@@ -262,37 +243,34 @@ def test_prune_killed_half_way_leaves_nothing_that_is_in_the_way(
 # --- the same on s3 -------------------------------------------------------------------------------------------------
 
 
-def test_the_same_on_s3(
-    plain: dict[str, Any], finray: Finray, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_on_s3(plain: Plain, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     root = bucket.url("prepared")
     good, bad = (
-        prepare_here(runs.config_of({**plain, "data": {**plain["data"], "max_length": length}}), root=root)
-        for length in (64, 48)
+        prepare_here(runs.config_of(runs.changed(plain, {"data.max_length": length})), root=root) for length in (64, 48)
     )
     names = [location.rsplit("/", 1)[1] for location in (good, bad)]
     bucket.put(f"prepared/{'0' * 24}/train/part-00000.json", b"{}")
     bucket.put("prepared/mine.txt", b"not finray's")
-    code, output = finray("cache", "list", root)
+    code, output = cache_cli("cache", "list", root)
     assert code == 0
     assert all(" 40 " in row_of(output, name) for name in names)
     assert "unfinished" in row_of(output, "0" * 24)
-    assert finray("cache", "verify", root)[0] == 0
+    assert cache_cli("cache", "verify", root)[0] == 0
     key = f"prepared/{names[1]}/train/index-00000.arrow"
     content = bytearray(bucket.get(key))
     content[100] ^= 1
     bucket.put(key, bytes(content))
-    code, output = finray("cache", "verify", root)
+    code, output = cache_cli("cache", "verify", root)
     assert code == 2
     assert bucket.url(key) in output
-    code, output = finray("cache", "prune", "--damaged", root)
+    code, output = cache_cli("cache", "prune", "--damaged", root)
     assert {line.split()[1] for line in output.splitlines()[:-1]} == {names[1], "0" * 24}
     assert {key.split("/")[1] for key in bucket.keys("prepared/")} == {names[0], "mine.txt"}
     # The manifest is the first to go.
     deleted: list[str] = []
     remove = Folder.remove
     monkeypatch.setattr(Folder, "remove", lambda self, name: (deleted.append(name), remove(self, name))[1])
-    assert "1 removed" in finray("cache", "prune", "--all", root)[1]
+    assert "1 removed" in cache_cli("cache", "prune", "--all", root)[1]
     assert deleted[0] == MANIFEST
     assert bucket.keys("prepared/") == ["prepared/mine.txt"]
 
@@ -307,11 +285,11 @@ def exported(folder: Path) -> dict[str, list[dict[str, str]]]:
     }
 
 
-def test_export_writes_every_row_once_by_split(plain: dict[str, Any], tmp_path: Path, finray: Finray) -> None:
+def test_export_writes_every_row_once_by_split(plain: Plain, tmp_path: Path) -> None:
     plain["data"] |= {"eval_ratio": 0.2, "test_ratio": 0.1}
     prepared(plain)
-    config = str(runs.write_config(plain, tmp_path / "run.yaml"))
-    code, output = finray("prepare", config, "--export-jsonl", str(tmp_path / "rows"))
+    config = runs.write_config(plain, tmp_path / "run.yaml")
+    code, output = cache_cli("prepare", config, "--export-jsonl", tmp_path / "rows")
     assert code == 0, output
     found = exported(tmp_path / "rows")
     assert {name: len(rows) for name, rows in found.items()} == {
@@ -333,18 +311,18 @@ def test_export_writes_every_row_once_by_split(plain: dict[str, Any], tmp_path: 
     assert order == sorted(order)
 
 
-def test_an_export_replaces_the_one_before(plain: dict[str, Any], tmp_path: Path, finray: Finray) -> None:
+def test_an_export_replaces_the_one_before(plain: Plain, tmp_path: Path) -> None:
     """Rows that were held out once and are trained on now must not be left in validation.jsonl."""
     prepared(plain)
-    config = str(runs.write_config(plain, tmp_path / "run.yaml"))
-    assert finray("prepare", config, "data.eval_ratio=0.2", "--export-jsonl", str(tmp_path / "rows"))[0] == 0
+    config = runs.write_config(plain, tmp_path / "run.yaml")
+    assert cache_cli("prepare", config, "data.eval_ratio=0.2", "--export-jsonl", tmp_path / "rows")[0] == 0
     assert set(exported(tmp_path / "rows")) == {"training.jsonl", "validation.jsonl"}
-    assert finray("prepare", config, "--export-jsonl", str(tmp_path / "rows"))[0] == 0
+    assert cache_cli("prepare", config, "--export-jsonl", tmp_path / "rows")[0] == 0
     assert {name: len(rows) for name, rows in exported(tmp_path / "rows").items()} == {"training.jsonl": 40}
 
 
 def test_export_follows_a_mix_and_leaves_out_what_was_left_out(
-    plain: dict[str, Any], tmp_path: Path, finray: Finray, write_rows: Callable[..., Path]
+    plain: Plain, tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
     pairs = write_rows(
         [{"prompt": f"{n} ", "completion": f"{n + 1}"} for n in range(5)] + [{"prompt": 3}], "pairs.jsonl"
@@ -352,8 +330,8 @@ def test_export_follows_a_mix_and_leaves_out_what_was_left_out(
     texts = write_rows([{"text": "one two"}, {"text": "three"}], "texts.jsonl")
     plain["data"] = {"mix": [{"source": str(pairs)}, {"source": str(texts)}], "on_bad_row": "drop", "max_length": 64}
     prepared(plain)
-    config = str(runs.write_config(plain, tmp_path / "run.yaml"))
-    code, output = finray("prepare", config, "--export-jsonl", str(tmp_path / "rows"))
+    config = runs.write_config(plain, tmp_path / "run.yaml")
+    code, output = cache_cli("prepare", config, "--export-jsonl", tmp_path / "rows")
     assert code == 0, output
     assert "1 of 8 rows are bad" in output
     assert exported(tmp_path / "rows")["training.jsonl"] == [

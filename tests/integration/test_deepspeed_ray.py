@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from finray import export_model, train
-from tests.support import runs, tiny
+from tests.support import runs
+from tests.support.runs import Plain, changed
 
 
-def test_stage_3_under_ray(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_stage_3_under_ray_trains_and_exports(ray_cluster: str, tiny_run: Callable[..., Plain], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    rows = tiny.write_chat_rows(tmp_path, 20)
-    plain = runs.settings(tiny_model_dir, rows, tmp_path / "ray", train={"max_steps": 4, "global_batch_size": 3})
+    plain = tiny_run({"train.max_steps": 4, "train.global_batch_size": 3}, rows=20)
     runs.run_alone(plain, tmp_path / "alone")
-    parallel = {"strategy": "deepspeed", "zero_stage": 3}
-    result = train(runs.config_of({**plain, "parallel": parallel, "cluster": {"num_workers": 2}}))
-    for key in ("loss", "grad_norm"):
-        assert runs.values(result.run_dir, key) == pytest.approx(runs.values(tmp_path / "alone", key), rel=1e-4)
+    parallel = {"parallel.strategy": "deepspeed", "parallel.zero_stage": 3, "cluster.num_workers": 2}
+    result = train(runs.config_of(changed(plain, parallel)))
+    runs.assert_same_curve(result.run_dir, tmp_path / "alone")
     # DeepSpeed's own files are there, and do not go into what is handed on.
     assert (result.run_dir / "checkpoint-000004" / "deepspeed" / "zero_to_fp32.py").is_file()
     assert not (result.final / "deepspeed").exists()

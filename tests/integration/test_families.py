@@ -20,18 +20,12 @@ STRATEGIES = {"ddp": {}, "fsdp": {}, "deepspeed": {"zero_stage": 3, "keep_deepsp
 RATE = 0.005
 
 
-def plain_of(family: str, strategy: str, folder: Path) -> dict[str, Any]:
+def plain_of(family: str, strategy: str, folder: Path) -> runs.Plain:
     """All weights, no clipping and a constant rate, so that the reference is a few lines."""
-    return runs.settings(
-        folder / family,
-        folder / "rows.jsonl",
-        folder,
-        adapter={"method": "none"},
-        train={"max_steps": 4, "global_batch_size": 3, "learning_rate": RATE, "schedule": "constant", "warmup_steps": 0}
-        | {"max_grad_norm": None},
-        parallel={"strategy": strategy, **STRATEGIES[strategy]},
-        checkpoint={"every_steps": 100},
-    )
+    constant = {"learning_rate": RATE, "schedule": "constant", "warmup_steps": 0, "max_grad_norm": None}
+    changes = {"adapter.method": "none", "train": {"max_steps": 4, "global_batch_size": 3, **constant}}
+    changes |= {"parallel": {"strategy": strategy, **STRATEGIES[strategy]}, "checkpoint.every_steps": 100}
+    return runs.tiny_run(folder / family, folder / "rows.jsonl", folder, changes)
 
 
 @pytest.fixture(scope="module")

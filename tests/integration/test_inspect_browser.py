@@ -17,7 +17,7 @@ from finray.reporting.page import render
 from finray.reporting.plots import Series, curves
 from tests.support import tiny
 from tests.support.browser import chromium, opened
-from tests.support.runs import cli, config_of, write_config
+from tests.support.runs import config_of, finray, write_config
 
 # What people with normal and with reduced sight need to read text (WCAG 2.2, level AA); 3 for parts of a plot.
 READABLE = 4.5
@@ -52,7 +52,7 @@ def inspected(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) ->
     }
     page = folder / "page.html"
     config = write_config(plain, folder / "config.yaml")
-    code, out, err = cli("inspect", str(config), "--html", str(page), "--row", "rows.jsonl:8", "--row", "0")
+    code, out, err = finray("inspect", config, "--html", page, "--row", "rows.jsonl:8", "--row", 0)
     assert code == 0, err
     assert f"wrote {page}" in out
     return page, inspect(config_of(plain), chosen=["rows.jsonl:8", "0"])

@@ -148,7 +148,7 @@ def test_the_end_of_sequence_is_learned_and_a_cut_off_row_says_so(preparing: Pre
     assert (short[-1], mask[-1]) == (end, 1)
     assert len(long) == 32
     assert end not in long
-    assert dataset.manifest.splits["train"].counts.truncated == 1
+    assert dataset.manifest.splits["train"].truncated == 1
 
 
 CONVERTER = """
@@ -419,7 +419,7 @@ def test_reviews_are_learned_whole_at_512_tokens_with_a_tenth_held_out(
     dataset = preparing.dataset(reviews, **options)
     (stream,) = dataset.manifest.splits["train"].streams
     assert stream.format == "text (text); not read: label"
-    assert dataset.manifest.splits["train"].counts.source_rows == 100
+    assert dataset.manifest.splits["train"].source_rows == 100
     splits = preparing.splits(reviews, **options)
     rows = ids(splits.train) + ids(splits.eval)
     assert all(all(mask) for _, mask in rows)
@@ -437,7 +437,7 @@ def test_the_end_of_a_text_that_just_fills_its_rows_is_learned(preparing: Prepar
     text = " ".join(WORDS)
     length = len(preparing.tokenizer(text, add_special_tokens=False)["input_ids"])
     dataset = preparing.dataset(put("rows.jsonl", lines([{"text": text}])), max_length=length)
-    assert dataset.manifest.splits["train"].counts.unlearnable == 0
+    assert dataset.manifest.splits["train"].unlearnable == 0
 
 
 def test_the_named_test_split_of_the_reviews_and_their_labels(

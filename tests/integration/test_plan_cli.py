@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import runs, tiny
+from tests.support.runs import Plain, finray
 
 
 @pytest.fixture
-def plain(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
+def plain(tiny_model_dir: Path, tmp_path: Path) -> Plain:
     rows = tiny.write_chat_rows(tmp_path, 24)
-    return runs.settings(tiny_model_dir, rows, tmp_path / "out", train={"max_steps": 2, "precision": "fp32"})
+    return runs.tiny_run(tiny_model_dir, rows, tmp_path / "out", {"train.max_steps": 2})
 
 
 @pytest.fixture
-def config(plain: dict[str, Any], tmp_path: Path) -> str:
-    return str(runs.write_config(plain, tmp_path / "run.yaml"))
+def config(plain: Plain, tmp_path: Path) -> Path:
+    return runs.write_config(plain, tmp_path / "run.yaml")
 
 
-# No cluster of another test is asked.
-ALONE = {"RAY_ADDRESS": ""}
+@pytest.fixture(autouse=True)
+def _no_cluster_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
-def test_a_plan_of_a_run_that_starts(config: str, tmp_path: Path) -> None:
-    code, out, err = runs.cli("plan", config, env=ALONE)
+def test_a_plan_of_a_run_that_starts(config: Path, tmp_path: Path) -> None:
+    code, out, err = finray("plan", config)
     assert code == 0, out + err
     assert "the run would start" in out
     for expected in ("parameters", "are trained", "context", "24 rows", "2 steps", "1 worker with", "activations"):
@@ -39,8 +40,8 @@ def test_a_plan_of_a_run_that_starts(config: str, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_counts_and_json_are_those_of_the_run(plain: dict[str, Any], config: str, tmp_path: Path) -> None:
-    code, out, _ = runs.cli("plan", config, "--json", env=ALONE)
+def test_counts_and_json_are_those_of_the_run(plain: Plain, config: Path, tmp_path: Path) -> None:
+    code, out, _ = finray("plan", config, "--json")
     assert code == 0
     plan = json.loads(out)
     header = runs.assemble_alone(plain, tmp_path / "run").header
@@ -52,35 +53,32 @@ def test_counts_and_json_are_those_of_the_run(plain: dict[str, Any], config: str
     assert sum(plan["memory"]["parts"].values()) == plan["memory"]["total"]
 
 
-def test_problems_of_every_kind_are_listed_at_once(config: str, tmp_path: Path) -> None:
+def test_problems_of_every_kind_are_listed_at_once(config: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"neither": "this"}\n', encoding="utf-8")
-    overrides = [
-        "adapter.target_modules=[q_proj, vproj]",
-        "cluster.num_workers=999",
-    ]
-    code, out, err = runs.cli("plan", config, *overrides, env=ALONE)
+    overrides = ["adapter.target_modules=[q_proj, vproj]", "cluster.num_workers=999"]
+    code, out, err = finray("plan", config, *overrides)
     assert code == 2
     assert "Traceback" not in err
     for expected in ("did you mean `v_proj`?", "data.format", "cluster.num_workers", "repair:"):
         assert expected in out
     assert "the run would not start: 3 problems" in out
-    code, out, _ = runs.cli("plan", config, *overrides, "--json", env=ALONE)
+    code, out, _ = finray("plan", config, *overrides, "--json")
     assert code == 2
     assert len(json.loads(out)["problems"]) == 3
 
 
-def test_an_output_directory_that_cannot_be_written(config: str, tmp_path: Path) -> None:
+def test_an_output_directory_that_cannot_be_written(config: Path, tmp_path: Path) -> None:
     (tmp_path / "blocked").write_text("a file", encoding="utf-8")
-    code, out, err = runs.cli("plan", config, f"run.output_dir={tmp_path / 'blocked' / 'out'}", env=ALONE)
+    code, out, err = finray("plan", config, f"run.output_dir={tmp_path / 'blocked' / 'out'}")
     assert code == 2, out + err
     assert "the output directory cannot be written" in out
 
 
-def test_a_gpu_is_named(config: str) -> None:
-    code, out, _ = runs.cli("plan", config, "--gpu", "h100-80gb", "--json", env=ALONE)
+def test_a_gpu_is_named(config: Path) -> None:
+    code, out, _ = finray("plan", config, "--gpu", "h100-80gb", "--json")
     assert code == 0
     assert json.loads(out)["memory"]["device"] == "h100-80gb"
-    code, out, err = runs.cli("plan", config, "--gpu", "h100", env=ALONE)
+    code, out, err = finray("plan", config, "--gpu", "h100")
     assert code == 2
     assert "h100-80gb" in out + err
 
@@ -97,34 +95,29 @@ def test_the_change_that_is_proposed_makes_it_fit(tiny_model_dir: Path, tmp_path
         (model / file.name).write_bytes(file.read_bytes())
     (model / "chat_template.jinja").write_text(tiny.CHATML, encoding="utf-8")
     (model / "pytorch_model.bin").touch()
-    plain = runs.settings(
-        model,
-        tiny.write_chat_rows(tmp_path, 600),
-        tmp_path / "out",
-        data={"max_length": 4096},
-        train={"precision": "bf16", "micro_batch_size": 4},
-    )
-    config = str(runs.write_config(plain, tmp_path / "run.yaml"))
+    wide = {"data.max_length": 4096, "train.precision": "bf16", "train.micro_batch_size": 4}
+    plain = runs.tiny_run(model, tiny.write_chat_rows(tmp_path, 600), tmp_path / "out", wide)
+    config = runs.write_config(plain, tmp_path / "run.yaml")
     arguments = ("--gpu", "rtx4090-24gb", "--json")
-    code, out, err = runs.cli("plan", config, *arguments, env=ALONE)
+    code, out, err = finray("plan", config, *arguments)
     assert code == 2, out + err
     plan = json.loads(out)
     changes = plan["memory"]["changes"]
     assert changes
     assert all(change in plan["problems"][0]["repair"] for change in changes)
-    code, out, err = runs.cli("plan", config, *changes, *arguments, env=ALONE)
+    code, out, err = finray("plan", config, *changes, *arguments)
     assert code == 0, out + err
 
 
-def test_a_configuration_that_cannot_be_read(config: str) -> None:
-    code, out, _ = runs.cli("plan", config, "train.nonsense=1", "--json", env=ALONE)
+def test_a_configuration_that_cannot_be_read(config: Path) -> None:
+    code, out, _ = finray("plan", config, "train.nonsense=1", "--json")
     assert code == 2
     assert "train.nonsense" in json.loads(out)["problems"][0]["message"]
 
 
-def test_train_says_all_that_it_can_see_before_it_starts_ray(config: str, tmp_path: Path) -> None:
+def test_train_says_all_that_it_can_see_before_it_starts_ray(config: Path, tmp_path: Path) -> None:
     overrides = ["adapter.target_modules=[vproj]", f"data.source={tmp_path / 'no.jsonl'}"]
-    code, _, err = runs.cli("train", config, *overrides, env=ALONE)
+    code, _, err = finray("train", config, *overrides)
     assert code == 2
     assert "2 problems" in err
     assert "did you mean `v_proj`?" in err

@@ -161,9 +161,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def mixed(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """All formats but two, with a bad row, chunks that overlap, and evaluation rows of their own."""
     folder = tmp_path_factory.mktemp("mixed")
-    plain = runs.settings(
-        tiny_model_dir, Path("unused"), folder, prepare={"chunk_overlap": 8, "text_rows": "paragraph"}
-    )
+    prepare = {"chunk_overlap": 8, "text_rows": "paragraph"}
+    plain = runs.tiny_run(tiny_model_dir, "unused", folder, {"prepare": prepare})
     plain["data"] = {
         "mix": sources(folder / "sources"),
         "eval_source": str(lines(folder / "held-out.jsonl", tiny.chat_rows(30, start=300))),
@@ -178,9 +177,8 @@ def labelled(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """The two that are left: text with labels, and a converter."""
     folder = tmp_path_factory.mktemp("labelled")
     rows = [{"text": text, "label": number % 3} for number, text in enumerate(sentences(ROWS))]
-    plain = runs.settings(tiny_model_dir, lines(folder / "rows.jsonl", rows), folder)
-    plain["data"] |= {"format": "labelled_text"}
-    return plain
+    source = lines(folder / "rows.jsonl", rows)
+    return runs.tiny_run(tiny_model_dir, source, folder, {"data.format": "labelled_text"})
 
 
 @pytest.fixture(scope="module")
@@ -189,8 +187,7 @@ def converted(labelled: dict[str, Any]) -> dict[str, Any]:
 
 
 def into(plain: dict[str, Any], folder: Path, workers: int | None = None) -> Config:
-    prepare = {**plain.get("prepare", {}), "dir": str(folder), "num_workers": workers}
-    return runs.config_of({**plain, "prepare": prepare})
+    return runs.config_of(runs.changed(plain, {"prepare": {"dir": str(folder), "num_workers": workers}}))
 
 
 def digests(location: str | Path) -> dict[str, str]:
@@ -319,7 +316,7 @@ def test_one_changed_word_shows(converted: dict[str, Any], tmp_path: Path) -> No
     source = Path(converted["data"]["source"])
     changed = tmp_path / "rows.jsonl"
     changed.write_text(source.read_text(encoding="utf-8").replace("house", "stone", 1), encoding="utf-8")
-    other = {**converted, "data": {**converted["data"], "source": str(changed)}}
+    other = runs.changed(converted, {"data.source": str(changed)})
     found = digests(prepare_here(into(other, tmp_path / "other")))
     assert found.keys() == expected.keys()
     assert sum(found[name] != expected[name] for name in found) == 3

@@ -102,23 +102,10 @@ def trained(
     folder = tmp_path_factory.mktemp("reference")
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in conversations()), encoding="utf-8")
-    plain = runs.settings(
-        smollm2_dir,
-        rows,
-        folder,
-        adapter={"rank": 8, "alpha": 16},
-        data={"source": str(rows), "max_length": 128, "packing": False},
-        train={
-            "max_steps": STEPS,
-            "global_batch_size": BATCH,
-            "micro_batch_size": 2,
-            "learning_rate": PEAK,
-            "schedule": "linear",
-            "warmup_steps": 0,
-            "precision": "fp32",
-        },
-        checkpoint={"every_steps": 100},
-    )
+    train = {"max_steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2}
+    rate = {"learning_rate": PEAK, "schedule": "linear", "warmup_steps": 0}
+    sections = {"data": {"max_length": 128, "packing": False}, "checkpoint.every_steps": 100, "train": train | rate}
+    plain = runs.tiny_run(smollm2_dir, rows, folder, {"adapter": {"rank": 8, "alpha": 16}, **sections})
     assembled = runs.assemble_alone(plain, folder / "run")
     save_file(adapter_tensors(assembled.loop.task.model), folder / WEIGHTS)
     start = runs.adapter_weights(folder)

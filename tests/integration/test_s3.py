@@ -41,14 +41,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 4096)
 
 
-def settings(model: Path, source: str | Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    return runs.settings(model, Path("unused"), folder, data={"source": str(source), "max_length": 64}, **sections)
-
-
-def on_s3(model: Path, source: str | Path, folder: Path, bucket: s3.Bucket, **sections: Any) -> dict[str, Any]:
-    """As above; the prepared dataset lies in the bucket, and is read through a local directory."""
-    prepare = {"dir": bucket.url("prepared"), "local_dir": str(folder / "fetched")}
-    return settings(model, source, folder, prepare=prepare, **sections)
+def on_s3(model: Path, source: str | Path, folder: Path, bucket: s3.Bucket) -> runs.Plain:
+    """A run whose prepared dataset lies in the bucket, and is read through a local directory."""
+    prepare = {"prepare.dir": bucket.url("prepared"), "prepare.local_dir": str(folder / "fetched")}
+    return runs.tiny_run(model, source, folder, prepare)
 
 
 def read_all(location: str, local_dir: Path | None = None) -> list[tuple[str, list[int], list[int]]]:
@@ -110,7 +106,7 @@ def test_a_source_gives_the_same_rows_as_on_disk(
     name = make(rows, source)
     bucket.upload(source, "data")
     local, remote = (
-        prepare_here(runs.config_of(settings(tiny_model_dir, place, tmp_path)), root=tmp_path / kind)
+        prepare_here(runs.config_of(runs.tiny_run(tiny_model_dir, place, tmp_path)), root=tmp_path / kind)
         for kind, place in (("local", f"{source}/{name}"), ("remote", bucket.url(f"data/{name}")))
     )
     found = read_all(remote)
@@ -122,7 +118,7 @@ def test_a_source_gives_the_same_rows_as_on_disk(
 
 def test_another_object_is_another_source(tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket) -> None:
     """Negative control of being prepared once: what lies behind the name counts, and not the name."""
-    config = runs.config_of(settings(tiny_model_dir, bucket.upload(rows, "rows.jsonl"), tmp_path))
+    config = runs.config_of(runs.tiny_run(tiny_model_dir, bucket.upload(rows, "rows.jsonl"), tmp_path))
     first = prepare_here(config)
     assert is_prepared(config) == first
     tiny.write_chat_rows(tmp_path, ROWS, start=1)
@@ -136,7 +132,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(
     name: str, tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.upload(rows, "data/rows.jsonl")
-    config = runs.config_of(settings(tiny_model_dir, bucket.url(name), tmp_path))
+    config = runs.config_of(runs.tiny_run(tiny_model_dir, bucket.url(name), tmp_path))
     write = PartWriter.write
 
     def write_and_change(self: PartWriter, part: Any) -> PartResult:
@@ -157,14 +153,14 @@ def test_a_bad_row_is_named_by_object_and_row(
     lines[100] = b"{broken\n"
     url = bucket.put("rows.jsonl", b"".join(lines))
     with pytest.raises(DataError, match="not JSON") as refused:
-        prepare_here(runs.config_of(settings(tiny_model_dir, url, tmp_path)))
+        prepare_here(runs.config_of(runs.tiny_run(tiny_model_dir, url, tmp_path)))
     assert refused.value.where == f"{url}:101"
 
 
 def test_a_cut_off_archive_is_one_message(tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket) -> None:
     url = bucket.put("rows.jsonl.gz", gzip.compress(rows.read_bytes())[:-200])
     with pytest.raises(DataError, match="cannot be decompressed") as refused:
-        prepare_here(runs.config_of(settings(tiny_model_dir, url, tmp_path)))
+        prepare_here(runs.config_of(runs.tiny_run(tiny_model_dir, url, tmp_path)))
     assert refused.value.where == url
 
 
@@ -188,13 +184,17 @@ def test_one_clear_message(
     rows: Path,
     tmp_path: Path,
     bucket: s3.Bucket,
-    ray_cluster: str,
 ) -> None:
     source = change.get("source", bucket.upload(rows, "rows.jsonl")).format(bucket=bucket.name)
     plain = on_s3(tiny_model_dir, source, tmp_path, bucket)
     plain["prepare"]["dir"] = change.get("dir", plain["prepare"]["dir"])
-    drop = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None} if "credentials" in change else {}
-    code, out, err = runs.cli("prepare", str(runs.write_config(plain, tmp_path / "run.yaml")), env=drop)
+    config = runs.write_config(plain, tmp_path / "run.yaml")
+    if "credentials" in change:
+        # Clients keep the credentials that they were made with.
+        drop = {"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}
+        code, out, err = runs.cli("prepare", str(config), env=drop)
+    else:
+        code, out, err = runs.finray("prepare", config)
     assert code == 2, out + err
     assert "Traceback" not in out + err
     assert err.count("error:") == 1, err
@@ -210,7 +210,7 @@ def test_one_clear_message(
 def test_a_prepared_dataset_is_the_same_on_s3_and_on_disk(
     tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
 ) -> None:
-    local = prepare_here(runs.config_of(settings(tiny_model_dir, rows, tmp_path)))
+    local = prepare_here(runs.config_of(runs.tiny_run(tiny_model_dir, rows, tmp_path)))
     config = runs.config_of(on_s3(tiny_model_dir, rows, tmp_path, bucket))
     remote = prepare_here(config)
     files = {path.relative_to(local).as_posix(): path.read_bytes() for path in Path(local).rglob("*") if path.is_file()}
@@ -320,25 +320,29 @@ def finished(bucket: s3.Bucket, prefix: str) -> set[str]:
 
 
 def test_training_from_s3_is_training_from_disk(
-    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, ray_cluster: str
+    tiny_model_dir: Path,
+    rows: Path,
+    tmp_path: Path,
+    bucket: s3.Bucket,
+    ray_cluster: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sections = {"data": {"eval_ratio": 0.1}, "evaluation": {"every_steps": 4}}
-    local = settings(tiny_model_dir, rows, tmp_path / "local")
+    held_out = {"data.eval_ratio": 0.1, "evaluation.every_steps": 4}
+    local = runs.tiny_run(tiny_model_dir, rows, tmp_path / "local", held_out)
     remote = on_s3(tiny_model_dir, bucket.upload(rows, "rows.jsonl"), tmp_path / "remote", bucket)
-    for plain in (local, remote):
-        plain["data"] |= sections["data"]
-        plain["evaluation"] = sections["evaluation"]
+    remote = runs.changed(remote, held_out)
     runs.run_alone(local, tmp_path / "local" / "run")
 
     config = runs.write_config(remote, tmp_path / "remote.yaml")
-    code, out, err = runs.cli("train", str(config))
+    code, out, err = runs.finray("train", config)
     assert code == 0, out + err
     run_dir = tmp_path / "remote" / "run"
     assert runs.trace(run_dir) == runs.trace(tmp_path / "local" / "run")
 
     # The same data again: Ray is not even started for it, and what was fetched is not fetched again.
     mark = bucket.mark()
-    code, again, err_2 = runs.cli("prepare", str(config), env={"RAY_ADDRESS": "127.0.0.1:1"})
+    monkeypatch.setattr("finray.runtime.cluster.connected", lambda cluster: pytest.fail("Ray was asked for"))
+    code, again, err_2 = runs.finray("prepare", config)
     assert code == 0, again + err_2
     runs.run_alone(remote, tmp_path / "remote" / "second")
     assert runs.trace(tmp_path / "remote" / "second") == runs.trace(run_dir)

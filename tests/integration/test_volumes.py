@@ -46,14 +46,8 @@ def plain_of(model: Path, folder: Path, case: str, method: str) -> dict[str, Any
     parallel = dict(CASES[case][0])
     if case == "zero3":
         parallel |= {"deepspeed_config": str(folder / "zero3.json")}
-    return runs.settings(
-        model,
-        folder / "rows.jsonl",
-        folder / f"{case}-{method}",
-        adapter={"method": method, "rank": 4},
-        train={"max_steps": 2, "global_batch_size": 2 * MICRO_BATCHES},
-        parallel=parallel,
-    )
+    changes = {"adapter.method": method, "train.max_steps": 2, "train.global_batch_size": 2 * MICRO_BATCHES}
+    return runs.tiny_run(model, folder / "rows.jsonl", folder / f"{case}-{method}", changes | {"parallel": parallel})
 
 
 def _member(rank: int, meeting: str, jobs: list[tuple[str, dict[str, Any], str]], out: str) -> None:

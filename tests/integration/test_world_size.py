@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support import runs, tiny
+from finray import train
+from tests.support import runs
+from tests.support.group import run_all
+from tests.support.runs import Plain, changed
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
+def plain(tiny_run: Callable[..., Plain]) -> Plain:
     """Six packs a step, ten of them in an epoch: epochs end inside steps, and three ranks share them unevenly."""
-    folder = tmp_path_factory.mktemp("data")
-    rows = tiny.write_chat_rows(folder, 40)
-    return runs.settings(
-        tiny_model_dir,
-        rows,
-        folder,
-        train={
-            "max_steps": 8,
-            "global_batch_size": 6,
-            "learning_rate": 0.01,
-            "precision": "fp32",
-            "weight_decay": 0.01,
-        },
-    )
+    return tiny_run({"train.global_batch_size": 6, "train.weight_decay": 0.01}, rows=40)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, Any]) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory, plain: Plain) -> Path:
     """One process, one micro-batch a step, without Ray."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    runs.run_alone(with_fields(plain, micro=6), run_dir)
+    runs.run_alone(with_micro(plain, 6), run_dir)
     return run_dir
 
 
-def with_fields(plain: dict[str, Any], *, micro: int, workers: int = 1, output: Path | None = None) -> dict[str, Any]:
-    changed = {
-        **plain,
-        "train": {**plain["train"], "micro_batch_size": micro},
-        "cluster": {**plain["cluster"], "num_workers": workers},
-    }
-    if output is not None:
-        changed["run"] = {**plain["run"], "output_dir": str(output)}
-    return changed
-
-
-def under_ray(plain: dict[str, Any], output: Path) -> Path:
-    from finray import train
-
-    return train(runs.config_of({**plain, "run": {**plain["run"], "output_dir": str(output)}})).run_dir
+def with_micro(plain: Plain, micro: int) -> Plain:
+    return changed(plain, {"train.micro_batch_size": micro})
 
 
 def assert_same_run(actual: Path, expected: Path) -> None:
@@ -65,45 +41,46 @@ def assert_same_run(actual: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 4])
-def test_accumulation(plain: dict[str, Any], alone: Path, tmp_path: Path, micro: int) -> None:
-    runs.run_alone(with_fields(plain, micro=micro), tmp_path / "run")
+def test_accumulation_changes_nothing(plain: Plain, alone: Path, tmp_path: Path, micro: int) -> None:
+    runs.run_alone(with_micro(plain, micro), tmp_path / "run")
     assert_same_run(tmp_path / "run", alone)
 
 
-@pytest.mark.parametrize(("workers", "micro"), [(1, 2), (2, 1), (2, 3), (3, 4)])
-def test_workers(
-    plain: dict[str, Any], alone: Path, tmp_path: Path, ray_cluster: str, workers: int, micro: int
+@pytest.mark.parametrize(("workers", "micros"), [(2, (1, 3)), (3, (4,))])
+def test_the_number_of_workers_changes_nothing(
+    plain: Plain, alone: Path, tmp_path: Path, workers: int, micros: tuple[int, ...]
 ) -> None:
     """Three workers and micro-batches of four leave one worker with nothing to do in every step."""
-    assert_same_run(under_ray(with_fields(plain, micro=micro, workers=workers), tmp_path), alone)
+    run_all([(with_micro(plain, micro), tmp_path / str(micro)) for micro in micros], world_size=workers)
+    for micro in micros:
+        assert_same_run(tmp_path / str(micro), alone)
 
 
-@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2)])
-def test_a_checkpoint_of_one_world_size_resumes_at_another(
-    plain: dict[str, Any], alone: Path, tmp_path: Path, ray_cluster: str, first: int, then: int
+def test_a_run_under_ray_goes_on_at_other_world_sizes(
+    plain: Plain, alone: Path, tmp_path: Path, ray_cluster: str
 ) -> None:
-    run_dir = under_ray(with_fields(plain, micro=1, workers=first), tmp_path)
-    for name in ("checkpoint-000008", "final"):
-        shutil.rmtree(run_dir / name)
-    (run_dir / "summary.json").unlink()
-    under_ray(with_fields(plain, micro=2, workers=then), tmp_path)
-    assert_same_run(run_dir, alone)
+    """Two workers, then one, then three, each from step 4 of the one before."""
+    run_dir = tmp_path / "run"
+    for workers, micro in ((2, 1), (1, 2), (3, 4)):
+        if run_dir.exists():
+            runs.reopen(run_dir, step=4)
+        here = {"run.output_dir": str(tmp_path), "cluster.num_workers": workers}
+        train(runs.config_of(changed(with_micro(plain, micro), here)))
+        assert_same_run(run_dir, alone)
 
 
-def test_the_comparison_can_fail(plain: dict[str, Any], alone: Path, tmp_path: Path) -> None:
+def test_the_comparison_sees_another_seed(plain: Plain, alone: Path, tmp_path: Path) -> None:
     """Negative control: another seed is another stream."""
-    runs.run_alone({**with_fields(plain, micro=6), "run": {**plain["run"], "seed": 6}}, tmp_path / "run")
+    runs.run_alone(changed(with_micro(plain, 6), {"run.seed": 6}), tmp_path / "run")
     with pytest.raises(AssertionError):
         assert_same_run(tmp_path / "run", alone)
 
 
-def test_packing_does_not_change_the_loss_of_the_same_rows(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_packing_does_not_change_the_loss_of_the_same_rows(plain: Plain, tmp_path: Path) -> None:
     """A step over all rows gives one gradient, packed or not."""
-    everything = {**plain["train"], "max_steps": 2, "global_batch_size": 40, "micro_batch_size": 7}
-    unpacked = {**plain, "train": everything, "data": {**plain["data"], "packing": False}}
-    runs.run_alone(unpacked, tmp_path / "unpacked")
+    whole = changed(plain, {"train": {"max_steps": 2, "global_batch_size": 40, "micro_batch_size": 7}})
+    runs.run_alone(changed(whole, {"data.packing": False}), tmp_path / "unpacked")
     packs = runs.assemble_alone(plain, tmp_path / "probe").loop.epoch_items
-    packed = {**plain, "train": {**everything, "global_batch_size": packs}}
-    runs.run_alone(packed, tmp_path / "packed")
+    runs.run_alone(changed(whole, {"train.global_batch_size": packs}), tmp_path / "packed")
     for key in ("loss", "grad_norm"):
         assert runs.values(tmp_path / "packed", key) == pytest.approx(runs.values(tmp_path / "unpacked", key), rel=1e-5)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import yaml
 
+from finray.cli.main import main
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -24,34 +31,51 @@ from finray.records import Record
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble
 
+# A config as its YAML file has it.
+Plain = dict[str, Any]
 # What must not change when a run is disturbed.
 COMPARED = ("step", "samples", "loss", "grad_norm", "lr")
 
 
-def settings(model: Path, rows: Path, output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A small run: every step recorded with its samples, checkpoints often, no TensorBoard."""
-    base: dict[str, dict[str, Any]] = {
+def tiny_run(model: Path, rows: Path | str, output: Path, changes: Mapping[str, Any] | None = None) -> Plain:
+    """A small run: every step recorded with its samples, checkpoints often, no TensorBoard.
+
+    Args:
+        model: directory of the model.
+        rows: the data source.
+        output: ``run.output_dir``.
+        changes: as for :func:`changed`.
+    """
+    plain: Plain = {
         "run": {"output_dir": str(output), "name": "run", "seed": 5},
         "model": {"name": str(model)},
         "adapter": {"rank": 4, "alpha": 8, "dropout": 0.0},
         "data": {"source": str(rows), "max_length": 64},
         "train": {
-            "max_steps": 8,
-            "global_batch_size": 4,
-            "learning_rate": 0.01,
-            "precision": "fp32",
-            "warmup_steps": 2,
+            **{"max_steps": 8, "warmup_steps": 2, "learning_rate": 0.01},
+            **{"global_batch_size": 4, "precision": "fp32"},
         },
         "checkpoint": {"every_steps": 4, "keep_last": 10},
         "tracking": {"tensorboard": False, "record_samples": True},
         "cluster": {"cpus_per_worker": 1},
     }
-    for name, fields in sections.items():
-        base[name] = {**base.get(name, {}), **fields}
-    return base
+    return changed(plain, changes or {})
 
 
-def config_of(plain: dict[str, Any]) -> Config:
+def changed(plain: Plain, *changes: Mapping[str, Any]) -> Plain:
+    """A copy with other values: ``{"train.max_steps": 2}`` and ``{"train": {"max_steps": 2}}`` set the same field."""
+    plain = copy.deepcopy(plain)
+    for path, value in (item for one in changes for item in one.items()):
+        *sections, field = path.split(".")
+        place = plain
+        for section in sections:
+            place = place.setdefault(section, {})
+        is_section = isinstance(value, Mapping) and isinstance(place.get(field), Mapping)
+        place[field] = changed(place[field], value) if is_section else copy.deepcopy(value)
+    return plain
+
+
+def config_of(plain: Plain) -> Config:
     return build_config(plain, source="test")
 
 
@@ -61,9 +85,7 @@ def resolved_of(config: Config, *, world_size: int = 1) -> Resolved:
     return resolve(config, placement, device_of(placement), packing=packing_of(config.model))
 
 
-def assemble_alone(
-    plain: dict[str, Any], run_dir: Path, *, notify: Callable[[Record], None] = lambda record: None
-) -> Assembled:
+def assemble_alone(plain: Plain, run_dir: Path, *, notify: Callable[[Record], None] = lambda record: None) -> Assembled:
     """The loop of a run of one process, without Ray."""
     torch.set_num_threads(1)
     config = config_of(plain)
@@ -78,7 +100,7 @@ def assemble_alone(
     )
 
 
-def run_alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
+def run_alone(plain: Plain, run_dir: Path) -> Assembled:
     """Run (or continue) in this process."""
     assembled = assemble_alone(plain, run_dir)
     assembled.loop.run()
@@ -86,20 +108,65 @@ def run_alone(plain: dict[str, Any], run_dir: Path) -> Assembled:
     return assembled
 
 
-def trace(run_dir: Path) -> list[tuple[Any, ...]]:
-    """The per-step record of a run, as it must be reproduced: step, samples, loss, gradient norm, learning rate."""
-    records = [record for record in read_records(run_dir / "metrics.jsonl") if record["kind"] == "train"]
-    return [tuple(json.dumps(record[key]) for key in COMPARED) for record in records]
+def records(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    return [record for record in read_records(run_dir / "metrics.jsonl") if record["kind"] == kind]
 
 
 def values(run_dir: Path, key: str) -> list[Any]:
     """One field of every training record."""
-    return [record[key] for record in read_records(run_dir / "metrics.jsonl") if record["kind"] == "train"]
+    return [record[key] for record in records(run_dir)]
 
 
-def write_config(plain: dict[str, Any], path: Path) -> Path:
+def trace(run_dir: Path) -> list[tuple[str, ...]]:
+    """The per-step record of a run, as it must be reproduced: step, samples, loss, gradient norm, learning rate."""
+    return [tuple(json.dumps(record[key]) for key in COMPARED) for record in records(run_dir)]
+
+
+def assert_same_curve(left: Path, right: Path, *, rel: float = 1e-4) -> None:
+    for key in ("loss", "grad_norm"):
+        assert values(left, key) == pytest.approx(values(right, key), rel=rel), (left, key)
+    assert values(left, "samples") == values(right, "samples")
+
+
+def keep_until(run_dir: Path, step: int) -> Path:
+    """Forget later checkpoints, as if the run had been killed before them."""
+    for path in run_dir.glob("checkpoint-*"):
+        if int(path.name.removeprefix("checkpoint-")) > step:
+            shutil.rmtree(path)
+    assert (run_dir / f"checkpoint-{step:06d}").is_dir()
+    return run_dir
+
+
+def reopen(run_dir: Path, *, step: int) -> None:
+    """A finished run as it was after a step."""
+    keep_until(run_dir, step)
+    shutil.rmtree(run_dir / "final")
+    (run_dir / "summary.json").unlink()
+
+
+def cut(run_dir: Path, target: Path, *, step: int = 4) -> Path:
+    """A copy of a run as it was after a step."""
+    return keep_until(Path(shutil.copytree(run_dir, target)), step)
+
+
+def write_config(plain: Plain, path: Path) -> Path:
     path.write_text(yaml.safe_dump(plain), encoding="utf-8")
     return path
+
+
+def finray(*arguments: object) -> tuple[int, str, str]:
+    """Run `finray ...` in this process, several seconds faster than :func:`cli`, which is for tests of what only a
+    process of its own shows: exit code, standard output, standard error."""
+    words = ["finray", *map(str, arguments)]
+    with (
+        mock.patch.object(sys, "argv", words),
+        mock.patch.dict(os.environ, COLUMNS="200"),
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as err,
+        pytest.raises(SystemExit) as exit_,
+    ):
+        main()
+    return int(exit_.value.code or 0), out.getvalue(), err.getvalue()
 
 
 def start_cli(
@@ -122,6 +189,13 @@ def cli(*arguments: str, env: Mapping[str, str | None] | None = None, cwd: Path 
     process = start_cli(*arguments, env=env, cwd=cwd)
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
+
+
+def flip(file: Path, position: int | None = None) -> None:
+    """Change one byte, in the middle or where it is said."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 1
+    file.write_bytes(content)
 
 
 def adapter_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from finray.data.formats.examples import Message
+from finray.data.formats.examples import Example, Message
+from finray.data.tokenize.encode import Tokenizer, Tokens
 
 TOOLS: tuple[dict[str, Any], ...] = (
     {
@@ -42,6 +43,20 @@ def calling(*rivers: str, content: str = "") -> Message:
 
 def result(content: str, at: int = 0) -> Message:
     return Message("tool", content, extra={"name": "depth", "tool_call_id": f"call0000{at}"})
+
+
+def rows_of(tokenizer: Tokenizer, example: Example) -> list[Tokens]:
+    """What becomes of one example."""
+    (encoded,) = tokenizer.encode([example])
+    return encoded.rows
+
+
+def mask_of(row: Tokens) -> list[int]:
+    """1 for each token that is learned, else 0."""
+    mask = [0] * len(row.ids)
+    for start, stop in row.spans:
+        mask[start:stop] = [1] * (stop - start)
+    return mask
 
 
 def learned_runs(mask: Sequence[int]) -> list[list[int]]:

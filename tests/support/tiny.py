@@ -10,171 +10,45 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-WORDS = [
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "house",
-    "tree",
-    "river",
-    "mountain",
-    "bread",
-    "water",
-    "light",
-    "stone",
-    "green",
-    "blue",
-    "small",
-    "large",
-    "runs",
-    "sleeps",
-    "sings",
-    "walks",
-    "reads",
-    "writes",
-    "answer",
-    "question",
-    "number",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "yes",
-    "no",
-    "please",
-    "thank",
-    "you",
-    "what",
-    "is",
-    "where",
-    "when",
-    "how",
-    "many",
-    "some",
-    "every",
-    "never",
-    "always",
-    "tomorrow",
-    "today",
-    "yesterday",
-]
+_LIST = """
+the a cat dog house tree river mountain bread water light stone green blue small large runs sleeps sings
+walks reads writes answer question number one two three four five six seven eight nine ten yes no please
+thank you what is where when how many some every never always tomorrow today yesterday
+"""
+WORDS = _LIST.split()
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-_SHARED = {
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", **_SHARED},
-    "qwen3": {"model_type": "qwen3", **_SHARED},
-    # A window far shorter than the rows, so that windowed and full layers both matter.
-    "gemma3": {
-        "model_type": "gemma3_text",
-        **_SHARED,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 16,
-    },
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 384,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 512,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
-    "gemma2": {
-        "model_type": "gemma2",
-        **_SHARED,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 16,
-        "attn_logit_softcapping": 20.0,
-        "final_logit_softcapping": 5.0,
-    },
-    "qwen2": {"model_type": "qwen2", **_SHARED},
-    "mistral": {"model_type": "mistral", **_SHARED, "sliding_window": 6},
-    "mixtral": {"model_type": "mixtral", **_SHARED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        **_SHARED,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-    },
-    "phi3": {"model_type": "phi3", **_SHARED},
-    # Scores are biased by distance instead of positions, in an attention that is all its own: it cannot be packed.
-    "bloom": {
-        "model_type": "bloom",
-        "vocab_size": 384,
-        "hidden_size": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    },
-    "opt": {
-        "model_type": "opt",
-        "vocab_size": 384,
-        "hidden_size": 64,
-        "word_embed_proj_dim": 64,
-        "ffn_dim": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-        "dropout": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-    },
-    "gpt_neox": {
-        "model_type": "gpt_neox",
-        "vocab_size": 384,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    },
+_IDS = {"vocab_size": 384, "bos_token_id": 0, "eos_token_id": 2}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
+_SHARED = _IDS | _SIZES | {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+# A window far shorter than the rows, so that windowed and full layers both matter.
+_WINDOWS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 16}
+_SOFTCAPPED = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0}
+_EXPERTS = {"num_experts_per_tok": 2}
+_GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# The type of the model, and its configuration.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _SHARED),
+    "qwen3": ("qwen3", _SHARED),
+    "gemma3": ("gemma3_text", _SHARED | _WINDOWS),
+    "gpt2": ("gpt2", _IDS | _GPT2 | _NO_DROPOUT),
+    "gemma2": ("gemma2", _SHARED | _WINDOWS | _SOFTCAPPED),
+    "qwen2": ("qwen2", _SHARED),
+    "mistral": ("mistral", _SHARED | {"sliding_window": 6}),
+    "mixtral": ("mixtral", _SHARED | _EXPERTS | {"num_local_experts": 4}),
+    "qwen3_moe": ("qwen3_moe", _SHARED | _EXPERTS | {"num_experts": 4, "moe_intermediate_size": 64}),
+    "phi3": ("phi3", _SHARED),
+    # Scores are biased by distance instead of positions, in an attention of its own: it cannot be packed.
+    "bloom": ("bloom", _IDS | {"hidden_size": 64, "n_layer": 2, "n_head": 4, "pad_token_id": 0}),
+    "opt": ("opt", _IDS | _SIZES | {"word_embed_proj_dim": 64, "ffn_dim": 128, "dropout": 0.0, "pad_token_id": 1}),
+    "gpt_neox": ("gpt_neox", _IDS | _SIZES | {"intermediate_size": 128}),
     # No attention at all.
-    "mamba": {
-        "model_type": "mamba",
-        "vocab_size": 384,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "state_size": 8,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    },
+    "mamba": ("mamba", _IDS | {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0}),
 }
 
 
@@ -199,9 +73,8 @@ def build_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A randomly initialised tiny model of a family, in fp32."""
     from transformers import AutoConfig
 
-    settings = {**FAMILIES[family], **overrides}
-    kind = settings.pop("model_type")
-    config = AutoConfig.for_model(kind, **settings)
+    kind, settings = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **settings | overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,31 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finray.config.resume_adapter import with_start
 from finray.models.artifacts import read_artifact
 from finray.models.export import export
-from tests.support import runs, tiny
+from tests.support import runs
 from tests.support.group import run_all
+from tests.support.runs import Plain, changed
 
 WORDS = ["<begin>", "<end>"]
-CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "rslora": {"adapter": {"method": "rslora"}},
-    "dora": {"adapter": {"method": "dora"}},
-    "pissa": {"adapter": {"method": "pissa"}},
-    "lora+": {"adapter": {"lora_plus_ratio": 4.0}},
-    "pattern": {"adapter": {"target_modules": r".*\.0\.self_attn\.[qv]_proj"}},
-    "modules to save": {"adapter": {"modules_to_save": ["lm_head"]}},
-    "new tokens": {"model": {"new_tokens": WORDS}},
-    "4bit": {"model": {"quantization": "4bit"}},
-    "8bit pissa": {"model": {"quantization": "8bit"}, "adapter": {"method": "pissa"}},
-    "4bit dora": {"model": {"quantization": "4bit"}, "adapter": {"method": "dora"}},
-    "4bit new tokens": {"model": {"quantization": "4bit", "new_tokens": WORDS}},
+CASES: dict[str, dict[str, Any]] = {
+    "rslora": {"adapter.method": "rslora"},
+    "dora": {"adapter.method": "dora"},
+    "pissa": {"adapter.method": "pissa"},
+    "lora+": {"adapter.lora_plus_ratio": 4.0},
+    "pattern": {"adapter.target_modules": r".*\.0\.self_attn\.[qv]_proj"},
+    "modules to save": {"adapter.modules_to_save": ["lm_head"]},
+    "new tokens": {"model.new_tokens": WORDS},
+    "4bit": {"model.quantization": "4bit"},
+    "8bit pissa": {"model.quantization": "8bit", "adapter.method": "pissa"},
+    "4bit dora": {"model.quantization": "4bit", "adapter.method": "dora"},
+    "4bit new tokens": {"model.quantization": "4bit", "model.new_tokens": WORDS},
 }
 LAST = "checkpoint-000008"
 TOKENS = torch.arange(3, 40)[None]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("data")
-    return runs.settings(tiny_model_dir, tiny.write_chat_rows(folder, 30), folder)
-
-
-def with_(plain: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {**plain, **{name: {**plain[name], **fields} for name, fields in sections.items()}}
+def plain(tiny_run: Callable[..., Plain]) -> Plain:
+    return tiny_run()
 
 
 @torch.no_grad()
@@ -62,38 +58,36 @@ def plain_peft(base: str, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, Any]) -> dict[str, tuple[Path, torch.Tensor]]:
+def done(tmp_path_factory: pytest.TempPathFactory, plain: Plain) -> dict[str, tuple[Path, torch.Tensor]]:
     """Every case trained by one process: run directory, and the logits of the model at the end."""
     folder = tmp_path_factory.mktemp("runs")
     found = {}
     for case, sections in CASES.items():
-        task = runs.run_alone(with_(plain, sections), folder / case).loop.task
+        task = runs.run_alone(changed(plain, sections), folder / case).loop.task
         found[case] = (folder / case, logits(task.model))
     return found
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_learns_and_resumes_to_the_bit(
-    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
+    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: Plain, tmp_path: Path
 ) -> None:
     whole = done[case][0]
     losses = runs.values(whole, "loss")
     assert sum(losses[-3:]) < sum(losses[:3])
-    shutil.copytree(whole, tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / LAST)
-    runs.run_alone(with_(plain, CASES[case]), tmp_path / "cut")
+    runs.run_alone(changed(plain, CASES[case]), runs.cut(whole, tmp_path / "cut"))
     assert runs.trace(tmp_path / "cut") == runs.trace(whole)
     name = f"{LAST}/adapter_model.safetensors"
     assert (tmp_path / "cut" / name).read_bytes() == (whole / name).read_bytes()
 
 
 def is_packed(case: str) -> bool:
-    return "quantization" in CASES[case].get("model", {})
+    return "model.quantization" in CASES[case]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_loads_in_plain_peft_and_merges(
-    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
+    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: Plain, tmp_path: Path
 ) -> None:
     folder = done[case][0] / LAST
     for name, tensor in runs.adapter_weights(folder).items():
@@ -111,7 +105,7 @@ def test_it_loads_in_plain_peft_and_merges(
         # What was trained is what is compared with: the difference is that of the packed base.
         spread = float(done[case][1].std())
         expected = float((done[case][1] - loaded).abs().max()) / spread
-        assert exported.trained_on == CASES[case]["model"]["quantization"]
+        assert exported.trained_on == CASES[case]["model.quantization"]
         assert exported.rounding is not None
         assert 0.1 * expected < exported.rounding < 10 * expected
         assert notes["difference_from_training"] == exported.rounding
@@ -120,11 +114,11 @@ def test_it_loads_in_plain_peft_and_merges(
 
 
 def test_two_ranks_give_the_same_curves_and_files(
-    done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
+    done: dict[str, tuple[Path, torch.Tensor]], plain: Plain, tmp_path: Path
 ) -> None:
     wanted = [("fsdp", "dora"), ("fsdp", "8bit pissa"), ("fsdp", "4bit new tokens"), ("ddp", "8bit pissa")]
     jobs = [
-        ({**with_(plain, CASES[case]), "parallel": {"strategy": strategy}}, tmp_path / strategy / case)
+        (changed(plain, CASES[case], {"parallel.strategy": strategy}), tmp_path / strategy / case)
         for strategy, case in wanted
     ]
     run_all(jobs, world_size=2)
@@ -139,11 +133,10 @@ def test_two_ranks_give_the_same_curves_and_files(
 
 @pytest.mark.parametrize("case", ["dora", "pissa", "new tokens", "4bit"])
 def test_another_run_goes_on_from_an_adapter(
-    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: dict[str, Any], tmp_path: Path
+    case: str, done: dict[str, tuple[Path, torch.Tensor]], plain: Plain, tmp_path: Path
 ) -> None:
     folder = done[case][0] / LAST
-    sections = {"model": {"quantization": "4bit"}} if is_packed(case) else {}
-    settings = with_(plain, sections)
+    settings = changed(plain, {"model.quantization": "4bit"} if is_packed(case) else {})
     settings["adapter"] = {"start_from": str(folder)}
     config = with_start(runs.config_of(settings)).plain()
     assembled = runs.assemble_alone(config, tmp_path)
@@ -153,8 +146,8 @@ def test_another_run_goes_on_from_an_adapter(
     assert runs.values(tmp_path, "loss")[0] < runs.values(done[case][0], "loss")[0]
 
 
-def test_pissa_begins_at_the_base_model_with_its_principal_parts(plain: dict[str, Any], tmp_path: Path) -> None:
-    settings = with_(plain, CASES["pissa"])
+def test_pissa_begins_at_the_base_model_with_its_principal_parts(plain: Plain, tmp_path: Path) -> None:
+    settings = changed(plain, CASES["pissa"])
     task = runs.assemble_alone(settings, tmp_path).loop.task
     base = AutoModelForCausalLM.from_pretrained(plain["model"]["name"], dtype=torch.float32)
     torch.testing.assert_close(logits(task.model), logits(base), rtol=1e-3, atol=1e-4)
@@ -167,8 +160,8 @@ def test_pissa_begins_at_the_base_model_with_its_principal_parts(plain: dict[str
     assert least <= left <= 1.0001 * least
 
 
-def test_new_rows_begin_as_the_mean_and_alone_are_trained(plain: dict[str, Any], tmp_path: Path) -> None:
-    settings = with_(plain, {"model": {"new_tokens": WORDS}})
+def test_new_rows_begin_as_the_mean_and_alone_are_trained(plain: Plain, tmp_path: Path) -> None:
+    settings = changed(plain, {"model.new_tokens": WORDS})
     task = runs.assemble_alone(settings, tmp_path).loop.task
     tokenizer = AutoTokenizer.from_pretrained(plain["model"]["name"])
     base = AutoModelForCausalLM.from_pretrained(plain["model"]["name"], dtype=torch.float32)

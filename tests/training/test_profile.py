@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,20 @@ import pytest
 from finray.errors import ConfigError
 from finray.records import Note
 from finray.training.profile import PARTS
-from tests.support import runs, tiny
+from tests.support import runs
+from tests.support.runs import Plain, changed
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("data")
-    return runs.settings(tiny_model_dir, tiny.write_chat_rows(folder, 30), folder)
+def plain(tiny_run: Callable[..., Plain]) -> Plain:
+    return tiny_run()
 
 
-def profiled(plain: dict[str, Any], *steps: int) -> dict[str, Any]:
-    return {**plain, "train": {**plain["train"], "profile": {"steps": list(steps)}}}
+def profiled(plain: Plain, *steps: int) -> Plain:
+    return changed(plain, {"train.profile": {"steps": list(steps)}})
 
 
-def test_a_profile_is_written_and_changes_nothing(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_a_profile_is_written_and_changes_nothing(plain: Plain, tmp_path: Path) -> None:
     runs.run_alone(plain, tmp_path / "plain")
     told: list[Any] = []
     (tmp_path / "looked").mkdir()
@@ -53,13 +54,13 @@ def test_a_profile_is_written_and_changes_nothing(plain: dict[str, Any], tmp_pat
     assert "aten::" in text
 
 
-def test_a_run_that_ends_earlier_writes_what_it_saw(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_ends_earlier_writes_what_it_saw(plain: Plain, tmp_path: Path) -> None:
     runs.run_alone(profiled(plain, 7, 100), tmp_path / "run")
     assert "profile of 2 steps" in (tmp_path / "run" / "profile" / "summary.txt").read_text()
     runs.run_alone(profiled(plain, 50, 60), tmp_path / "never")
     assert not (tmp_path / "never" / "profile").exists()
 
 
-def test_steps_are_in_order(plain: dict[str, Any]) -> None:
+def test_steps_are_in_order(plain: Plain) -> None:
     with pytest.raises(ConfigError, match="the first and the last"):
         runs.config_of(profiled(plain, 5, 3))

@@ -12,46 +12,23 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from finray.checkpoint import manifest
 from finray.errors import ConfigError, DataError
 from finray.records import Note
 from tests.support import runs, tiny
+from tests.support.checkpoints import reseal
+from tests.support.runs import Plain, changed
 
 
 @pytest.fixture(scope="module")
-def dropout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.save_model("llama", folder, tiny.train_tokenizer(), attention_dropout=0.1)
-    return folder
+def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
+    return tiny_run({"adapter.dropout": 0.2}, model=dropout_model)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, dropout_model: Path) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("data")
-    rows = tiny.write_chat_rows(folder, 30)
-    return runs.settings(dropout_model, rows, folder, adapter={"rank": 4, "dropout": 0.2})
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, plain: dict[str, Any]) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, plain: Plain) -> Path:
     run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
     runs.run_alone(plain, run_dir)
     return run_dir
-
-
-def interrupted(undisturbed: Path, target: Path) -> Path:
-    """The run as it was after step 4, of 8."""
-    shutil.copytree(undisturbed, target)
-    shutil.rmtree(target / "checkpoint-000008")
-    return target
-
-
-def reseal(checkpoint: Path) -> None:
-    """A manifest that fits the changed files, so that the change and not the damage is what is tested."""
-    content = manifest.read(checkpoint)
-    manifest.write(
-        checkpoint, manifest.build(manifest.entries_of(checkpoint), step=content["step"], metrics=content["metrics"])
-    )
 
 
 def change_counter(**values: Any) -> Callable[[Path], None]:
@@ -77,17 +54,14 @@ def forget_moments(checkpoint: Path) -> None:
     save_file({}, checkpoint / "training_state" / "optimizer-00001-of-00001.safetensors")
 
 
-def test_dropout_is_on(undisturbed: Path, plain: dict[str, Any], tmp_path: Path) -> None:
-    quiet = {**plain, "adapter": {**plain["adapter"], "dropout": 0.0}}
-    runs.run_alone(quiet, tmp_path / "quiet")
+def test_dropout_is_on(undisturbed: Path, plain: Plain, tmp_path: Path) -> None:
+    runs.run_alone(changed(plain, {"adapter.dropout": 0.0}), tmp_path / "quiet")
     assert runs.values(tmp_path / "quiet", "samples") == runs.values(undisturbed, "samples")
     assert runs.values(tmp_path / "quiet", "loss") != runs.values(undisturbed, "loss")
 
 
-def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(
-    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
-) -> None:
-    run_dir = interrupted(undisturbed, tmp_path / "run")
+def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(undisturbed: Path, plain: Plain, tmp_path: Path) -> None:
+    run_dir = runs.cut(undisturbed, tmp_path / "run")
     assembled = runs.run_alone(plain, run_dir)
     assert assembled.header.step == 4
     assert runs.trace(run_dir) == runs.trace(undisturbed)
@@ -109,10 +83,10 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(
     ],
 )
 def test_without_any_one_part_of_the_state_it_is_another_run(
-    undisturbed: Path, plain: dict[str, Any], tmp_path: Path, change: Callable[[Path], None]
+    undisturbed: Path, plain: Plain, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
     """Negative controls: the comparison above sees each part missing."""
-    run_dir = interrupted(undisturbed, tmp_path / "run")
+    run_dir = runs.cut(undisturbed, tmp_path / "run")
     change(run_dir / "checkpoint-000004")
     reseal(run_dir / "checkpoint-000004")
     runs.run_alone(plain, run_dir)
@@ -120,46 +94,43 @@ def test_without_any_one_part_of_the_state_it_is_another_run(
     assert runs.trace(run_dir) != runs.trace(undisturbed)
 
 
-def test_records_of_steps_that_are_done_again_are_replaced(
-    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
-) -> None:
-    run_dir = interrupted(undisturbed, tmp_path / "run")
+def test_records_of_steps_that_are_done_again_are_replaced(undisturbed: Path, plain: Plain, tmp_path: Path) -> None:
+    run_dir = runs.cut(undisturbed, tmp_path / "run")
     with (run_dir / "metrics.jsonl").open("a") as stream:
         stream.write('{"kind": "train", "step": 7, "lo')
     runs.run_alone(plain, run_dir)
     assert runs.values(run_dir, "step") == list(range(1, 9))
 
 
-def test_full_fine_tuning_resumes_to_the_bit(plain: dict[str, Any], tmp_path: Path) -> None:
-    full = {**plain, "adapter": {"method": "none"}, "train": {**plain["train"], "learning_rate": 0.001}}
+def test_full_fine_tuning_resumes_to_the_bit(plain: Plain, tmp_path: Path) -> None:
+    full = changed(plain, {"adapter.method": "none", "train.learning_rate": 0.001})
     runs.run_alone(full, tmp_path / "whole")
-    run_dir = interrupted(tmp_path / "whole", tmp_path / "cut")
+    run_dir = runs.cut(tmp_path / "whole", tmp_path / "cut")
     runs.run_alone(full, run_dir)
     assert runs.trace(run_dir) == runs.trace(tmp_path / "whole")
     assert runs.values(run_dir, "loss")[-1] < runs.values(run_dir, "loss")[0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_8bit", "adafactor", "muon"])
-def test_other_optimizers_resume_to_the_bit(plain: dict[str, Any], tmp_path: Path, optimizer: str) -> None:
-    train = {**plain["train"], "learning_rate": 0.002, "optimizer": optimizer}
-    full = {**plain, "adapter": {"method": "none"}, "train": train}
+def test_other_optimizers_resume_to_the_bit(plain: Plain, tmp_path: Path, optimizer: str) -> None:
+    full = changed(plain, {"adapter.method": "none", "train": {"learning_rate": 0.002, "optimizer": optimizer}})
     runs.run_alone(full, tmp_path / "whole")
-    run_dir = interrupted(tmp_path / "whole", tmp_path / "cut")
+    run_dir = runs.cut(tmp_path / "whole", tmp_path / "cut")
     runs.run_alone(full, run_dir)
     assert runs.trace(run_dir) == runs.trace(tmp_path / "whole")
     assert runs.values(run_dir, "loss")[-1] < runs.values(run_dir, "loss")[0]
     # The moments are needed for that.
-    again = interrupted(tmp_path / "whole", tmp_path / "forgetful")
+    again = runs.cut(tmp_path / "whole", tmp_path / "forgetful")
     forget_moments(again / "checkpoint-000004")
     reseal(again / "checkpoint-000004")
     runs.run_alone(full, again)
     assert runs.trace(again) != runs.trace(tmp_path / "whole")
 
 
-def test_an_evaluation_does_not_disturb_training(plain: dict[str, Any], tmp_path: Path) -> None:
-    held = {**plain, "data": {**plain["data"], "eval_ratio": 0.2}}
+def test_an_evaluation_does_not_disturb_training(plain: Plain, tmp_path: Path) -> None:
+    held = changed(plain, {"data.eval_ratio": 0.2})
     runs.run_alone(held, tmp_path / "end")
-    runs.run_alone({**held, "evaluation": {"every_steps": 1}}, tmp_path / "often")
+    runs.run_alone(changed(held, {"evaluation.every_steps": 1}), tmp_path / "often")
     assert runs.trace(tmp_path / "often") == runs.trace(tmp_path / "end")
 
 
@@ -171,15 +142,9 @@ def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [missing, truncated, flipped])
+@pytest.mark.parametrize("damage", [missing, truncated, runs.flip])
 def test_damage_to_any_file_of_a_real_checkpoint_is_named_and_the_one_before_is_used(
-    undisturbed: Path, plain: dict[str, Any], tmp_path: Path, damage: Callable[[Path], None]
+    undisturbed: Path, plain: Plain, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:
     checkpoint = undisturbed / "checkpoint-000008"
     names = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
@@ -196,30 +161,24 @@ def test_damage_to_any_file_of_a_real_checkpoint_is_named_and_the_one_before_is_
         assert len(list(run_dir.glob("damaged-checkpoint-000008-*"))) == 1
 
 
-def test_a_run_that_fell_back_ends_as_if_nothing_had_been(
-    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_that_fell_back_ends_as_if_nothing_had_been(undisturbed: Path, plain: Plain, tmp_path: Path) -> None:
     run_dir = shutil.copytree(undisturbed, tmp_path / "run")
-    flipped(run_dir / "checkpoint-000008" / "adapter_model.safetensors")
+    runs.flip(run_dir / "checkpoint-000008" / "adapter_model.safetensors")
     runs.run_alone(plain, run_dir)
     assert runs.trace(run_dir) == runs.trace(undisturbed)
 
 
-def test_other_data_under_the_same_configuration_is_refused(
-    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
-) -> None:
-    run_dir = interrupted(undisturbed, tmp_path / "run")
+def test_other_data_under_the_same_configuration_is_refused(undisturbed: Path, plain: Plain, tmp_path: Path) -> None:
+    run_dir = runs.cut(undisturbed, tmp_path / "run")
     other = tiny.write_chat_rows(tmp_path, 30, start=1)
     with pytest.raises(DataError, match="has changed since the run began"):
-        runs.assemble_alone({**plain, "data": {**plain["data"], "source": str(other)}}, run_dir)
+        runs.assemble_alone(changed(plain, {"data.source": str(other)}), run_dir)
 
 
-def test_checkpointing_is_the_same_run_and_offload_needs_a_gpu(
-    undisturbed: Path, plain: dict[str, Any], tmp_path: Path
-) -> None:
+def test_checkpointing_is_the_same_run_and_offload_needs_a_gpu(undisturbed: Path, plain: Plain, tmp_path: Path) -> None:
     """The run goes on with it, dropout included: it may be switched on where memory is short."""
-    run_dir = interrupted(undisturbed, tmp_path / "run")
-    runs.run_alone({**plain, "train": {**plain["train"], "gradient_checkpointing": "selective"}}, run_dir)
+    run_dir = runs.cut(undisturbed, tmp_path / "run")
+    runs.run_alone(changed(plain, {"train.gradient_checkpointing": "selective"}), run_dir)
     assert runs.values(run_dir, "loss") == pytest.approx(runs.values(undisturbed, "loss"), rel=1e-6)
     with pytest.raises(ConfigError, match="in the memory of the CPU already"):
-        runs.assemble_alone({**plain, "train": {**plain["train"], "activation_offload": True}}, tmp_path / "offload")
+        runs.assemble_alone(changed(plain, {"train.activation_offload": True}), tmp_path / "offload")

@@ -18,7 +18,8 @@ from finray.errors import CheckpointError
 from finray.training.assemble import Assembled
 from finray.training.checkpointing import CheckpointWriter, Snapshot, take_snapshot
 from finray.training.loop import Loop
-from tests.support import runs, tiny
+from tests.support import runs
+from tests.support.runs import Plain, changed
 
 
 class HeldStore(CheckpointStore):
@@ -46,20 +47,12 @@ class FullStore(CheckpointStore):
 
 
 @pytest.fixture
-def plain(tmp_path: Path, tiny_model_dir: Path) -> dict[str, Any]:
-    rows = tiny.write_chat_rows(tmp_path, 20)
-    return runs.settings(
-        tiny_model_dir,
-        rows,
-        tmp_path,
-        adapter={"method": "none"},
-        train={"max_steps": 6},
-        checkpoint={"every_steps": 2},
-    )
+def plain(tiny_run: Callable[..., Plain]) -> Plain:
+    return tiny_run({"adapter.method": "none", "train.max_steps": 6, "checkpoint.every_steps": 2}, rows=20)
 
 
 @pytest.fixture
-def assembled(plain: dict[str, Any], tmp_path: Path) -> Iterator[Assembled]:
+def assembled(plain: Plain, tmp_path: Path) -> Iterator[Assembled]:
     found = runs.assemble_alone(plain, tmp_path / "run")
     yield found
     found.loop.writer.close()
@@ -121,8 +114,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(assembled: Assembled, tm
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
 
 
-def test_a_checkpoint_written_behind_is_the_one_written_at_once(plain: dict[str, Any], tmp_path: Path) -> None:
-    now = {**plain, "checkpoint": {**plain["checkpoint"], "asynchronous": False}}
+def test_a_checkpoint_written_behind_is_the_one_written_at_once(plain: Plain, tmp_path: Path) -> None:
+    now = changed(plain, {"checkpoint.asynchronous": False})
     runs.run_alone(plain, tmp_path / "behind")
     runs.run_alone(now, tmp_path / "now")
     for step in (2, 4, 6):
@@ -131,7 +124,7 @@ def test_a_checkpoint_written_behind_is_the_one_written_at_once(plain: dict[str,
             assert (paths[0] / file).read_bytes() == (paths[1] / file).read_bytes()
 
 
-def test_a_failed_write_is_reported_and_the_checkpoint_before_stands(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_a_failed_write_is_reported_and_the_checkpoint_before_stands(plain: Plain, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     found = runs.assemble_alone(plain, run_dir)
     put_store(found.loop, FullStore(run_dir))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -14,24 +14,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finray.checkpoint import manifest
 from finray.errors import TrainingError
-from finray.tracking.jsonl import read_records
 from finray.training import nonfinite as watch
 from finray.training.assemble import Assembled
-from tests.support import runs, tiny
+from tests.support import runs
+from tests.support.checkpoints import reseal
 from tests.support.group import run_group
+from tests.support.runs import Plain, changed
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("data")
-    rows = tiny.write_chat_rows(folder, 30)
-    return runs.settings(tiny_model_dir, rows, folder)
-
-
-def with_(plain: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
-    return {**plain, **{name: {**plain.get(name, {}), **fields} for name, fields in sections.items()}}
+def plain(tiny_run: Callable[..., Plain]) -> Plain:
+    return tiny_run()
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------
@@ -65,7 +59,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Readings]:
             yield mode
 
 
-def readings_by_step(plain: dict[str, Any], run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def readings_by_step(plain: Plain, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     loop = runs.assemble_alone(plain, run_dir).loop
     counts: list[int] = []
     with readings(monkeypatch) as mode:
@@ -78,16 +72,15 @@ def readings_by_step(plain: dict[str, Any], run_dir: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adafactor"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_only_steps_with_a_record_read_from_the_device(
-    plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str, precision: str
 ) -> None:
     if precision == "fp16" and optimizer != "adamw":
         pytest.skip("the same path")
-    seldom = with_(
+    seldom = changed(
         plain,
-        train={"optimizer": optimizer, "precision": precision},
-        tracking={"log_every": 4},
-        checkpoint={"every_steps": 100},
-        adapter={"method": "none"} if optimizer != "adamw" else {},
+        {"train.optimizer": optimizer, "train.precision": precision},
+        {"tracking.log_every": 4, "checkpoint.every_steps": 100},
+        {"adapter.method": "none"} if optimizer != "adamw" else {},
     )
     found = readings_by_step(seldom, tmp_path / "seldom", monkeypatch)
     # The first step compares the head with the model's own.
@@ -96,18 +89,18 @@ def test_only_steps_with_a_record_read_from_the_device(
     assert found[7] > 0
 
 
-def test_the_count_sees_what_waits(plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_count_sees_what_waits(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     often = readings_by_step(plain, tmp_path / "often", monkeypatch)
     assert all(count > 0 for count in often)
-    eight = with_(plain, train={"optimizer": "adamw_8bit"}, tracking={"log_every": 8}, checkpoint={"every_steps": 100})
+    rare = {"tracking.log_every": 8, "checkpoint.every_steps": 100}
+    eight = changed(plain, {"train.optimizer": "adamw_8bit"}, rare)
     assert all(count > 0 for count in readings_by_step(eight, tmp_path / "eight", monkeypatch))
 
 
-def test_records_of_several_steps_are_the_means_of_theirs(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_records_of_several_steps_are_the_means_of_theirs(plain: Plain, tmp_path: Path) -> None:
     runs.run_alone(plain, tmp_path / "each")
-    runs.run_alone(with_(plain, tracking={"log_every": 4}), tmp_path / "four")
-    each = [one for one in read_records(tmp_path / "each" / "metrics.jsonl") if one["kind"] == "train"]
-    four = [one for one in read_records(tmp_path / "four" / "metrics.jsonl") if one["kind"] == "train"]
+    runs.run_alone(changed(plain, {"tracking.log_every": 4}), tmp_path / "four")
+    each, four = runs.records(tmp_path / "each"), runs.records(tmp_path / "four")
     assert [one["step"] for one in four] == [4, 8]
     for number, record in enumerate(four):
         part = each[4 * number : 4 * number + 4]
@@ -120,7 +113,7 @@ def test_records_of_several_steps_are_the_means_of_theirs(plain: dict[str, Any],
 # --- numbers that are not finite -------------------------------------------------------------------------------------
 
 
-def poisoned(plain: dict[str, Any], run_dir: Path, *, step: int, factor: float) -> Assembled:
+def poisoned(plain: Plain, run_dir: Path, *, step: int, factor: float) -> Assembled:
     """A run whose loss is multiplied by something in one step."""
     assembled = runs.assemble_alone(plain, run_dir)
     loop = assembled.loop
@@ -133,16 +126,16 @@ def weights_of(assembled: Assembled) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in assembled.loop.task.layout.tensors().items()}
 
 
-CONSTANT = {"schedule": "constant", "warmup_steps": 0}
+CONSTANT = {"train.schedule": "constant", "train.warmup_steps": 0}
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 @pytest.mark.parametrize("every", [1, 8])
 def test_a_bad_step_stops_the_run_and_changes_no_weight(
-    plain: dict[str, Any], tmp_path: Path, factor: float, every: int
+    plain: Plain, tmp_path: Path, factor: float, every: int
 ) -> None:
-    steady = with_(plain, train=CONSTANT, tracking={"log_every": every}, checkpoint={"every_steps": 100})
-    before = runs.run_alone(with_(steady, train={"max_steps": 2}), tmp_path / "two")
+    steady = changed(plain, CONSTANT, {"tracking.log_every": every, "checkpoint.every_steps": 100})
+    before = runs.run_alone(changed(steady, {"train.max_steps": 2}), tmp_path / "two")
     bad = poisoned(steady, tmp_path / "bad", step=3, factor=factor)
     with pytest.raises(TrainingError, match="at step 3; no weight was changed") as caught:
         bad.loop.run()
@@ -166,24 +159,23 @@ def test_a_bad_step_stops_the_run_and_changes_no_weight(
 # --- fp16 ------------------------------------------------------------------------------------------------------------
 
 
-def fp16(plain: dict[str, Any], **train: Any) -> dict[str, Any]:
-    return with_(plain, train={"precision": "fp16", **train})
+def fp16(plain: Plain, *changes: Mapping[str, Any]) -> Plain:
+    return changed(plain, {"train.precision": "fp16"}, *changes)
 
 
 def scales(run_dir: Path) -> list[tuple[float, int]]:
-    records = [one for one in read_records(run_dir / "metrics.jsonl") if one["kind"] == "train"]
-    return [(one["loss_scale"], one["skipped"]) for one in records]
+    return [(one["loss_scale"], one["skipped"]) for one in runs.records(run_dir)]
 
 
-def test_fp16_follows_fp32(plain: dict[str, Any], tmp_path: Path) -> None:
+def test_fp16_follows_fp32(plain: Plain, tmp_path: Path) -> None:
     runs.run_alone(plain, tmp_path / "fp32")
     runs.run_alone(fp16(plain), tmp_path / "fp16")
     assert scales(tmp_path / "fp16")[-1] == (watch.FIRST_SCALE, 0)
     assert runs.values(tmp_path / "fp16", "loss") == pytest.approx(runs.values(tmp_path / "fp32", "loss"), rel=5e-3)
 
 
-def test_gradients_too_large_for_fp16_leave_the_update_out(plain: dict[str, Any], tmp_path: Path) -> None:
-    steady = fp16(plain, **CONSTANT)
+def test_gradients_too_large_for_fp16_leave_the_update_out(plain: Plain, tmp_path: Path) -> None:
+    steady = fp16(plain, CONSTANT)
     assembled = runs.assemble_alone(steady, tmp_path / "run")
     assembled.loop._guard._scale.fill_(2.0**23)
     before = weights_of(assembled)
@@ -207,12 +199,10 @@ def test_gradients_too_large_for_fp16_leave_the_update_out(plain: dict[str, Any]
     assert [norm is None for norm in norms] == [True] * left_out + [False] * (8 - left_out)
 
 
-def test_the_loss_scale_is_resumed(plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_scale_is_resumed(plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "GROWTH_STEPS", 3)
     runs.run_alone(fp16(plain), tmp_path / "whole")
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-000008")
-    runs.run_alone(fp16(plain), tmp_path / "cut")
+    runs.run_alone(fp16(plain), runs.cut(tmp_path / "whole", tmp_path / "cut"))
     assert runs.trace(tmp_path / "cut") == runs.trace(tmp_path / "whole")
     assert scales(tmp_path / "cut") == scales(tmp_path / "whole")
     assert len(set(scales(tmp_path / "whole"))) >= 3
@@ -221,7 +211,7 @@ def test_the_loss_scale_is_resumed(plain: dict[str, Any], tmp_path: Path, monkey
 
 
 def test_gradients_that_stay_too_large_end_the_run(
-    plain: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "MOST_SKIPPED", 4)
     loop = runs.assemble_alone(fp16(plain), tmp_path / "run").loop
@@ -231,15 +221,14 @@ def test_gradients_that_stay_too_large_end_the_run(
     assert "bf16" in str(caught.value.repair)
 
 
-def test_ranks_leave_an_update_out_alike(plain: dict[str, Any], tmp_path: Path) -> None:
-    hot = with_(fp16(plain, max_steps=6, **CONSTANT), checkpoint={"every_steps": 1})
+def test_ranks_leave_an_update_out_alike(plain: Plain, tmp_path: Path) -> None:
+    hot = fp16(plain, CONSTANT, {"train.max_steps": 6, "checkpoint.every_steps": 1})
     runs.run_alone(hot, tmp_path / "one")
-    for step in (2, 3, 4, 5, 6):
-        shutil.rmtree(tmp_path / "one" / f"checkpoint-{step:06d}")
+    runs.keep_until(tmp_path / "one", 1)
     checkpoint = tmp_path / "one" / "checkpoint-000001"
     path = checkpoint / "training_state" / "state.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "loss_scale": 2.0**21}))
-    manifest.write(checkpoint, manifest.build(manifest.entries_of(checkpoint), step=1, metrics={}))
+    reseal(checkpoint)
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     runs.run_alone(hot, tmp_path / "one")
     run_group(hot, tmp_path / "two", world_size=2)

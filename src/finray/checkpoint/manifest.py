@@ -15,7 +15,7 @@ NAME = "manifest.json"
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """SHA-256, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -29,21 +29,11 @@ def entry(folder: Path, path: Path) -> dict[str, Any]:
     return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 
-def entries_of(folder: Path) -> list[dict[str, Any]]:
-    """What a manifest says of the files of a directory as it stands."""
-    return [entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file() and path.name != NAME]
-
-
-def build(entries: Iterable[dict[str, Any]], *, step: int, metrics: dict[str, float]) -> dict[str, Any]:
-    """The manifest of a directory with these files."""
+def write(folder: Path, entries: Iterable[dict[str, Any]], *, step: int, metrics: dict[str, float]) -> None:
+    """Write the manifest of a directory with these files."""
     files = sorted(entries, key=lambda item: str(item["path"]))
     content = {"format_version": FORMAT_VERSION, "step": step, "metrics": metrics, "files": files}
-    return {**content, "seal": _seal(content)}
-
-
-def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write a manifest that :func:`build` made."""
-    (folder / NAME).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    (folder / NAME).write_text(json.dumps({**content, "seal": _seal(content)}, indent=2), encoding="utf-8")
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from finray.checkpoint import manifest
-from finray.checkpoint.store import CheckpointStore
+from finray.checkpoint.store import CheckpointStore, replace_text
 from finray.config.identity import differences
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import run_path
@@ -37,15 +37,9 @@ RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of a run.
-
-    Attributes:
-        path: its directory.
-        earlier: the config of its last start, or None where it begins.
-    """
+    """Paths of a run."""
 
     path: Path
-    earlier: Config | None = None
 
     @property
     def config_file(self) -> Path:
@@ -64,15 +58,11 @@ class RunDir:
 
     def keep_config(self, config: Config) -> None:
         """Write the config of this start, secrets masked."""
-        scratch = self.path / f".{CONFIG_FILE}.{os.getpid()}"
-        scratch.write_text(yaml.safe_dump(redact(config.plain()), sort_keys=False), encoding="utf-8")
-        os.replace(scratch, self.config_file)
+        replace_text(self.config_file, yaml.safe_dump(redact(config.plain()), sort_keys=False))
 
     def keep_resolved(self, resolved: Resolved) -> None:
         """Write what every ``auto`` of the config came to, for a later start of the run and for what comes after it."""
-        scratch = self.path / f".{RESOLVED_FILE}.{os.getpid()}"
-        scratch.write_text(json.dumps(resolved.plain(), indent=2) + "\n", encoding="utf-8")
-        os.replace(scratch, self.path / RESOLVED_FILE)
+        replace_text(self.path / RESOLVED_FILE, json.dumps(resolved.plain(), indent=2) + "\n")
 
     def resolved(self) -> Resolved | None:
         """What every ``auto`` came to when the run was last started; None for a run that never came so far.
@@ -102,8 +92,7 @@ class RunDir:
             best: a metric, and ``min`` or ``max``; None, or a metric that no checkpoint has, takes the last checkpoint.
             warn: told if that one is damaged, and the newest valid one is taken instead.
 
-        Returns:
-            The step of the checkpoint that was taken.
+        Returns the step of the checkpoint that was taken.
 
         Raises:
             CheckpointError: every checkpoint is damaged.
@@ -115,7 +104,7 @@ class RunDir:
         try:
             content = manifest.verify(source)
         except CheckpointError as error:
-            latest = store.latest(lambda message: None)
+            latest = store.latest()
             if latest is None:
                 raise
             warn(f"step {latest.step} becomes final, not {chosen}: {error}")
@@ -130,16 +119,14 @@ class RunDir:
                 os.link(source / entry["path"], target)
             except OSError:
                 shutil.copy2(source / entry["path"], target)
-        manifest.write(scratch, manifest.build(kept, step=chosen, metrics=content["metrics"]))
+        manifest.write(scratch, kept, step=chosen, metrics=content["metrics"])
         shutil.rmtree(self.final, ignore_errors=True)
         os.replace(scratch, self.final)
         return chosen
 
     def finish(self, outcome: dict[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""
-        scratch = self.path / f".summary.{os.getpid()}"
-        scratch.write_text(json.dumps(outcome, indent=2) + "\n", encoding="utf-8")
-        os.replace(scratch, self.summary_file)
+        replace_text(self.summary_file, json.dumps(outcome, indent=2) + "\n")
 
     @classmethod
     def of(cls, config: Config) -> RunDir:
@@ -162,28 +149,7 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
         ClusterError: another process is working on the run.
     """
     run = RunDir.of(config)
-    _require_writable(run.path.parent)
-    lock = FileLock(run.path.parent / f".{run.path.name}.lock")
-    try:
-        lock.acquire(timeout=wait_s)
-    except Timeout:
-        raise ClusterError(
-            "another `finray train` is working on this run",
-            where=str(run.path),
-            repair="wait for it, stop it, or give this run another name: run.name=...",
-        ) from None
-    try:
-        yield RunDir(run.path, _begin_or_continue(config, run, fresh=fresh, say=say))
-    finally:
-        lock.release()
-
-
-def saved_config(run: RunDir) -> Config:
-    """The config a run was started with."""
-    return build_config(read_yaml(run.config_file), source=str(run.config_file))
-
-
-def _require_writable(folder: Path) -> None:
+    folder = run.path.parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".finray-write-probe-{os.getpid()}"
@@ -195,19 +161,42 @@ def _require_writable(folder: Path) -> None:
             where=f"run.output_dir={folder}",
             repair="choose another directory with run.output_dir, or mend its permissions",
         ) from None
+    lock = FileLock(run.path.parent / f".{run.path.name}.lock")
+    try:
+        lock.acquire(timeout=wait_s)
+    except Timeout:
+        raise ClusterError(
+            "another `finray train` is working on this run",
+            where=str(run.path),
+            repair="wait for it, stop it, or give this run another name: run.name=...",
+        ) from None
+    try:
+        if run.path.exists() and fresh:
+            stem = f"{run.path.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"
+            names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
+            aside = next(path for path in map(run.path.with_name, names) if not path.exists())
+            os.replace(run.path, aside)
+            say(f"the earlier run was moved to {aside}")
+        _require_same_run(config, run)
+        run.path.mkdir(exist_ok=True)
+        run.keep_config(config)
+        (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
+        for rest in run.path.glob(".tmp-*"):
+            shutil.rmtree(rest, ignore_errors=True)
+        yield run
+    finally:
+        lock.release()
 
 
-def _begin_or_continue(config: Config, run: RunDir, *, fresh: bool, say: Callable[[str], None]) -> Config | None:
-    """Make the directory ready; returns the config of the run's last start."""
-    earlier = None
-    if run.path.exists() and fresh:
-        aside = _free_name(run.path)
-        os.replace(run.path, aside)
-        say(f"the earlier run was moved to {aside}")
+def saved_config(run: RunDir) -> Config:
+    """The config a run was started with."""
+    return build_config(read_yaml(run.config_file), source=str(run.config_file))
+
+
+def _require_same_run(config: Config, run: RunDir) -> None:
+    """Refuse a directory that holds something else than a run with this configuration."""
     if run.config_file.is_file():
-        earlier = saved_config(run)
-        changed = differences(earlier, config)
-        if changed:
+        if changed := differences(saved_config(run), config):
             raise ConfigError(
                 "the run directory holds a run with another configuration",
                 where=str(run.path),
@@ -220,17 +209,3 @@ def _begin_or_continue(config: Config, run: RunDir, *, fresh: bool, say: Callabl
             where=str(run.path),
             repair="choose another run.name or run.output_dir; --fresh moves it aside",
         )
-    run.path.mkdir(exist_ok=True)
-    run.keep_config(config)
-    (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
-    for rest in run.path.glob(".tmp-*"):
-        shutil.rmtree(rest, ignore_errors=True)
-    return earlier
-
-
-def _free_name(path: Path) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    candidates = [
-        path.with_name(f"{path.name}.before-{stamp}{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 100)))
-    ]
-    return next(candidate for candidate in candidates if not candidate.exists())

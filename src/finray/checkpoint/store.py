@@ -13,24 +13,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from finray.checkpoint import manifest
 from finray.errors import CheckpointError
 
 _NAME = re.compile(r"^checkpoint-(\d{6,})$")
+ATTEMPT_FILE = "attempt"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint: its directory, optimizer step and metrics."""
+    """A verified checkpoint."""
 
     path: Path
     step: int
-    metrics: dict[str, float]
 
 
 def directory_name(step: int) -> str:
     """``checkpoint-000100`` for step 100."""
     return f"checkpoint-{step:06d}"
+
+
+class Fence:
+    """Keeps a process that was left over from an earlier attempt from writing into a run that has moved on.
+
+    The run belongs to whoever wrote the attempt file last.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / ATTEMPT_FILE
+        self._token = uuid.uuid4().hex
+
+    def take(self) -> None:
+        """Take the run over."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(self._path, self._token)
+
+    def check(self) -> None:
+        """Make sure that nobody else has taken the run since.
+
+        Raises:
+            CheckpointError: somebody has.
+        """
+        if self._path.read_text(encoding="utf-8") != self._token:
+            raise CheckpointError("another attempt has taken this run over", where=str(self._path.parent))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it sees all of the old one or all of the new one."""
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def fsync(path: Path) -> None:
+    """Make a file or directory durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 class CheckpointStore:
@@ -43,15 +86,13 @@ class CheckpointStore:
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        fence: Callable[[], None] = lambda: None,
-        sync: Callable[[Path], None] | None = None,
+        self, run_dir: Path, *, fence: Callable[[], None] = lambda: None, sync: Callable[[Path], None] = fsync
     ) -> None:
         self.run_dir = run_dir
         self._fence = fence
-        self._sync = _fsync if sync is None else sync
+        self._sync = sync
+
+    # --- writing ----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
         """A directory to fill, by one rank or many.
@@ -95,15 +136,20 @@ class CheckpointStore:
         Raises:
             CheckpointError: another attempt has taken the run over, or storage failed.
         """
-        target = self.run_dir / directory_name(step)
+        target = self.path_of(step)
         with self._storage(step):
-            manifest.write(scratch, manifest.build(entries, step=step, metrics=metrics))
+            manifest.write(scratch, entries, step=step, metrics=metrics)
             self._sync(scratch / manifest.NAME)
-            for folder in [item for item in scratch.rglob("*") if item.is_dir()]:
+            for folder in [*(item for item in scratch.rglob("*") if item.is_dir()), scratch]:
                 self._sync(folder)
-            self._sync(scratch)
             self._fence()
-            self._publish(scratch, target)
+            if target.exists():
+                # Only a damaged checkpoint of this step, or an equal one, can stand here.
+                aside = self.run_dir / f".tmp-replaced-{uuid.uuid4().hex[:8]}"
+                os.replace(target, aside)
+                shutil.rmtree(aside, ignore_errors=True)
+            os.replace(scratch, target)
+            self._sync(self.run_dir)
         return target
 
     def abandon(self, scratch: Path) -> None:
@@ -115,16 +161,18 @@ class CheckpointStore:
         """Failures of storage as one message; mistakes of our own as they are."""
         try:
             yield
-        except Exception as error:
-            if isinstance(error, CheckpointError):
-                raise
-            if (message := _write_failure(error)) is None:
-                raise
+        except (OSError, SafetensorError) as error:
+            message = getattr(error, "strerror", None) or str(error)
+            # Safetensors hides an OSError in the text of its own.
+            if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in message:
+                message = "no space left on the device"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {message}",
-                where=str(self.run_dir / directory_name(step)),
+                where=str(self.path_of(step)),
                 repair="make room or mend permissions; the same command then goes on from the last checkpoint",
             ) from None
+
+    # --- finding ----------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Steps of all directories named like checkpoints, valid or not, ascending."""
@@ -139,10 +187,10 @@ class CheckpointStore:
 
     def latest(
         self,
-        warn: Callable[[str], None],
+        warn: Callable[[str], None] = lambda message: None,
         *,
         steps: Sequence[int] | None = None,
-        verify: Callable[[Path], dict[str, Any]] = manifest.verify,
+        verify: Callable[[Path], object] = manifest.verify,
         set_aside: bool = False,
     ) -> Checkpoint | None:
         """The newest checkpoint whose every file is as it was written.
@@ -150,7 +198,7 @@ class CheckpointStore:
         Args:
             warn: told about each newer checkpoint that had to be passed over, by file.
             steps: to choose from, ascending; those on disk when None.
-            verify: gives the manifest of a checkpoint, or raises; a group of ranks shares the work.
+            verify: raises for a damaged checkpoint; a group of ranks shares the work.
             set_aside: rename those that were passed over to ``damaged-...``, so that retention does not count them and
                 delete good ones in their place.
 
@@ -161,14 +209,14 @@ class CheckpointStore:
         for step in reversed(self.steps() if steps is None else steps):
             path = self.path_of(step)
             try:
-                content = verify(path)
+                verify(path)
             except CheckpointError as error:
                 damage[step] = str(error)
                 warn(f"damaged checkpoint passed over: {error}")
                 continue
             for bad in damage if set_aside else ():
                 os.replace(self.path_of(bad), self.run_dir / f"damaged-{directory_name(bad)}-{uuid.uuid4().hex[:8]}")
-            return Checkpoint(path, step, content["metrics"])
+            return Checkpoint(path, step)
         if damage:
             raise CheckpointError(
                 f"every checkpoint of the run is damaged: {'; '.join(damage.values())}",
@@ -178,11 +226,8 @@ class CheckpointStore:
         return None
 
     def best(self, metric: str, mode: str) -> int | None:
-        """The step with the best value of a metric, of those that have one; the earliest of equals.
-
-        Args:
-            metric: a name in the manifests' metrics.
-            mode: ``min`` or ``max``.
+        """The step with the best value (``mode``: ``min`` or ``max``) of a metric in the manifests; the earliest of
+        equals, and None where no checkpoint has the metric.
         """
         scored = []
         for step in self.steps():
@@ -207,35 +252,8 @@ class CheckpointStore:
             shutil.rmtree(self.path_of(step), ignore_errors=True)
         return doomed
 
-    def _publish(self, scratch: Path, target: Path) -> None:
-        if target.exists():
-            # Only a damaged checkpoint of this step, or an equal one, can stand here.
-            aside = self.run_dir / f".tmp-replaced-{uuid.uuid4().hex[:8]}"
-            os.replace(target, aside)
-            shutil.rmtree(aside, ignore_errors=True)
-        os.replace(scratch, target)
-        self._sync(self.run_dir)
-
 
 def to_delete(steps: list[int], *, keep_last: int, best: int | None) -> list[int]:
     """Which of the steps (ascending) retention gives up."""
-    kept = set(steps[-keep_last:]) | ({best} if best is not None else set())
+    kept = {*steps[-keep_last:], best}
     return [step for step in steps if step not in kept]
-
-
-def _write_failure(error: Exception) -> str | None:
-    """What went wrong with storage, or None when the error is not storage's. Safetensors hides OSErrors in its own."""
-    if isinstance(error, OSError):
-        return "no space left on the device" if error.errno == errno.ENOSPC else (error.strerror or str(error))
-    if type(error).__name__ == "SafetensorError":
-        text = str(error)
-        return "no space left on the device" if "os error 28" in text else text
-    return None
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

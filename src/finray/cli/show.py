@@ -56,7 +56,6 @@ class RunView:
             for line in header_lines(record):
                 self._console.print(line, highlight=False, soft_wrap=True)
             self._progress = ConsoleTracker(self._console, total_steps=record.total_steps)
-            self._progress.__enter__()
         elif isinstance(record, PrepareProgress):
             self._preparing = self._preparing or PrepareView(self._console, total=record.total)
             self._preparing.show(record)

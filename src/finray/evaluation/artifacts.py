@@ -34,7 +34,7 @@ def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
     if run.config_file.is_file():
         folder = run.final
         if not folder.is_dir():
-            latest = CheckpointStore(run.path).latest(lambda message: None)
+            latest = CheckpointStore(run.path).latest()
             if latest is None:
                 raise ModelError("the run has no checkpoint yet", where=str(path), repair="`finray train` it first")
             folder = latest.path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def inspect(
         if split is not None and len(split)
     }
     counted = dataset.manifest.splits
-    counters = {split: {**asdict(stats.counts), "longest": stats.longest} for split, stats in counted.items()}
+    counters = {split: {**stats.counts(), "longest": stats.longest} for split, stats in counted.items()}
     formats = {stream.name: stream.format for stats in counted.values() for stream in stats.streams}
     same = len(set(formats.values())) == 1
     form = next(iter(formats.values())) if same else ", ".join(f"{name}: {one}" for name, one in formats.items())

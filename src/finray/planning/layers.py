@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -267,6 +267,33 @@ def _fused_attention(
     return output.transpose(1, 2), None
 
 
+class _Saved:
+    """A tensor that a node of autograd's graph keeps for its backward pass; it goes with the node."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Follows what autograd saves, for as long as it does: DoRA's norms have graphs that are dropped in the forward."""
+
+    def __init__(self) -> None:
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        super().__init__(self._save, lambda saved: saved.tensor)
+
+    def _save(self, tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        self._saved.add(saved)
+        return saved
+
+    def storages(self) -> dict[int, torch.UntypedStorage]:
+        """What is saved now, by id: each storage once."""
+        found = [saved.tensor.untyped_storage() for saved in self._saved]
+        return {id(storage): storage for storage in found}
+
+
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Forward passes of a model in which each decoder layer goes backward at once.
 
@@ -299,7 +326,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
         self._now = self._peak = self._products = 0
         self._phase = "outside"
-        self._outside: dict[int, int] = {}
+        # What is saved outside of the layers: graphs that end before a layer, and tensors that layers share.
+        self._graphs: list[Any] = []
+        self._shared: dict[int, torch.UntypedStorage] = {}
         self._totals = np.zeros(5)
         layers = list(decoder_layers(self._body)[1] or [])
         for index, count in counts.items():
@@ -320,24 +349,19 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 "max_length_k": length,
             }
         self._totals[:] = 0
-        self._outside.clear()
+        self._graphs.clear()
+        self._shared.clear()
         tokens = torch.zeros(1, sum(rows), dtype=torch.int64)
         lower = None if self._how.precision == "fp32" else DTYPES[self._how.precision]
-        with torch.autocast("cpu", lower, enabled=lower is not None), self, self._saving_into(self._outside):
+        saved = _SavedTensors()
+        with torch.autocast("cpu", lower, enabled=lower is not None), self, saved:
             hidden = self._body(input_ids=tokens, use_cache=False, **options).last_hidden_state
         self.hidden = hidden.nbytes // sum(rows)
-        self._totals[3] = sum(self._outside.values())
+        self._totals[3] = self._bytes({**self._shared, **saved.storages()})
         return self._totals.copy()
 
-    def _saving_into(self, saved: dict[int, int]) -> Any:
-        """Note the bytes of each storage that autograd saves."""
-
-        def save(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            saved[id(storage)] = self._sizes.get(id(storage), storage.nbytes())
-            return tensor
-
-        return torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
+    def _bytes(self, storages: Mapping[int, torch.UntypedStorage]) -> int:
+        return sum(self._sizes.get(key, storage.nbytes()) for key, storage in storages.items())
 
     def _counted(self, layer: Any, count: int, layers: list[Any]) -> Callable[..., Any]:
         """A layer's forward pass that is followed by its backward pass, and counts both."""
@@ -351,13 +375,15 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Masks and positions are made once for all layers.
             shared = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
             shared.discard(id(own.untyped_storage()))
-            saved: dict[int, int] = {}
+            self._graphs.append(given.grad_fn)
+            saved = _SavedTensors()
             before, self._products, self._phase = self._now, 0, "forward"
-            with self._saving_into(saved):
+            with saved:
                 result = forward(*args, **kwargs)
             output = result[0] if isinstance(result, tuple) else result
-            self._outside.update({storage: size for storage, size in saved.items() if storage in shared})
-            kept = sum(size for storage, size in saved.items() if storage not in shared)
+            storages = saved.storages()
+            self._shared.update({key: storage for key, storage in storages.items() if key in shared})
+            kept = self._bytes({key: storage for key, storage in storages.items() if key not in shared})
             self._peak, self._phase = self._now, "backward"
             torch.autograd.grad(output, [own, *trained], torch.empty_like(output), allow_unused=True)
             self._phase = "outside"

@@ -11,6 +11,7 @@ import numpy as np
 
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
+from finray.config.tasks import task_spec
 from finray.data.dataset.manifest import manifest_of
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import plan
@@ -19,7 +20,7 @@ from finray.data.dataset.prepared import MANIFEST, PreparedDataset
 from finray.data.dataset.report import report_lines
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
-from finray.errors import DataError, FinrayError
+from finray.errors import FinrayError
 from finray.pretrained.tokenizers import load_tokenizer
 
 # Seconds after which no further part of a large source is read.
@@ -93,25 +94,18 @@ def _write_some(config: Config, planned: Planned, folder: Folder, has_time: Call
     return len(results) == len(parts)
 
 
-def _labelled(dataset: PreparedDataset) -> list[FinrayError]:
-    if dataset.kind() != "labelled":
-        return []
-    return [
-        DataError(
-            "the rows are text with a label, which a language model does not learn",
-            where="data.format",
-            repair="set data.format to text, to learn the text alone",
-        )
-    ]
-
-
 def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: float) -> DataReport:
     splits = dataset.splits(config.data, seed=config.run.seed)
     lengths = np.sort(splits.train.lengths)
     make_plan = plan_packs if config.data.packing else one_row_each
     lines = report_lines(dataset.manifest)
+    problems: list[FinrayError] = []
+    try:
+        dataset.require_kind(task_spec(config.model.task))
+    except FinrayError as error:
+        problems.append(error)
     return DataReport(
-        problems=_labelled(dataset),
+        problems=problems,
         notes=[line for line in lines if not line.startswith("warning: ")],
         warnings=[line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")],
         rows=len(lengths),

@@ -9,7 +9,6 @@ tokenizer are loaded once in each.
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import nullcontext
 from functools import lru_cache
@@ -121,21 +120,21 @@ def _workers(ray: Any, config: Config) -> int:
 
 def _outcome(ray: Any, reference: Any) -> PartResult | FinrayError:
     try:
-        outcome = json.loads(ray.get(reference))
+        outcome = ray.get(reference)
     except ray.exceptions.RayError as error:
         return ClusterError(
             f"a part could not be prepared on the cluster: {str(error).strip().splitlines()[-1]}",
             repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on with the parts that are left",
         )
-    return from_dict(outcome["error"]) if "error" in outcome else PartResult.from_json(outcome)
+    return outcome if isinstance(outcome, PartResult) else from_dict(outcome)
 
 
-def _write_part(work: list[Any], part: Part) -> str:
+def _write_part(work: list[Any], part: Part) -> PartResult | dict[str, Any]:
     """Runs in Ray's workers. Errors are values, because Ray retries what raises."""
     try:
-        return json.dumps(_writer(work[0]).write(part).to_json())
+        return _writer(work[0]).write(part)
     except FinrayError as error:
-        return json.dumps({"error": error.to_dict()})
+        return error.to_dict()
 
 
 @lru_cache(maxsize=1)

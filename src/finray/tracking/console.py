@@ -4,83 +4,90 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from finray.records import EvalRecord, Metrics, Note, PrepareProgress, TrainRecord
+from finray.records import EvalRecord, PrepareProgress, TrainRecord
 
 PLAIN_EVERY_S = 2.0
 
 
-class ConsoleTracker:
-    """Shows records as they come.
+class _View:
+    """A bar on a terminal; elsewhere lines, of which those that come faster than one can read are left out.
 
     Args:
         console: where to.
-        total_steps: length of the run.
+        what: the word beside the bar.
+        total: steps (or parts) of the whole.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, console: Console, *, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float]) -> None:
         self._console = console
-        self._total = total_steps
+        self._total = total
         self._clock = clock
         self._last_line = -PLAIN_EVERY_S
-        self._first: tuple[int, float] | None = None
         self._progress: Progress | None = None
         if console.is_terminal:
+            line = TextColumn("{task.fields[line]}")
             self._progress = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}"),
-                TimeRemainingColumn(),
-                console=console,
+                TextColumn(what), BarColumn(), MofNCompleteColumn(), line, TimeRemainingColumn(), console=console
             )
-            self._task = self._progress.add_task("training", total=total_steps, line="")
-
-    def __enter__(self) -> ConsoleTracker:
-        if self._progress is not None:
+            self._task = self._progress.add_task(what, total=total, line="")
             self._progress.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def log(self, record: Metrics) -> None:
-        """Show one record; lines that come faster than one can read are left out, the last step's never."""
-        if isinstance(record, EvalRecord):
-            numbers = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.metrics.items())
-            self._console.print(f"step {record.step}/{self._total}  {numbers}", highlight=False)
-            return
-        if isinstance(record, Note):
-            self._console.print(record.message, highlight=False)
-            return
-        line = describe(record)
-        now = self._clock()
-        if self._first is None or record.step < self._first[0]:
-            self._first = (record.step, now)
+    def _show(self, done: int, line: str, now: float, plain: str) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=record.step, line=line)
-        elif now - self._last_line >= PLAIN_EVERY_S or record.step == self._total:
+            self._progress.update(self._task, completed=done, line=line)
+        elif now - self._last_line >= PLAIN_EVERY_S or done == self._total:
             self._last_line = now
-            eta = self._eta(record.step, now)
-            self._console.print(f"step {record.step}/{self._total}  {line}  {eta}", highlight=False)
+            self._console.print(plain, highlight=False)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._progress is not None:
             self._progress.stop()
+            self._progress = None
 
-    def _eta(self, step: int, now: float) -> str:
-        if self._first is None or step <= self._first[0]:
-            return "eta --"
-        left = (self._total - step) * (now - self._first[1]) / (step - self._first[0])
-        return f"eta {duration(left)}"
+
+class ConsoleTracker(_View):
+    """Shows a training; the last step's line is never left out."""
+
+    def __init__(self, console: Console, *, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, "training", total_steps, clock)
+        self._first: tuple[int, float] | None = None
+
+    def log(self, record: TrainRecord | EvalRecord) -> None:
+        """Show one record."""
+        at = f"step {record.step}/{self._total}"
+        if isinstance(record, EvalRecord):
+            numbers = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in record.metrics.items())
+            self._console.print(f"{at}  {numbers}", highlight=False)
+            return
+        now = self._clock()
+        if self._first is None or record.step < self._first[0]:
+            self._first = (record.step, now)
+        done = record.step - self._first[0]
+        left = duration((self._total - record.step) * (now - self._first[1]) / done) if done else "--"
+        line = describe(record)
+        self._show(record.step, line, now, f"{at}  {line}  eta {left}")
+
+
+class PrepareView(_View):
+    """Shows how far a preparation has come: rows, tokens a second, and the time that is left."""
+
+    def __init__(self, console: Console, *, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(console, "preparing", total, clock)
+
+    def show(self, record: PrepareProgress) -> None:
+        """Show one record of progress."""
+        line = f"{record.rows:,} rows  {record.tokens / max(record.seconds, 1e-9):,.0f} tokens/s"
+        done, total = record.done, record.total
+        left = duration(record.seconds / max(done, 1) * (total - done))
+        self._show(done, line, self._clock(), f"preparing {done}/{total} parts  {line}  {left} left")
+        if done == total:
+            self.close()
 
 
 def describe(record: TrainRecord) -> str:
@@ -95,49 +102,3 @@ def duration(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
-
-
-class PrepareView:
-    """Shows how far a preparation has come: rows, tokens a second, and the time that is left.
-
-    Args:
-        console: where to.
-        total: parts of the source.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, console: Console, *, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._last_line = -PLAIN_EVERY_S
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            columns = (
-                TextColumn("preparing"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[line]}"),
-                TimeRemainingColumn(),
-            )
-            self._progress = Progress(*columns, console=console)
-            self._task = self._progress.add_task("preparing", total=total, line="")
-            self._progress.start()
-
-    def show(self, record: PrepareProgress) -> None:
-        """Show one record of progress."""
-        line = f"{record.rows:,} rows  {record.tokens / max(record.seconds, 1e-9):,.0f} tokens/s"
-        done, total = record.done, record.total
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, line=line)
-        elif done == total or self._clock() - self._last_line >= PLAIN_EVERY_S:
-            self._last_line = self._clock()
-            left = duration(record.seconds / done * (total - done))
-            self._console.print(f"preparing {done}/{total} parts  {line}  {left} left", highlight=False)
-        if done == total:
-            self.close()
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from finray.checkpoint import CheckpointStore
-from finray.checkpoint.fence import Fence
+from finray.checkpoint.store import Fence
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -179,14 +179,7 @@ def open_dataset(config: Config, prepared: str | Path, spec: TaskSpec) -> Prepar
     """
     local_dir = config.prepare.local_dir
     dataset = PreparedDataset(prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
-    if dataset.kind() not in spec.rows:
-        raise DataError(
-            f"the rows are {dataset.kind()}, and {spec.name} learns from {', '.join(sorted(spec.rows))}",
-            where="data.format",
-            repair="set data.format to text, to learn the text alone"
-            if dataset.kind() == "labelled"
-            else "set data.format or model.task so that they fit each other",
-        )
+    dataset.require_kind(spec)
     return dataset
 
 

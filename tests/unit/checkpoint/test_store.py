@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.checkpoint import CheckpointStore, directory_name, manifest
-from finray.checkpoint.fence import Fence
-from finray.checkpoint.store import to_delete
+from finray.checkpoint.store import Fence, to_delete
 from finray.errors import CheckpointError
 
 FILES = (

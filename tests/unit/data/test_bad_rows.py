@@ -137,11 +137,11 @@ def test_a_bad_row_is_named_or_dropped(
     (listed,) = bad_rows_of(dataset)
     assert case.message in listed.pop("message")
     assert listed == {"split": "train", "file": case.name, "row": case.row}
-    stats = dataset.manifest.splits["train"].counts
+    stats = dataset.manifest.splits["train"]
     assert (stats.bad_rows, stats.source_rows, stats.rows) == (1, 21, 20)
     # The rows are those of the file without it.
     clean = preparing.dataset(put(f"good/{case.name}", case.before + case.after), **options)
-    assert clean.manifest.splits["train"].counts.bad_rows == 0
+    assert clean.manifest.splits["train"].bad_rows == 0
     assert ids(dataset.all_rows("train")) == ids(clean.all_rows("train"))
     assert dataset.all_rows("train").where(15).split(":")[0] == case.name  # type: ignore[union-attr]
 
@@ -279,8 +279,8 @@ def test_several_bad_rows_in_several_files_and_splits(
         *(("train", f"train-{name}.jsonl", row) for name in "abc" for row in sorted(bad[name])),
         ("test", "test.jsonl", 1),
     ]
-    assert dataset.manifest.splits["train"].counts.bad_rows == 23
-    assert dataset.manifest.splits["test"].counts.bad_rows == 1
+    assert dataset.manifest.splits["train"].bad_rows == 23
+    assert dataset.manifest.splits["test"].bad_rows == 1
 
 
 def test_nothing_but_bad_rows_is_an_error_in_either_case(preparing: Preparing, put: Write) -> None:
@@ -335,7 +335,7 @@ def anything(tiny_model_dir: Path, tokenizer: Any) -> Callable[..., None]:
                     # What is said must be fit to be printed.
                     str(error).encode("utf-8")
                 else:
-                    counts = dataset.manifest.splits["train"].counts
+                    counts = dataset.manifest.splits["train"]
                     assert len(bad_rows_of(dataset)) == counts.bad_rows
                     assert on_bad_row == "drop" or not counts.bad_rows
 

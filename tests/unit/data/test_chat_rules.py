@@ -11,7 +11,7 @@ from finray.data.formats.examples import Chat, Message
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import families
-from tests.support.talk import TOOLS, assistant, calling, learned_runs, result, system, user
+from tests.support.talk import TOOLS, assistant, calling, learned_runs, mask_of, result, system, user
 from tests.support.written_out import WRITTEN, Tools, joined
 
 WITH_SYSTEM = sorted(name for name, written in WRITTEN.items() if written.system)
@@ -26,14 +26,14 @@ def encode(name: str, *messages: Message, tools: Tools = (), train_on: str = "as
         on_too_long="error",
         template_arguments=arguments or None,
     )
-    (encoded,) = tokenizer.encode_noted([Chat(tuple(messages), tuple(tools))])
+    (encoded,) = tokenizer.encode([Chat(tuple(messages), tuple(tools))])
     return encoded
 
 
 def learned_texts(name: str, encoded: Any) -> list[str]:
     """Text of every learned run, of all rows."""
     tokenizer = families.tokenizer(name)
-    return [tokenizer.decode([row.ids[at] for at in run]) for row in encoded.rows for run in learned_runs(row.mask)]
+    return [tokenizer.decode([row.ids[at] for at in run]) for row in encoded.rows for run in learned_runs(mask_of(row))]
 
 
 def with_template(monkeypatch: pytest.MonkeyPatch, name: str, template: str) -> None:
@@ -194,7 +194,7 @@ def test_all_but_a_question_that_forbids_it() -> None:
     for name in ("chatml", "llama-3", "qwen-2.5", "zephyr", "phi-4"):
         (row,) = encode(name, *turns, train_on="all").rows
         tokenizer = families.tokenizer(name)
-        hidden = tokenizer.decode([token for token, learned in zip(row.ids, row.mask, strict=True) if not learned])
+        hidden = tokenizer.decode([token for token, learned in zip(row.ids, mask_of(row), strict=True) if not learned])
         before, upto = WRITTEN[name].segments(turns[:2], ()), WRITTEN[name].segments(turns[:3], ())
         assert hidden == joined(upto)[len(joined(before)) :]
 

@@ -396,7 +396,7 @@ def test_a_converter_that_fails_is_named_with_its_row(
     error = preparing.refused(source, converter=converter)
     assert error.where == f"{source}:3"
     dataset = preparing.dataset(source, converter=converter, on_bad_row="drop")
-    stats = dataset.manifest.splits["train"].counts
+    stats = dataset.manifest.splits["train"]
     assert (stats.source_rows, stats.left_out, stats.bad_rows) == (4, 1, 1)
     assert preparing.said(dataset.all_rows("train"))[0] == "one"
 

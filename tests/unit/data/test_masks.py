@@ -13,6 +13,7 @@ from finray.data.formats.examples import Chat, Completion, Message, Text
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import tiny
+from tests.support.talk import mask_of, rows_of
 
 # Shapes of families' templates, with the special tokens of the test tokenizer.
 TEMPLATES = {
@@ -48,11 +49,11 @@ def make(
 
 def learned_text(tokenizer: Any, chat: Any, **options: Any) -> str:
     """Text of the learned tokens, with a bar where learning stops and starts again."""
-    (rows,) = make(tokenizer, **options).encode([chat])
+    rows = rows_of(make(tokenizer, **options), chat)
     (row,) = rows
     parts: list[str] = []
     last = -2
-    for at, (token, learned) in enumerate(zip(row.ids, row.mask, strict=True)):
+    for at, (token, learned) in enumerate(zip(row.ids, mask_of(row), strict=True)):
         if learned:
             parts += (["|"] if at != last + 1 and parts else []) + [tokenizer.decode([token])]
             last = at
@@ -105,10 +106,10 @@ def test_what_is_trained_continues_the_prompt_that_is_served(tokenizer: Any) -> 
     encoder = make(tokenizer)
     prompt = encoder.renderer.render(chat.messages[:1], add_generation_prompt=True)
     served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    ((row,),) = encoder.encode([chat])
+    (row,) = rows_of(encoder, chat)
     assert row.ids[: len(served)] == served
     answer = len(tokenizer("water", add_special_tokens=False)["input_ids"]) + 1
-    assert row.mask == [0] * len(served) + [1] * answer + [0] * (len(row.ids) - len(served) - answer)
+    assert mask_of(row) == [0] * len(served) + [1] * answer + [0] * (len(row.ids) - len(served) - answer)
 
 
 _word = st.text(alphabet="abc dé\n☃{}<|", min_size=1, max_size=12)
@@ -122,11 +123,11 @@ def test_random_conversations_learn_exactly_the_answers(turns: list[tuple[str, s
     chat = conversation(
         *((role, text) for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True))
     )
-    ((row,),) = make(tokenizer).encode([chat])
+    (row,) = rows_of(make(tokenizer), chat)
     assert tokenizer.decode(row.ids) == tokenizer.decode(
         tokenizer(make(tokenizer).renderer.render(chat.messages), add_special_tokens=False)["input_ids"]
     )
-    learned = tokenizer.decode([token for token, mask in zip(row.ids, row.mask, strict=True) if mask])
+    learned = tokenizer.decode([token for token, mask in zip(row.ids, mask_of(row), strict=True) if mask])
     assert learned == "".join(f"{answer}<|im_end|>" for _, answer in turns)
 
 
@@ -140,27 +141,29 @@ def test_prompt_and_completion_are_joined_as_they_are(tokenizer: Any) -> None:
 def test_a_token_across_the_border_is_split_there(tokenizer: Any) -> None:
     """`the` + ` dog`: tokenised whole, the space belongs to the dog; served, it belongs to the prompt."""
     whole = tokenizer("the dog", add_special_tokens=False)["input_ids"]
-    ((row,),) = make(tokenizer).encode([Completion("the ", "dog")])
+    (row,) = rows_of(make(tokenizer), Completion("the ", "dog"))
     served = tokenizer("the ", add_special_tokens=False)["input_ids"]
     assert row.ids[: len(served)] == served
     assert row.ids[:-1] != whole
-    assert tokenizer.decode([token for token, mask in zip(row.ids, row.mask, strict=True) if mask]) == "dog<|im_end|>"
+    assert (
+        tokenizer.decode([token for token, mask in zip(row.ids, mask_of(row), strict=True) if mask]) == "dog<|im_end|>"
+    )
 
 
 def test_all_tokens_of_text_are_learned_and_long_text_is_cut_into_pieces(tokenizer: Any) -> None:
-    (rows,) = make(tokenizer, max_length=8).encode([Text(" ".join(tiny.WORDS))])
+    rows = rows_of(make(tokenizer, max_length=8), Text(" ".join(tiny.WORDS)))
     whole = [*tokenizer(" ".join(tiny.WORDS), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     assert [token for row in rows for token in row.ids] == whole
-    assert all(all(row.mask) and len(row.ids) <= 8 for row in rows)
+    assert all(all(mask_of(row)) and len(row.ids) <= 8 for row in rows)
     assert rows[0].supervised == 7
 
 
 def test_a_cut_off_answer_says_so(tokenizer: Any) -> None:
     chat = conversation(("user", "one two three"), ("assistant", " ".join(tiny.WORDS)))
-    ((row,),) = make(tokenizer, max_length=16).encode([chat])
+    (row,) = rows_of(make(tokenizer, max_length=16), chat)
     assert row.truncated
     assert len(row.ids) == 16
-    assert make(tokenizer, max_length=16, on_too_long="drop").encode([chat]) == [[]]
+    assert rows_of(make(tokenizer, max_length=16, on_too_long="drop"), chat) == []
     with pytest.raises(DataError, match=r"data\.max_length is 16"):
         make(tokenizer, max_length=16, on_too_long="error").encode([chat])
 
@@ -182,9 +185,9 @@ def test_a_template_that_rewrites_answers_is_noted(with_template: Callable[[str]
         "{% for m in messages %}<|im_start|>{{ m['content'] | upper if m['role'] == 'assistant' else m['content'] }}"
     )
     chat = conversation(("user", "a"), ("assistant", "b"))
-    (noted,) = make(with_template(upper + "<|im_end|>{% endfor %}")).encode_noted([chat])
+    (noted,) = make(with_template(upper + "<|im_end|>{% endfor %}")).encode([chat])
     assert noted.notes == {"answers_rewritten"}
-    (faithful,) = make(with_template(upper.replace(" | upper", "") + "<|im_end|>{% endfor %}")).encode_noted([chat])
+    (faithful,) = make(with_template(upper.replace(" | upper", "") + "<|im_end|>{% endfor %}")).encode([chat])
     assert faithful.notes == frozenset()
 
 
@@ -216,8 +219,8 @@ def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence(tokenizer: A
     before = tokenizer.chat_template
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     try:
-        ((row,),) = make(tokenizer).encode([conversation(("user", "a"), ("assistant", "the dog"))])
+        (row,) = rows_of(make(tokenizer), conversation(("user", "a"), ("assistant", "the dog")))
     finally:
         tokenizer.chat_template = before
     assert row.ids[-1] == tokenizer.eos_token_id
-    assert row.mask[-1] == 1
+    assert mask_of(row)[-1] == 1

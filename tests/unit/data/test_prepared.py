@@ -11,7 +11,8 @@ import pytest
 
 from finray.config.load import build_config
 from finray.config.schema import DataConfig
-from finray.data.dataset.prepare import prepare_here
+from finray.config.tasks import task_spec
+from finray.data.dataset.prepare import check_inputs, prepare_here
 from finray.data.dataset.prepared import PreparedDataset, Splits
 from finray.data.sampling.collate import collate
 from finray.errors import DataError
@@ -108,10 +109,34 @@ def test_rows_with_nothing_to_learn_are_counted_and_left_out(
     tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
 ) -> None:
     rows = [*tiny.chat_rows(3), {"messages": [{"role": "user", "content": "one"}]}]
-    stats = (
-        PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).manifest.splits["train"].counts
-    )
+    stats = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).manifest.splits["train"]
     assert (stats.source_rows, stats.rows, stats.unlearnable) == (4, 3, 1)
+
+
+def test_a_task_from_outside_says_which_rows_it_learns_from(
+    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`finray train` refuses text with a label by what the task says of itself, not by its name."""
+    tokenizer.save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "own_task.py").write_text(
+        "from dataclasses import replace\nfrom finray.config.tasks import CAUSAL_LM\n"
+        "class Classes:\n    spec = replace(CAUSAL_LM, name='classes', rows=frozenset({'labelled'}))\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = {"source": str(write_rows([{"text": "one", "label": 1}])), "format": "labelled_text"}
+    own, causal = (
+        build_config({"model": {"name": str(tmp_path / "model"), "task": task}, "data": data}, source="test")
+        for task in ("own_task:Classes", "causal_lm")
+    )
+    check_inputs(own)
+    with pytest.raises(DataError, match=r"for classification, and model\.task is causal_lm"):
+        check_inputs(causal)
+    dataset = PreparedDataset(prepare_here(own, root=tmp_path / "c"))
+    dataset.require_kind(task_spec(own.model.task))
+    with pytest.raises(DataError, match="the rows are labelled, and causal_lm learns from chat, completion, text"):
+        dataset.require_kind(task_spec(causal.model.task))
 
 
 def test_an_empty_data_set_is_an_error(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:

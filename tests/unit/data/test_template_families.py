@@ -20,7 +20,7 @@ from finray.data.tokenize.chat import ChatRenderer
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import families
-from tests.support.talk import TOOLS, assistant, calling, learned_runs, result, system, user
+from tests.support.talk import TOOLS, assistant, calling, learned_runs, mask_of, result, rows_of, system, user
 from tests.support.written_out import WRITTEN, Segment, Tools, joined
 
 NAMES = sorted(WRITTEN)
@@ -88,15 +88,15 @@ def check(
             encoder.encode([chat])
         return
     expected = expected_rows(name, chat, train_on)
-    (rows,) = encoder.encode([chat])
+    rows = rows_of(encoder, chat)
     if not expected:
         assert not any(row.supervised for row in rows)
         return
     assert len(rows) == len(expected)
     for row, segments in zip(rows, expected, strict=True):
-        check_tokens(name, row.ids, row.mask, segments)
+        check_tokens(name, row.ids, mask_of(row), segments)
         if train_on != "all":
-            check_served(name, encoder, chat, row.ids, row.mask, segments)
+            check_served(name, encoder, chat, row.ids, mask_of(row), segments)
 
 
 def check_tokens(name: str, ids: list[int], mask: list[int], segments: Sequence[Segment]) -> None:
@@ -262,12 +262,12 @@ def test_rows_of_a_conversation_whose_history_is_rewritten() -> None:
     """The same, spelled out once more: the last answer in the whole conversation, the first in a row of its own."""
     chat = Chat((user("a"), assistant("b", reasoning_content="r"), user("c"), assistant("d", reasoning_content="s")))
     tokenizer = families.tokenizer("qwen-3")
-    (rows,) = Tokenizer(tokenizer, train_on="assistant", max_length=512, on_too_long="error").encode([chat])
+    rows = rows_of(Tokenizer(tokenizer, train_on="assistant", max_length=512, on_too_long="error"), chat)
     question = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     whole = question.format("a") + "b<|im_end|>\n" + question.format("c") + "<think>\ns\n</think>\n\nd<|im_end|>\n"
     first = question.format("a") + "<think>\nr\n</think>\n\nb<|im_end|>\n"
     assert {tokenizer.decode(row.ids) for row in rows} == {whole, first}
-    learned = {tokenizer.decode([i for i, m in zip(row.ids, row.mask, strict=True) if m]) for row in rows}
+    learned = {tokenizer.decode([i for i, m in zip(row.ids, mask_of(row), strict=True) if m]) for row in rows}
     assert learned == {"<think>\ns\n</think>\n\nd<|im_end|>", "<think>\nr\n</think>\n\nb<|im_end|>"}
 
 
@@ -366,10 +366,10 @@ def test_a_prompt_that_is_tokenised_otherwise_alone() -> None:
     name = "smollm2"
     tokenizer = families.tokenizer(name)
     encoder = Tokenizer(tokenizer, train_on="completion", max_length=512, on_too_long="error")
-    ((row,),) = encoder.encode([Completion("the question:\n\n", "water")])
+    (row,) = rows_of(encoder, Completion("the question:\n\n", "water"))
     served = tokenizer.encode("the question:\n\n")
     assert row.ids[: len(served)] == served
-    assert row.mask == [0] * len(served) + [1] * (len(row.ids) - len(served))
+    assert mask_of(row) == [0] * len(served) + [1] * (len(row.ids) - len(served))
 
 
 def test_an_answer_that_holds_the_token_which_ends_it() -> None:

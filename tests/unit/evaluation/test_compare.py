@@ -29,7 +29,7 @@ def trained(model: Path, output: Path, **sections: dict[str, Any]) -> Path:
         "evaluation": {"max_new_tokens": 2},
         **sections,
     }
-    plain = runs.settings(model, rows, output, **changed)
+    plain = runs.tiny_run(model, rows, output, changed)
     run = RunDir.of(runs.config_of(plain))
     runs.run_alone(plain, run.path)
     run.keep_config(runs.config_of(plain))

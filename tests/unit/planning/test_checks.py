@@ -25,11 +25,11 @@ from tests.support import runs, tiny
 
 @pytest.fixture
 def plain(tiny_model_dir: Path, tmp_path: Path) -> dict[str, Any]:
-    return runs.settings(tiny_model_dir, tiny.write_chat_rows(tmp_path, 4), tmp_path / "deep" / "out")
+    return runs.tiny_run(tiny_model_dir, tiny.write_chat_rows(tmp_path, 4), tmp_path / "deep" / "out")
 
 
 def with_fields(plain: dict[str, Any], **sections: dict[str, Any]) -> Config:
-    return runs.config_of({name: {**plain.get(name, {}), **sections.get(name, {})} for name in {**plain, **sections}})
+    return runs.config_of(runs.changed(plain, sections))
 
 
 def test_extras_are_named_in_one_line(plain: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def plan(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ask: Callable[[Config], Any] = planning.no_cluster,
         **sections: Any,
     ) -> Plan:
-        plain = runs.settings(model or tiny_model_dir, rows, tmp_path / "out", **sections)
+        plain = runs.tiny_run(model or tiny_model_dir, rows, tmp_path / "out", sections)
         return make_plan(
             runs.config_of(plain), gpu=gpu, examine=lambda config: report or report_of(), ask=ask, environ={}
         )

@@ -54,14 +54,8 @@ def plain(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(placement, "machine_cpus", lambda: 4)
     wide = tmp_path / "wide"
     tiny.save_model("llama", wide, tiny.train_tokenizer(), hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
-    return runs.settings(
-        wide,
-        tiny.write_chat_rows(tmp_path, 8),
-        tmp_path / "out",
-        adapter={"method": "none"},
-        parallel={"strategy": "auto"},
-        cluster={"num_workers": 2},
-    )
+    changes = {"adapter.method": "none", "parallel.strategy": "auto", "cluster.num_workers": 2}
+    return runs.tiny_run(wide, tiny.write_chat_rows(tmp_path, 8), tmp_path / "out", changes)
 
 
 def give(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:

@@ -189,12 +189,12 @@ def test_a_tracker_is_found_by_name_or_by_path() -> None:
     assert isinstance(make_tracker(f"{__name__}:Listed"), Listed)
 
 
-def plain_lines(records: list[Metrics], times: list[float], total: int) -> list[str]:
+def plain_lines(records: list[Any], times: list[float], total: int) -> list[str]:
     target = io.StringIO()
     clock = iter(times)
-    with ConsoleTracker(Console(file=target, width=160), total_steps=total, clock=lambda: next(clock)) as tracker:
-        for item in records:
-            tracker.log(item)
+    tracker = ConsoleTracker(Console(file=target, width=160), total_steps=total, clock=lambda: next(clock))
+    for item in records:
+        tracker.log(item)
     return target.getvalue().splitlines()
 
 
@@ -213,8 +213,9 @@ def test_evaluations_are_always_shown() -> None:
 
 def test_a_terminal_gets_a_bar() -> None:
     target = io.StringIO()
-    with ConsoleTracker(Console(file=target, width=120, force_terminal=True), total_steps=4) as tracker:
-        tracker.log(record(4))
+    tracker = ConsoleTracker(Console(file=target, width=120, force_terminal=True), total_steps=4)
+    tracker.log(record(4))
+    tracker.close()
     assert "4/4" in target.getvalue()
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from finray.config.paths import is_url
-from finray.data.dataset.manifest import Manifest, SplitStats, content_of
+from finray.data.dataset.manifest import Manifest, content_of
 from finray.data.dataset.plan import fingerprint
+from finray.data.dataset.prepare import locked
 from finray.data.dataset.prepared import MANIFEST, PreparedDataset
 from finray.data.storage import Folder
 from finray.errors import DataError
@@ -29,20 +27,20 @@ class Entry:
     Attributes:
         name: of its directory.
         is_whole: whether it has a manifest.
+        size: bytes on disk.
+        used: seconds since a preparation wrote or found it, where the storage tells.
         rows: of all splits.
         tokens: of all splits.
-        size: bytes on disk.
-        used: seconds since it was last used, where the storage tells.
         sources: of its rows, by split.
     """
 
     name: str
     is_whole: bool
-    rows: int
-    tokens: int
     size: int
     used: float | None
-    sources: str
+    rows: int = 0
+    tokens: int = 0
+    sources: str = ""
 
     @property
     def age(self) -> str:
@@ -71,26 +69,43 @@ def entries(root: str) -> list[Entry]:
     return [_entry(root, name, sizes[name]) for name in sorted(sizes)]
 
 
+def _entry(root: str, name: str, size: int) -> Entry:
+    folder = _folder(root, name)
+    used = None
+    if not folder.is_remote:
+        manifest = Path(folder.at(MANIFEST))
+        used = max(0.0, time.time() - (manifest if manifest.is_file() else Path(folder.root)).stat().st_mtime)
+    content = folder.read(MANIFEST)
+    if content is None or name.startswith(_PARTIAL):
+        return Entry(name, False, size, used)
+    try:
+        splits = Manifest.from_bytes(content).splits
+    except ValueError:
+        return Entry(name, True, size, used, sources="damaged")
+    sources = []
+    for split, stats in splits.items():
+        files = sorted({piece.file for part in stats.parts for piece in part.pieces})
+        sources.append(f"{split}: {', '.join(files[:2])}{' ...' if len(files) > 2 else ''}")
+    rows, tokens = sum(one.rows for one in splits.values()), sum(one.tokens for one in splits.values())
+    return Entry(name, True, size, used, rows, tokens, "; ".join(sources))
+
+
 def damaged(root: str, name: str) -> list[str]:
     """The files of a prepared dataset whose content is not what the manifest says."""
-    folder = Folder(f"{root.rstrip('/')}/{name}")
-    with _not_a_use(folder):
-        try:
-            dataset = PreparedDataset(folder.root)
-        except DataError as error:
-            return [error.where or name]
-        bad = [] if _is_consistent(dataset.manifest, name) else [folder.at(MANIFEST)]
-        for file, expected in dataset.files():
-            content = folder.read(file)
-            if content is None or hashlib.sha256(content).hexdigest() != expected.sha256:
-                bad.append(folder.at(file))
+    folder = _folder(root, name)
+    try:
+        dataset = PreparedDataset(folder.root)
+    except DataError as error:
+        return [error.where or name]
+    manifest = dataset.manifest
+    # The manifest must be the one of its name, and its digest of the parts theirs.
+    said = (manifest.fingerprint, fingerprint(manifest.shaped_by), manifest.content)
+    bad = [] if said == (name, name, content_of(manifest.splits)) else [folder.at(MANIFEST)]
+    for file, expected in dataset.files():
+        content = folder.read(file)
+        if content is None or hashlib.sha256(content).hexdigest() != expected.sha256:
+            bad.append(folder.at(file))
     return bad
-
-
-def _is_consistent(manifest: Manifest, name: str) -> bool:
-    """Whether a manifest is the one of its name, and its digest of the parts is theirs."""
-    said = (manifest.fingerprint, manifest.content)
-    return said == (name, content_of(manifest.splits)) and fingerprint(manifest.shaped_by) == name
 
 
 def prune(
@@ -105,90 +120,24 @@ def prune(
             or (older_than_days is not None and (entry.used or 0.0) > older_than_days * 86400)
             or (damaged_ones and bool(damaged(root, entry.name)))
         )
-        if chosen:
-            with _unused(root, entry.name) as free:
-                if free:
-                    _remove(root, entry.name)
-                    removed.append((entry.name, entry.size))
+        if not chosen:
+            continue
+        with locked(root, entry.name.removeprefix(_PARTIAL)) as free:
+            if free:
+                folder = _folder(root, entry.name)
+                # Without its manifest, or under another name, a prepared dataset is none: being killed half-way does
+                # no harm.
+                if not folder.is_remote and not entry.name.startswith(_PARTIAL):
+                    aside = _folder(root, f"{_PARTIAL}{entry.name}")
+                    if Path(aside.root).exists():
+                        aside.delete()
+                    Path(folder.root).rename(aside.root)
+                    folder = aside
+                folder.remove(MANIFEST)
+                folder.delete()
+                removed.append((entry.name, entry.size))
     return removed
 
 
-def _remove(root: str, name: str) -> None:
-    """Without its manifest, or under another name, a prepared dataset is none: being killed half-way does no harm."""
-    folder = Folder(f"{root.rstrip('/')}/{name}")
-    if not folder.is_remote and not name.startswith(_PARTIAL):
-        aside = Path(root) / f"{_PARTIAL}{name}"
-        if aside.exists():
-            Folder(aside).delete()
-        Path(folder.root).rename(aside)
-        folder = Folder(aside)
-    folder.remove(MANIFEST)
-    folder.delete()
-
-
-def _entry(root: str, name: str, size: int) -> Entry:
-    folder = Folder(f"{root.rstrip('/')}/{name}")
-    used = None if folder.is_remote else max(0.0, time.time() - _last_use(Path(folder.root)))
-    with _not_a_use(folder):
-        content = folder.read(MANIFEST)
-    if content is None or name.startswith(_PARTIAL):
-        return Entry(name, False, 0, 0, size, used, "")
-    try:
-        splits = Manifest.from_bytes(content).splits
-        sources = "; ".join(f"{split}: {_files(one)}" for split, one in splits.items())
-        counts = [one.counts for one in splits.values()]
-        rows, tokens = sum(one.rows for one in counts), sum(one.tokens for one in counts)
-    except ValueError:
-        return Entry(name, True, 0, 0, size, used, "damaged")
-    return Entry(name, True, rows, tokens, size, used, sources)
-
-
-def _files(split: SplitStats) -> str:
-    names = sorted({piece.file for part in split.parts for piece in part.pieces})
-    return ", ".join(names[:2]) + (" ..." if len(names) > 2 else "")
-
-
-@contextmanager
-def _not_a_use(folder: Folder) -> Iterator[None]:
-    """Reading a manifest here leaves the time it was last read as it is."""
-    manifest = Path(folder.root) / MANIFEST
-    before = None if folder.is_remote or not manifest.is_file() else manifest.stat()
-    try:
-        yield
-    finally:
-        if before is not None:
-            with suppress(OSError):
-                os.utime(manifest, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def _last_use(folder: Path) -> float:
-    """When a prepared dataset was written or, where the file system keeps that, last read."""
-    manifest = folder / MANIFEST
-    stat = (manifest if manifest.is_file() else folder).stat()
-    return max(stat.st_mtime, stat.st_atime)
-
-
-class _unused:
-    """Holds the lock of a preparation while it is removed; gives False where somebody is working on it."""
-
-    def __init__(self, root: str, name: str) -> None:
-        from filelock import FileLock
-
-        lock = f"{name.removeprefix(_PARTIAL)}.lock"
-        self._lock = None if is_url(root) else FileLock(Path(root) / ".locks" / lock, timeout=0)
-
-    def __enter__(self) -> bool:
-        from filelock import Timeout
-
-        if self._lock is None:
-            return True
-        Path(self._lock.lock_file).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            return False
-        return True
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None and self._lock.is_locked:
-            self._lock.release()
+def _folder(root: str, name: str) -> Folder:
+    return Folder(f"{root.rstrip('/')}/{name}")

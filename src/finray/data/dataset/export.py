@@ -6,14 +6,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
-
-import numpy as np
-import numpy.typing as npt
 
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
-from finray.data.dataset.prepared import PreparedDataset
+from finray.data.dataset.manifest import PartEntry
+from finray.data.dataset.plan import Settings
+from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.source_rows import SourceRows
 from finray.data.formats.examples import Chat, Completion, Example, Labelled
 from finray.data.tokenize.encode import Tokenizer
@@ -34,68 +32,45 @@ def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
         DataError: the source cannot be read, or the files cannot be written.
     """
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
-    tokenizer = load_tokenizer(config.model)
-    data = config.data
-    encoder = Tokenizer(
-        tokenizer,
-        train_on=data.train_on,
-        max_length=data.max_length,
-        on_too_long=data.on_too_long,
-        template_arguments=config.model.chat_template_arguments,
-    )
+    encoder = Settings.of(config).encoder(load_tokenizer(config.model))
+    splits = dataset.splits(config.data, seed=config.run.seed)
+    source = SourceRows(config, has_chat_template=encoder.has_chat_template)
     written: dict[Path, int] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (READY, *NAMES.values()):
             # Of an earlier export: its test rows may be trained on now.
             (folder / name).unlink(missing_ok=True)
-        for split, rows in _rows(config, dataset, encoder):
-            path = folder / NAMES[split]
-            written[path] = _write(path, rows)
+        for split, name in NAMES.items():
+            rows: PreparedSplit | None = getattr(splits, split)
+            if rows is None:
+                continue
+            scratch = folder / f".{name}.{os.getpid()}"
+            prepared_as = split if split in dataset.manifest.splits else "train"
+            examples = _examples(source, prepared_as, dataset.manifest.splits[prepared_as].parts, rows)
+            count = 0
+            with scratch.open("w", encoding="utf-8") as stream:
+                for example in examples:
+                    count += 1
+                    stream.write(json.dumps(_input_output(example, encoder), ensure_ascii=False) + "\n")
+            os.replace(scratch, folder / name)
+            written[folder / name] = count
         (folder / READY).write_text("ready", encoding="utf-8")
     except OSError as error:
         raise DataError(f"the rows cannot be written: {error.strerror}", where=str(folder)) from None
     return written
 
 
-def _write(path: Path, rows: Iterator[dict[str, str]]) -> int:
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    count = 0
-    with scratch.open("w", encoding="utf-8") as stream:
-        for row in rows:
-            _line(stream, row)
-            count += 1
-    os.replace(scratch, path)
-    return count
-
-
-def _line(stream: IO[str], row: dict[str, str]) -> None:
-    stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _rows(
-    config: Config, dataset: PreparedDataset, encoder: Tokenizer
-) -> Iterator[tuple[str, Iterator[dict[str, str]]]]:
-    """Each split with its rows."""
-    splits = dataset.splits(config.data, seed=config.run.seed)
-    source = SourceRows(config, has_chat_template=encoder.has_chat_template)
-    for name, split in (("train", splits.train), ("eval", splits.eval), ("test", splits.test)):
-        if split is not None:
-            prepared_as = name if name in dataset.manifest.splits else "train"
-            yield name, _of_split(source, dataset, prepared_as, split.source_rows, encoder)
-
-
-def _of_split(
-    source: SourceRows, dataset: PreparedDataset, prepared_as: str, wanted: npt.NDArray[np.int64], encoder: Tokenizer
-) -> Iterator[dict[str, str]]:
-    entries = dataset.manifest.splits[prepared_as].parts
+def _examples(source: SourceRows, prepared_as: str, entries: list[PartEntry], rows: PreparedSplit) -> Iterator[Example]:
+    """What the source rows behind some prepared rows were converted to, each once."""
     before = 0
     for part, entry in zip(source.parts(prepared_as), entries, strict=True):
-        chosen = set((wanted[(wanted >= before) & (wanted < before + entry.source_rows)] - before).tolist())
+        inside = (rows.source_rows >= before) & (rows.source_rows < before + entry.source_rows)
+        chosen = set((rows.source_rows[inside] - before).tolist())
         if chosen:
             for position, examples in enumerate(source.examples(part)):
                 if position in chosen:
-                    yield from (_input_output(example, encoder) for example in examples)
+                    yield from examples
         before += entry.source_rows
 
 

@@ -1,21 +1,28 @@
-"""The manifest of a prepared dataset, and what its writers note of each part. docs/formats.md specifies both files.
+"""The manifest of a prepared dataset, and the note of a part that it is made from. docs/formats.md specifies the files.
 
-What these types say in Python is read from JSON and written to it here alone.
+Both are JSON of the types below, field by field.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from finray.data.dataset.plan import Stream, fingerprint
+from finray.data.sources.readers import ByteRange
 from finray.errors import DataError
 
+# Made when the first file is read, because that takes milliseconds.
+_reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class RowCounts:
     """What became of source rows; docs/formats.md has the meaning of each. The last five are counted by the encoder."""
 
@@ -39,19 +46,9 @@ class RowCounts:
     empty_answers: int = 0
     split_conversations: int = 0
 
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> RowCounts:
-        """From an object that may hold other fields besides."""
-        return cls(**{field.name: int(plain[field.name]) for field in fields(cls)})
-
-    @classmethod
-    def sum(cls, counts: Iterable[RowCounts]) -> RowCounts:
-        """Of all parts."""
-        total = cls()
-        for one in counts:
-            for field in fields(cls):
-                setattr(total, field.name, getattr(total, field.name) + getattr(one, field.name))
-        return total
+    def counts(self) -> dict[str, int]:
+        """By name."""
+        return {field.name: getattr(self, field.name) for field in fields(RowCounts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +58,59 @@ class DataFile:
     name: str
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class BadRowNote:
+    """A row that was left out: number of its range in the part, number in the range, and the reason."""
+
+    piece: int
+    number: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartResult(RowCounts):
+    """What is known of a part that was written, and noted beside it until the dataset is whole.
+
+    Attributes:
+        stream: name of its stream.
+        number: of the part in the stream.
+        format: how rows were read, for people.
+        longest: tokens of the longest row.
+        kind: of its first row; None without rows.
+        labels: classes in it.
+        tokens_file: with the token ids and masks.
+        index_file: with where each row lies and where it came from.
+        pieces: the ranges of source files that it was made of, each with the file's name inside the source.
+        passed: rows of each range, blank ones included.
+        bad: rows that were left out.
+    """
+
+    stream: str
+    number: int
+    format: str
+    longest: int
+    kind: str | None
+    labels: tuple[str, ...]
+    tokens_file: DataFile
+    index_file: DataFile
+    pieces: tuple[ByteRange, ...]
+    passed: tuple[int, ...]
+    bad: tuple[BadRowNote, ...]
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> PartResult:
+        """From the file.
+
+        Raises:
+            ValueError: it is no such file, or another version's.
+        """
+        return _reader(cls).validate_json(content)  # type: ignore[no-any-return]
+
+    def to_bytes(self) -> bytes:
+        """The file."""
+        return (json.dumps(asdict(self)) + "\n").encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +131,6 @@ class PartEntry:
     tokens: DataFile
     index: DataFile
 
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> PartEntry:
-        """From what ``asdict`` gives."""
-        pieces = tuple(RangeStart(**piece) for piece in plain["pieces"])
-        return cls(plain["rows"], plain["source_rows"], pieces, DataFile(**plain["tokens"]), DataFile(**plain["index"]))
-
 
 @dataclass(frozen=True, slots=True)
 class StreamEntry:
@@ -103,19 +147,17 @@ class StreamEntry:
         return [(f"{self.name}/{file.name}", file) for part in self.parts for file in (part.tokens, part.index)]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitStats:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitStats(RowCounts):
     """One split.
 
     Attributes:
-        counts: of all its parts.
         longest: tokens of the longest row.
         kind: ``chat``, ``completion``, ``text`` or ``labelled``; None without rows.
         labels: all classes, whole numbers first.
         streams: its sources.
     """
 
-    counts: RowCounts
     longest: int
     kind: str | None
     labels: tuple[str, ...]
@@ -125,26 +167,6 @@ class SplitStats:
     def parts(self) -> list[PartEntry]:
         """Of all streams, in the order of the rows."""
         return [part for stream in self.streams for part in stream.parts]
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> SplitStats:
-        """From what :meth:`to_json` gives."""
-        streams = tuple(
-            StreamEntry(
-                one["name"],
-                one["format"],
-                one["rows"],
-                one["source_rows"],
-                tuple(PartEntry.from_json(part) for part in one["parts"]),
-            )
-            for one in plain["streams"]
-        )
-        return cls(RowCounts.from_json(plain), plain["longest"], plain["kind"], tuple(plain["labels"]), streams)
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the manifest: the counts beside the other fields."""
-        plain = asdict(self)
-        return {**plain.pop("counts"), **plain}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,96 +192,11 @@ class Manifest:
         Raises:
             ValueError: it is not a manifest.
         """
-        try:
-            plain = json.loads(content)
-            splits = {name: SplitStats.from_json(split) for name, split in plain["splits"].items()}
-            return cls(str(plain["fingerprint"]), str(plain["content"]), plain["shaped_by"], splits)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError("not a manifest") from error
+        return _reader(cls).validate_json(content)  # type: ignore[no-any-return]
 
     def to_bytes(self) -> bytes:
         """The file."""
-        plain = {
-            "fingerprint": self.fingerprint,
-            "content": self.content,
-            "shaped_by": self.shaped_by,
-            "splits": {name: split.to_json() for name, split in self.splits.items()},
-        }
-        return (json.dumps(plain, indent=1) + "\n").encode()
-
-
-# --- what is noted of a part ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RangeRows:
-    """A range of a source file that was read: rows of the file before it, None where only counting can tell; and its
-    own rows, blank ones included."""
-
-    file: str
-    first: int | None
-    rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class BadRowNote:
-    """A row that was left out: number of its range in the part, number in the range, and the reason."""
-
-    piece: int
-    number: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class PartResult:
-    """What is known of a part that was written.
-
-    Attributes:
-        stream: name of its stream.
-        number: of the part in the stream.
-        kind: of its first row; None without rows.
-        format: how rows were read, for people.
-        counts: of its rows.
-        longest: tokens of the longest row.
-        labels: classes in it.
-        files: the two data files, as ``tokens`` and ``index``.
-        cut: which ranges of which files it was made of, as JSON types.
-        pieces: these ranges.
-        bad: rows that were left out.
-    """
-
-    stream: str
-    number: int
-    kind: str | None
-    format: str
-    counts: RowCounts
-    longest: int
-    labels: tuple[str, ...]
-    files: Mapping[str, DataFile]
-    cut: list[list[Any]]
-    pieces: tuple[RangeRows, ...]
-    bad: tuple[BadRowNote, ...]
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> PartResult:
-        """From what :meth:`to_json` gives."""
-        return cls(
-            plain["stream"],
-            plain["number"],
-            plain["kind"],
-            plain["format"],
-            RowCounts.from_json(plain["counts"]),
-            plain["longest"],
-            tuple(plain["labels"]),
-            {role: DataFile(**file) for role, file in plain["files"].items()},
-            plain["cut"],
-            tuple(RangeRows(**piece) for piece in plain["pieces"]),
-            tuple(BadRowNote(**row) for row in plain["bad"]),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
-        return asdict(self)
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
 
 def part_note(stream: str, number: int) -> str:
@@ -270,7 +207,7 @@ def part_note(stream: str, number: int) -> str:
 # --- from parts to the manifest -------------------------------------------------------------------------------------
 
 
-def manifest_of(shape: Mapping[str, Any], streams: list[Stream], results: Sequence[PartResult]) -> Manifest:
+def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Sequence[PartResult]) -> Manifest:
     """The manifest of a prepared dataset, from what is known of its parts.
 
     Raises:
@@ -279,31 +216,66 @@ def manifest_of(shape: Mapping[str, Any], streams: list[Stream], results: Sequen
     splits: dict[str, SplitStats] = {}
     for name in dict.fromkeys(stream.split for stream in streams):
         own = [stream for stream in streams if stream.split == name]
-        by_stream = [_numbered(stream, results) for stream in own]
-        parts = [part for some in by_stream for part in some]
-        stats = SplitStats(
-            counts=RowCounts.sum(part.counts for part in parts),
+        parts = [part for stream in own for part in _parts_of(stream.name, results)]
+        each = [part.counts() for part in parts]
+        counts = {counter: sum(one[counter] for one in each) for counter in each[0]}
+        labels = {label for part in parts for label in part.labels}
+        split = splits[name] = SplitStats(
+            **counts,
             longest=max(part.longest for part in parts),
             kind=next((part.kind for part in parts if part.kind), None),
-            labels=tuple(sorted({label for part in parts for label in part.labels}, key=_by_number_or_name)),
-            streams=tuple(_stream_entry(stream, some) for stream, some in zip(own, by_stream, strict=True)),
+            labels=tuple(sorted(labels, key=lambda one: (not one.isdigit(), int(one) if one.isdigit() else 0, one))),
+            streams=tuple(_stream_entry(_parts_of(stream.name, results)) for stream in own),
         )
-        _check_learnable(name, stats, own)
-        splits[name] = stats
+        if not split.supervised and not split.labels:
+            reasons = (
+                (split.answers_lost, "lost their answer to truncation"),
+                (split.dropped_too_long, "are longer than data.max_length"),
+                (split.bad_rows, "are bad"),
+                (split.unlearnable, "have nothing to learn"),
+            )
+            why = ", ".join(f"{count:,} {text}" for count, text in reasons if count)
+            raise DataError(
+                f"none of the {split.source_rows} rows has a token to learn ({name}: {why})",
+                where=own[0].source.name,
+                repair="check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",
+            )
     return Manifest(fingerprint(shape), content_of(splits), dict(shape), splits)
 
 
-def bad_rows(streams: list[Stream], results: Sequence[PartResult]) -> list[dict[str, Any]]:
+def _parts_of(stream: str, results: Sequence[PartResult]) -> list[PartResult]:
+    return sorted((part for part in results if part.stream == stream), key=lambda part: part.number)
+
+
+def _stream_entry(parts: list[PartResult]) -> StreamEntry:
+    entries: list[PartEntry] = []
+    file, before = None, 0
+    for part in parts:
+        starts = []
+        for piece, passed in zip(part.pieces, part.passed, strict=True):
+            # The rows of a file before a range are not known when its part is written: the ranges before it may not be
+            # counted yet.
+            before = before if piece.file == file else 0
+            first = before if piece.first is None else piece.first
+            starts.append(RangeStart(piece.file, first))
+            file, before = piece.file, first + passed
+        entries.append(PartEntry(part.rows, part.source_rows, tuple(starts), part.tokens_file, part.index_file))
+    rows, source_rows = sum(part.rows for part in parts), sum(part.source_rows for part in parts)
+    return StreamEntry(parts[0].stream, parts[0].format, rows, source_rows, tuple(entries))
+
+
+def bad_rows(manifest: Manifest, results: Sequence[PartResult]) -> list[dict[str, Any]]:
     """Rows that were left out because they are bad: split, file, row and reason, in the order of the sources."""
     return [
         {
-            "split": stream.split,
-            "file": part.pieces[row.piece].file,
-            "row": (part.pieces[row.piece].first or 0) + row.number,
+            "split": name,
+            "file": entry.pieces[row.piece].file,
+            "row": entry.pieces[row.piece].first + row.number,
             "message": row.message,
         }
-        for stream in streams
-        for part in _numbered(stream, results)
+        for name, split in manifest.splits.items()
+        for stream in split.streams
+        for entry, part in zip(stream.parts, _parts_of(stream.name, results), strict=True)
         for row in part.bad
     ]
 
@@ -315,62 +287,3 @@ def content_of(splits: Mapping[str, SplitStats]) -> str:
         for name in sorted(splits)
     ]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
-
-
-def _numbered(stream: Stream, results: Sequence[PartResult]) -> list[PartResult]:
-    """The parts of a stream in order, with the rows of the file before each range filled in.
-
-    That number is not known when a part is written, because the ranges before it may not be counted yet.
-    """
-    found: list[PartResult] = []
-    file, passed = None, 0
-    for part in sorted((one for one in results if one.stream == stream.name), key=lambda one: one.number):
-        pieces = []
-        for piece in part.pieces:
-            if piece.file != file:
-                file, passed = piece.file, 0
-            first = passed if piece.first is None else piece.first
-            pieces.append(replace(piece, first=first))
-            passed = first + piece.rows
-        found.append(replace(part, pieces=tuple(pieces)))
-    return found
-
-
-def _stream_entry(stream: Stream, parts: list[PartResult]) -> StreamEntry:
-    entries = tuple(
-        PartEntry(
-            part.counts.rows,
-            part.counts.source_rows,
-            tuple(RangeStart(piece.file, piece.first or 0) for piece in part.pieces),
-            part.files["tokens"],
-            part.files["index"],
-        )
-        for part in parts
-    )
-    rows, source_rows = sum(part.rows for part in entries), sum(part.source_rows for part in entries)
-    return StreamEntry(stream.name, parts[0].format, rows, source_rows, entries)
-
-
-def _by_number_or_name(label: str) -> tuple[bool, int, str]:
-    return (not label.isdigit(), int(label) if label.isdigit() else 0, label)
-
-
-def _check_learnable(name: str, split: SplitStats, streams: list[Stream]) -> None:
-    if split.counts.supervised or split.labels:
-        return
-    counts = split.counts
-    reasons = [
-        f"{count:,} {text}"
-        for count, text in (
-            (counts.answers_lost, "lost their answer to truncation"),
-            (counts.dropped_too_long, "are longer than data.max_length"),
-            (counts.bad_rows, "are bad"),
-            (counts.unlearnable, "have nothing to learn"),
-        )
-        if count
-    ]
-    raise DataError(
-        f"none of the {counts.source_rows} rows has a token to learn ({name}: {', '.join(reasons)})",
-        where=streams[0].source.name,
-        repair="check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",
-    )

@@ -1,4 +1,4 @@
-"""Writing one part of a prepared dataset.
+"""Writing one part of a prepared dataset: its rows read, converted and tokenised, and its two Arrow files.
 
 A part is written by whoever gets it, in any order and as often as needed: its files depend on the source and the config
 alone. So the same bytes come from one process or from a cluster, and a preparation that was killed goes on where it
@@ -7,32 +7,53 @@ stopped.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from typing import Any
 
-from finray.data.dataset.manifest import BadRowNote, PartResult, RangeRows, RowCounts, part_note
-from finray.data.dataset.plan import Part, Settings
-from finray.data.dataset.writing import RowWriter, WrittenRow
+import numpy as np
+import pyarrow as pa
+
+from finray.data.dataset.manifest import BadRowNote, DataFile, PartResult, part_note
+from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
 from finray.data.formats.convert import column, converter_of
 from finray.data.formats.examples import Example
 from finray.data.sources.pieces import bad_row, read_piece
 from finray.data.storage import Folder
-from finray.data.tokenize.encode import Encoded, Tokenizer
+from finray.data.tokenize.encode import Encoded, Tokenizer, Tokens
 from finray.errors import DataError
 
+TOKENS = pa.schema([("input_ids", pa.list_(pa.int32())), ("loss_mask", pa.list_(pa.uint8()))])
+INDEX = pa.schema(
+    [
+        ("length", pa.int32()),
+        ("supervised", pa.int32()),
+        ("source_row", pa.int64()),
+        ("piece", pa.int32()),
+        ("number", pa.int64()),
+        ("digest", pa.int64()),
+    ]
+)
 _ROWS_AT_A_TIME = 256
 
+Convert = Callable[[Mapping[str, Any]], list[Example]]
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a row was read: number of the piece in the part, number in the piece, position in the part."""
+
+@dataclass(slots=True)
+class _SourceRow:
+    """A row of the source: number of its piece in the part, number in the piece, position in the part, and the group
+    that must not be split."""
 
     piece: int
     number: int
     position: int
+    value: dict[str, Any]
+    group: Any = None
 
 
 class PartWriter:
@@ -56,57 +77,48 @@ class PartWriter:
             DataError: a row is bad and `data.on_bad_row` is `error`, or storage fails.
         """
         note = part_note(part.stream.name, part.number)
+        pieces = tuple(replace(piece, file=part.stream.source.short(piece.file)) for piece in part.pieces)
         done = self._folder.read(note)
         if done is not None:
-            finished = PartResult.from_json(json.loads(done))
-            # What an interrupted preparation left may have been cut in another way.
-            if finished.cut == _cut(part):
-                return finished
+            # What an interrupted preparation left may be another version's, or cut in another way.
+            with suppress(ValueError):
+                finished = PartResult.from_bytes(done)
+                if finished.pieces == pieces:
+                    return finished
+        passed = [0] * len(pieces)
+        bad: list[BadRowNote] = []
+        convert = converter_of(part.row_format, has_chat_template=self._encoder.has_chat_template)
+        rows = self._rows(part, passed, bad)
         try:
-            return self._write(part, note)
+            with closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files:
+                while batch := list(islice(rows, _ROWS_AT_A_TIME)):
+                    for row, examples, encoded in self._encode_each(part, batch, convert, bad):
+                        files.add(row, examples, encoded)
+                files.counts["source_rows"] += len(bad)
+                files.counts["bad_rows"] = len(bad)
+                tokens_file, index_file = files.finish()
+            result = PartResult(
+                stream=part.stream.name,
+                number=part.number,
+                format=part.row_format.describe(),
+                longest=files.longest,
+                kind=files.kind,
+                labels=tuple(sorted(files.labels)),
+                tokens_file=tokens_file,
+                index_file=index_file,
+                pieces=pieces,
+                passed=tuple(passed),
+                bad=tuple(bad),
+                **files.counts,
+            )
+            self._folder.write(note, result.to_bytes())
         except OSError as error:
             raise DataError(
                 f"the prepared data set cannot be written: {error.strerror or error}", where=self._folder.root
             ) from None
-
-    def _write(self, part: Part, note: str) -> PartResult:
-        counts = RowCounts()
-        passed = [0] * len(part.pieces)
-        bad: list[BadRowNote] = []
-        kind: str | None = None
-        convert = converter_of(part.row_format, has_chat_template=self._encoder.has_chat_template)
-        rows = self._rows(part, passed, bad)
-        with RowWriter(self._folder.sub(part.stream.name), part.stem) as writer:
-            while batch := list(islice(rows, _ROWS_AT_A_TIME)):
-                for place, group, found in self._encode(part, batch, convert, bad):
-                    for example, encoded in found:
-                        kind = kind or type(example).__name__.lower()
-                        _keep(writer, counts, place, group, encoded)
-                    counts.source_rows += 1
-                    counts.left_out += not found
-            files = writer.finish()
-        counts.source_rows += len(bad)
-        counts.bad_rows = len(bad)
-        result = PartResult(
-            stream=part.stream.name,
-            number=part.number,
-            kind=kind,
-            format=part.row_format.describe(),
-            counts=counts,
-            longest=writer.longest,
-            labels=tuple(sorted(writer.labels)),
-            files=files,
-            cut=_cut(part),
-            pieces=tuple(
-                RangeRows(part.stream.source.short(piece.file), piece.first, rows)
-                for piece, rows in zip(part.pieces, passed, strict=True)
-            ),
-            bad=tuple(bad),
-        )
-        self._folder.write(note, (json.dumps(result.to_json()) + "\n").encode())
         return result
 
-    def _rows(self, part: Part, passed: list[int], bad: list[BadRowNote]) -> Iterator[tuple[_Place, dict[str, Any]]]:
+    def _rows(self, part: Part, passed: list[int], bad: list[BadRowNote]) -> Iterator[_SourceRow]:
         position = 0
         for index, piece in enumerate(part.pieces):
 
@@ -114,76 +126,161 @@ class PartWriter:
                 passed[index] = number
 
             for item in read_piece(piece, part.stream.source, self._settings.reading, saw=saw):
-                place = _Place(index, item.number, position)
-                position += 1
                 if isinstance(item.value, DataError):
-                    self._refuse(part, place, item.value, bad)
+                    self._refuse(part, index, item.number, item.value, bad)
                 else:
-                    yield place, item.value
+                    yield _SourceRow(index, item.number, position, item.value)
+                position += 1
 
-    def _refuse(self, part: Part, place: _Place, row: DataError, bad: list[BadRowNote]) -> None:
+    def _refuse(self, part: Part, piece: int, number: int, row: DataError, bad: list[BadRowNote]) -> None:
         if self._settings.data.on_bad_row == "error":
-            raise bad_row(row, part.pieces[place.piece], place.number, self._settings.reading)
-        bad.append(BadRowNote(place.piece, place.number, row.message))
+            raise bad_row(row, part.pieces[piece], number, self._settings.reading)
+        bad.append(BadRowNote(piece, number, row.message))
 
-    def _encode(
-        self,
-        part: Part,
-        batch: list[tuple[_Place, dict[str, Any]]],
-        convert: Callable[[Mapping[str, Any]], list[Example]],
-        bad: list[BadRowNote],
-    ) -> Iterator[tuple[_Place, Any, list[tuple[Example, Encoded]]]]:
-        """The rows of a batch with their examples; one by one where something is wrong, to name the row at fault."""
-        group_by = self._settings.data.group_by
-
-        def encode(
-            some: list[tuple[_Place, dict[str, Any]]],
-        ) -> list[tuple[_Place, Any, list[tuple[Example, Encoded]]]]:
-            examples = [convert(row) for _, row in some]
-            groups = [None if group_by is None else column(row, group_by) for _, row in some]
-            encoded = iter(self._encoder.encode_noted([example for own in examples for example in own]))
-            return [
-                (place, group, [(example, next(encoded)) for example in own])
-                for (place, _), group, own in zip(some, groups, examples, strict=True)
-            ]
-
+    def _encode_each(
+        self, part: Part, batch: list[_SourceRow], convert: Convert, bad: list[BadRowNote]
+    ) -> Iterator[tuple[_SourceRow, list[Example], list[Encoded]]]:
+        """Rows with what became of them; one by one where something is wrong, to name the row at fault."""
         try:
-            yield from encode(batch)
+            yield from self._encode(batch, convert)
         except DataError:
-            for one in batch:
+            for row in batch:
                 try:
-                    yield from encode([one])
+                    yield from self._encode([row], convert)
                 except DataError as error:
                     message = error.message if error.where is None else f"{error.message} ({error.where})"
-                    self._refuse(part, one[0], DataError(message, repair=error.repair), bad)
+                    self._refuse(part, row.piece, row.number, DataError(message, repair=error.repair), bad)
+
+    def _encode(
+        self, rows: list[_SourceRow], convert: Convert
+    ) -> list[tuple[_SourceRow, list[Example], list[Encoded]]]:
+        examples = [convert(row.value) for row in rows]
+        if (group_by := self._settings.data.group_by) is not None:
+            for row in rows:
+                row.group = column(row.value, group_by)
+        encoded = iter(self._encoder.encode([example for own in examples for example in own]))
+        return [(row, own, list(islice(encoded, len(own)))) for row, own in zip(rows, examples, strict=True)]
 
 
-def _cut(part: Part) -> list[list[Any]]:
-    """Which ranges of which files a part is made of, as JSON types."""
-    return [
-        [part.stream.source.short(piece.file), piece.start, piece.stop, list(piece.keep) if piece.keep else None]
-        for piece in part.pieces
-    ]
+class _ArrowFiles:
+    """The two files of a part, ``tokens-NUMBER.arrow`` and ``index-NUMBER.arrow``, and what is counted of its rows.
+
+    Attributes:
+        counts: names and values of :class:`RowCounts`.
+        kind: of the first example.
+        longest: tokens of the longest row.
+        labels: all labels seen.
+    """
+
+    def __init__(self, folder: Folder, number: int) -> None:
+        self._folder = folder
+        self._names = (f"tokens-{number:05d}.arrow", f"index-{number:05d}.arrow")
+        self._scratch = folder.scratch(self._names[0])
+        self._sink = pa.OSFile(str(self._scratch), "wb")
+        self._tokens = pa.ipc.new_file(self._sink, TOKENS)
+        self._index: list[pa.RecordBatch] = []
+        self._waiting: list[tuple[_SourceRow, Tokens]] = []
+        self.counts: Counter[str] = Counter()
+        self.kind: str | None = None
+        self.longest = 0
+        self.labels: set[str] = set()
+
+    def close(self) -> None:
+        """Leave nothing but what was finished."""
+        self._sink.close()
+        self._scratch.unlink(missing_ok=True)
+
+    def add(self, row: _SourceRow, examples: list[Example], encoded: list[Encoded]) -> None:
+        """Add what became of a row of the source, without what has nothing to learn."""
+        counts = self.counts
+        counts["source_rows"] += 1
+        counts["left_out"] += not examples
+        for example, one in zip(examples, encoded, strict=True):
+            self.kind = self.kind or type(example).__name__.lower()
+            for note in one.notes:
+                counts[note] += 1
+            counts["dropped_too_long"] += one.dropped
+            counts["dropped_tokens"] += one.dropped_tokens
+            counts["truncated_tokens"] += one.truncated_tokens
+            counts["answers_lost"] += one.answers_lost
+            # Rows that lost their answer have their own counter.
+            counts["unlearnable"] -= one.answers_lost
+            if "split_conversations" in one.notes:
+                counts["split_rows"] += len(one.rows)
+                counts["split_tokens"] += sum(len(tokens.ids) for tokens in one.rows)
+            for tokens in one.rows:
+                counts["truncated"] += tokens.truncated
+                if tokens.label is None and not tokens.supervised:
+                    counts["unlearnable"] += 1
+                    continue
+                counts["rows"] += 1
+                counts["tokens"] += len(tokens.ids)
+                counts["supervised"] += tokens.supervised
+                if self._waiting and (self._waiting[0][1].label is None) != (tokens.label is None):
+                    raise DataError("rows with a label and rows without one cannot stand in one data set")
+                self._waiting.append((row, tokens))
+                if len(self._waiting) == ROWS_PER_BATCH:
+                    self._flush()
+
+    def finish(self) -> tuple[DataFile, DataFile]:
+        """Put both files in place, and describe them."""
+        self._flush()
+        self._tokens.close()
+        self._sink.close()
+        batches = self._index or [pa.record_batch([pa.array([], field.type) for field in INDEX], schema=INDEX)]
+        index = pa.BufferOutputStream()
+        with pa.ipc.new_file(index, batches[0].schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        content = index.getvalue().to_pybytes()
+        tokens_name, index_name = self._names
+        with self._scratch.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        tokens_file = DataFile(tokens_name, self._scratch.stat().st_size, digest)
+        self._folder.adopt(self._scratch, tokens_name)
+        self._folder.write(index_name, content)
+        return tokens_file, DataFile(index_name, len(content), hashlib.sha256(content).hexdigest())
+
+    def _flush(self) -> None:
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        lengths = np.fromiter((len(tokens.ids) for _, tokens in waiting), dtype=np.int32, count=len(waiting))
+        offsets = np.zeros(len(waiting) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        ids = np.empty(int(offsets[-1]), dtype=np.int32)
+        mask = np.zeros(len(ids), dtype=np.uint8)
+        bounds = list(pairwise(offsets.tolist()))
+        for (_, tokens), (start, stop) in zip(waiting, bounds, strict=True):
+            ids[start:stop] = tokens.ids
+            for low, high in tokens.spans:
+                mask[start + low : start + high] = 1
+        lists = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for values in (ids, mask)]
+        self._tokens.write_batch(pa.record_batch(lists, schema=TOKENS))
+        self.longest = max(self.longest, int(lengths.max()))
+        columns: dict[str, Any] = {
+            "length": lengths,
+            "supervised": [tokens.supervised for _, tokens in waiting],
+            "source_row": [row.position for row, _ in waiting],
+            "piece": [row.piece for row, _ in waiting],
+            "number": [row.number for row, _ in waiting],
+            "digest": [_hash64(ids[start:stop].tobytes()) for start, stop in bounds],
+        }
+        schema = INDEX
+        first, first_tokens = waiting[0]
+        if first.group is not None:
+            groups = (json.dumps(row.group, sort_keys=True, default=str) for row, _ in waiting)
+            columns["group"] = [_hash64(group.encode()) for group in groups]
+            schema = schema.append(pa.field("group", pa.int64()))
+        if first_tokens.label is not None:
+            columns["label"] = [tokens.label for _, tokens in waiting]
+            self.labels.update(columns["label"])
+            schema = schema.append(pa.field("label", pa.string()))
+        self._index.append(
+            pa.record_batch([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+        )
 
 
-def _keep(writer: RowWriter, counts: RowCounts, place: _Place, group: Any, encoded: Encoded) -> None:
-    counts.dropped_too_long += encoded.dropped
-    counts.dropped_tokens += encoded.dropped_tokens
-    counts.truncated_tokens += encoded.truncated_tokens
-    counts.answers_lost += encoded.answers_lost
-    # Rows that lost their answer have their own counter.
-    counts.unlearnable -= encoded.answers_lost
-    if "split_conversations" in encoded.notes:
-        counts.split_rows += len(encoded.rows)
-        counts.split_tokens += sum(len(row.ids) for row in encoded.rows)
-    for note in encoded.notes:
-        setattr(counts, note, getattr(counts, note) + 1)
-    for row in encoded.rows:
-        counts.truncated += row.truncated
-        if row.label is None and not row.supervised:
-            counts.unlearnable += 1
-            continue
-        counts.rows += 1
-        counts.tokens += len(row.ids)
-        counts.supervised += row.supervised
-        writer.add(WrittenRow(row, place.position, place.piece, place.number, group))
+def _hash64(content: bytes) -> int:
+    """A signed 64-bit hash: the first eight bytes of BLAKE2b, little-endian."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

@@ -9,9 +9,10 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
-from finray.config.schema import Config, DataConfig
+from finray.config.schema import Config, DataConfig, ModelConfig
 from finray.data.formats.convert import FormatChoice
 from finray.data.formats.examples import RowFormat
 from finray.data.sources import hub
@@ -21,8 +22,11 @@ from finray.data.sources.resolve import Source, resolve
 from finray.data.storage import DigestCache, content_digest
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
+from finray.pretrained.tokenizers import load_tokenizer, tokenizer_files
 
 FORMAT_VERSION = 2
+# Of a record batch of tokens, which has fewer only as the last of its file.
+ROWS_PER_BATCH = 1024
 _ROWS_THAT_DECIDE = 100
 _USES = {"train": "training", "eval": "evaluation", "test": "the test"}
 
@@ -36,16 +40,12 @@ class Stream:
         split: ``train``, ``eval`` or ``test``.
         source: where rows come from.
         choice: what the user says of their format.
-        weight: share in a mix, or None.
-        count: rows in a mix, or None.
     """
 
     name: str
     split: str
     source: Source
     choice: FormatChoice
-    weight: float | None = None
-    count: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,6 @@ class Part:
     number: int
     pieces: tuple[ByteRange, ...]
     row_format: RowFormat
-
-    @property
-    def stem(self) -> str:
-        """Path of its files in the prepared dataset, without prefix and suffix."""
-        return f"{self.number:05d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +87,7 @@ class Settings:
         )
 
 
-def plan_streams(data: DataConfig, reading: Reading | None = None) -> list[Stream]:
+def plan_streams(data: DataConfig, reading: Reading) -> list[Stream]:
     """The sources of a config, by split (ratio splits are taken later, from the training rows).
 
     Raises:
@@ -100,17 +95,11 @@ def plan_streams(data: DataConfig, reading: Reading | None = None) -> list[Strea
     """
     choice = FormatChoice.of(data)
     if data.mix:
-        streams = [
-            Stream(
-                f"train-{number}",
-                "train",
-                resolve(one.source, split=one.split or data.train_split, subset=one.subset, revision=one.revision),
-                FormatChoice.of(data, one),
-                one.weight,
-                one.count,
-            )
-            for number, one in enumerate(data.mix)
-        ]
+        streams = []
+        for number, one in enumerate(data.mix):
+            split = one.split or data.train_split
+            source = resolve(one.source, split=split, subset=one.subset, revision=one.revision)
+            streams.append(Stream(f"train-{number}", "train", source, FormatChoice.of(data, one)))
     else:
         streams = [Stream("train", "train", _own(data, data.train_split), choice)]
     if data.eval_source is not None:
@@ -120,7 +109,14 @@ def plan_streams(data: DataConfig, reading: Reading | None = None) -> list[Strea
         streams.append(Stream("eval", "eval", _own(data, data.eval_split), choice))
     if data.test_split is not None:
         streams.append(Stream("test", "test", _own(data, data.test_split), choice))
-    _check_apart(streams, data, reading or Reading())
+    # A directory without named splits gives its files for every split name.
+    for later, earlier in ((later, earlier) for at, later in enumerate(streams) for earlier in streams[:at]):
+        if later.split != earlier.split and _share_rows(later.source, earlier.source, reading):
+            raise DataError(
+                f"{_USES[later.split]} would see rows of {_USES[earlier.split]}: both are read from the same place",
+                where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
+                repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
+            )
     return streams
 
 
@@ -134,22 +130,9 @@ def _own(data: DataConfig, split: str) -> Source:
     return resolve(data.source, split=split, subset=data.subset, revision=data.revision)
 
 
-def _check_apart(streams: list[Stream], data: DataConfig, reading: Reading) -> None:
-    """Refuse splits that read the same rows: a directory without named splits gives its files for every split name.
-
-    Files are compared, not rows; `finray inspect` counts rows that two files share.
-    """
-    for number, later in enumerate(streams):
-        for earlier in streams[:number]:
-            if later.split != earlier.split and _share_rows(later.source, earlier.source, reading):
-                raise DataError(
-                    f"{_USES[later.split]} would see rows of {_USES[earlier.split]}: both are read from the same place",
-                    where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
-                    repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
-                )
-
-
 def _share_rows(one: Source, other: Source, reading: Reading) -> bool:
+    """Whether two sources read the same rows. Files are compared, not rows; `finray inspect` counts rows that two files
+    share."""
     if not one.is_files and not other.is_files:
         return one.name == other.name and hub.share_rows(one, other)
     if not set(one.files) & set(other.files):
@@ -171,17 +154,19 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
         digests: remembers those of files.
     """
     data = settings.data
+    described = []
+    for stream in streams:
+        source = stream.source
+        if source.is_files:
+            files = [[source.short(file), content_digest(file, cache=digests)] for file in source.files]
+            content = _sha256(files)
+        else:
+            content = hub.digest(source)
+        cut = None if source.slice is None else asdict(source.slice)
+        described.append({"name": stream.name, "content": content, "slice": cut, **stream.choice.shaped_by()})
     return {
         "format_version": FORMAT_VERSION,
-        "streams": [
-            {
-                "name": stream.name,
-                "content": _source_digest(stream.source, digests),
-                "slice": None if stream.source.slice is None else asdict(stream.source.slice),
-                **stream.choice.shaped_by(),
-            }
-            for stream in streams
-        ],
+        "streams": described,
         "tokenizer": tokenizer,
         "template_arguments": dict(sorted(settings.template_arguments.items())),
         "train_on": data.train_on,
@@ -196,22 +181,35 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
 
 def fingerprint(shape: Mapping[str, Any]) -> str:
     """The name of a prepared dataset: 24 hexadecimal digits of the SHA-256 of what shaped it."""
-    return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:24]
+    return _sha256(shape)[:24]
 
 
-def tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of everything about a tokenizer that changes tokens: its model, special tokens and chat template."""
-    digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
-    digest.update(json.dumps(tokenizer.chat_template, sort_keys=True).encode())
-    digest.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
-    return digest.hexdigest()
+def tokenizer_identity(config: ModelConfig, digests: DigestCache) -> str:
+    """A digest of everything about a tokenizer that changes tokens: for a local model that of its files, which are not
+    loaded, and else that of its parts.
+
+    Raises:
+        FinrayError: the tokenizer or the chat template does not exist.
+    """
+    files = tokenizer_files(config)
+    if files is None:
+        tokenizer = load_tokenizer(config)
+        digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
+        digest.update(json.dumps(tokenizer.chat_template, sort_keys=True).encode())
+        digest.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
+        return digest.hexdigest()
+    try:
+        contents = [[file.name, content_digest(str(file), cache=digests)] for file in files]
+    except FileNotFoundError as error:
+        raise DataError("the chat template does not exist", where=f"model.chat_template={error.filename}") from None
+    # New tokens only where there are some, so that what is prepared already stays good.
+    added = [config.new_tokens] if config.new_tokens else []
+    return _sha256([contents, [version("transformers"), version("tokenizers")], *added])
 
 
-def _source_digest(source: Source, digests: DigestCache) -> str:
-    if not source.is_files:
-        return hub.digest(source)
-    files = [[source.short(file), content_digest(file, cache=digests)] for file in source.files]
-    return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+def _sha256(plain: Any) -> str:
+    """Of a value's JSON text."""
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def plan(settings: Settings, streams: list[Stream]) -> list[Part]:

@@ -7,23 +7,22 @@ from the source and the config alone, so it does not matter who writes which par
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from finray.config.paths import is_url, prepared_dir
 from finray.config.schema import Config
+from finray.config.tasks import task_spec
 from finray.data.dataset.manifest import PartResult, bad_rows, manifest_of, part_note
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import (
@@ -34,12 +33,12 @@ from finray.data.dataset.plan import (
     plan,
     plan_streams,
     shaped_by,
-    tokenizer_digest,
+    tokenizer_identity,
 )
 from finray.data.dataset.prepared import BAD_ROWS, MANIFEST
-from finray.data.storage import DigestCache, Folder, content_digest
+from finray.data.storage import DigestCache, Folder
 from finray.errors import ClusterError, DataError, FinrayError
-from finray.pretrained.tokenizers import check_exists, load_tokenizer, tokenizer_files, without_torch
+from finray.pretrained.tokenizers import check_exists, load_tokenizer, without_torch
 from finray.records import Note, PrepareProgress, Record
 
 Handle = Callable[[Record], None]
@@ -90,6 +89,12 @@ class Planned:
         except (ValueError, AttributeError):
             return False
 
+    def note_use(self) -> None:
+        """Give the manifest the time of its last use, by which `finray cache prune` goes."""
+        if not self.target.is_remote:
+            with suppress(OSError):
+                os.utime(Path(self.target.root) / MANIFEST)
+
 
 def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
     """What a config's data is, and where it will be; reads no rows, and loads no tokenizer from a local model.
@@ -102,22 +107,8 @@ def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
     digests = DigestCache(None if is_url(root) else Path(root) / _DIGESTS)
     settings = Settings.of(config)
     streams = plan_streams(config.data, settings.reading)
-    shape = shaped_by(settings, streams, tokenizer=_tokenizer_identity(config, digests), digests=digests)
+    shape = shaped_by(settings, streams, tokenizer=tokenizer_identity(config.model, digests), digests=digests)
     return Planned(settings, streams, shape, root)
-
-
-def _tokenizer_identity(config: Config, digests: DigestCache) -> str:
-    files = tokenizer_files(config.model)
-    if files is None:
-        return tokenizer_digest(load_tokenizer(config.model))
-    try:
-        contents = [[file.name, content_digest(str(file), cache=digests)] for file in files]
-    except FileNotFoundError as error:
-        raise DataError("the chat template does not exist", where=f"model.chat_template={error.filename}") from None
-    libraries = [version("transformers"), version("tokenizers")]
-    # Only where there are some, so that what is prepared already stays good.
-    added = [config.model.new_tokens] if config.model.new_tokens else []
-    return hashlib.sha256(json.dumps([contents, libraries, *added]).encode()).hexdigest()
 
 
 def check_inputs(config: Config) -> None:
@@ -127,18 +118,14 @@ def check_inputs(config: Config) -> None:
         FinrayError: a data file or the model does not exist.
     """
     check_exists(config.model.name)
-    _check_task(config)
-    plan_streams(config.data, Settings.of(config).reading)
-
-
-def _check_task(config: Config) -> None:
-    data = config.data
-    if "labelled_text" in (data.format, *(one.format for one in data.mix)):
+    data, task = config.data, config.model.task
+    if "labelled_text" in (data.format, *(one.format for one in data.mix)) and "labelled" not in task_spec(task).rows:
         raise DataError(
-            "rows with a label are for classification, and model.task is causal_lm",
+            f"rows with a label are for classification, and model.task is {task}",
             where="data.format",
             repair="set data.format to text, to learn the text alone; `finray prepare` prepares labelled text",
         )
+    plan_streams(data, Settings.of(config).reading)
 
 
 class Preparation:
@@ -169,9 +156,7 @@ class Preparation:
     def __enter__(self) -> Preparation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cancel()
 
     def wait(self, timeout: float | None = None, *, handle: Handle = ignore) -> bool:
@@ -240,40 +225,53 @@ class Preparation:
 
     def _run(self) -> None:
         try:
-            location = self._prepare()
+            planned = plan_preparation(self.config, root=self._root)
+            if not planned.is_done:
+                with locked(planned.root, planned.name, handle=self._tell):
+                    # Another process may have prepared it meanwhile.
+                    if not planned.is_done:
+                        self._prepare(planned)
+            planned.note_use()
         except BaseException as error:
             # Raised where the result is asked for.
             self._outcome.set_exception(error)
         else:
-            self._outcome.set_result(location)
+            self._outcome.set_result(planned.target.root)
         with self._changed:
             self._changed.notify_all()
 
-    def _prepare(self) -> str:
-        planned = plan_preparation(self.config, root=self._root)
-        if not planned.is_done:
-            with locked(planned, self._tell):
-                if not planned.is_done:
-                    with cleaned(planned):
-                        parts = plan(planned.settings, planned.streams)
-                        with self._changed:
-                            self._scratch = planned.scratch.root
-                            self._left.extend(parts if not self._cancelled else [])
-                            self._changed.notify_all()
-                        self._write(planned, len(parts))
-                        finish(planned, self.config, self._results)
-        return planned.target.root
+    def _prepare(self, planned: Planned) -> None:
+        try:
+            parts = plan(planned.settings, planned.streams)
+            with self._changed:
+                self._total, self._started = len(parts), time.perf_counter()
+                self._scratch = planned.scratch.root
+                self._left.extend(parts if not self._cancelled else [])
+                self._changed.notify_all()
+            self._write_parts(planned)
+            finish(planned, self.config, self._results)
+        except FinrayError as error:
+            # What was written before an error in the data is of no use; what a kill leaves is kept. Behind a URL
+            # somebody else may be writing the same objects.
+            if not isinstance(error, ClusterError) and not planned.scratch.is_remote:
+                planned.scratch.delete()
+            raise
 
-    def _write(self, planned: Planned, total: int) -> None:
+    def _write_parts(self, planned: Planned) -> None:
         """Write parts until none is left, and wait for those that helpers have taken."""
-        started = time.perf_counter()
-        self._total, self._started = total, started
         try:
             with without_torch() if self._hide_torch else nullcontext():
                 tokenizer = load_tokenizer(self.config.model)
             writer = PartWriter(planned.settings, planned.settings.encoder(tokenizer), planned.scratch)
             began, written = time.perf_counter(), 0
-            while (part := self._next()) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._left or not self._helped or self._failure or self._cancelled)
+                    if self._cancelled:
+                        raise _Cancelled
+                    if not self._left or self._failure is not None:
+                        break
+                    part = self._left.popleft()
                 result = writer.write(part)
                 written += 1
                 with self._changed:
@@ -287,22 +285,15 @@ class Preparation:
         if self._failure is not None:
             raise self._failure
 
-    def _next(self) -> Part | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._left or not self._helped or self._failure or self._cancelled)
-            if self._cancelled:
-                raise _Cancelled
-            return self._left.popleft() if self._left and self._failure is None else None
-
     def _add(self, result: PartResult | FinrayError) -> None:
         if isinstance(result, FinrayError):
             self._failure = self._failure or result
         else:
             self._results.append(result)
-            counts = [one.counts for one in self._results]
-            rows, tokens = sum(one.source_rows for one in counts), sum(one.tokens for one in counts)
+            done = self._results
+            rows, tokens = sum(one.source_rows for one in done), sum(one.tokens for one in done)
             seconds = time.perf_counter() - self._started
-            self._records.put(PrepareProgress(len(counts), self._total, rows, tokens, seconds))
+            self._records.put(PrepareProgress(len(done), self._total, rows, tokens, seconds))
         self._changed.notify_all()
 
     def _tell(self, record: Record) -> None:
@@ -363,68 +354,53 @@ def finish(planned: Planned, config: Config, results: list[PartResult]) -> None:
             repair="run the command again when nobody writes to it",
         )
     manifest = manifest_of(planned.shape, planned.streams, results)
+    bad = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_rows(manifest, results))
     scratch = planned.scratch
-    bad = bad_rows(planned.streams, results)
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad)
     try:
         if bad:
-            scratch.write(BAD_ROWS, lines.encode())
-        notes = [part_note(one.stream, one.number) for one in results]
-        content = manifest.to_bytes()
+            scratch.write(BAD_ROWS, bad.encode())
+        scratch.write(MANIFEST, manifest.to_bytes())
+        for one in results:
+            scratch.remove(part_note(one.stream, one.number))
         if not scratch.is_remote:
-            for note in notes:
-                scratch.remove(note)
-            scratch.write(MANIFEST, content)
             for path in Path(scratch.root).rglob(".*"):
                 # Left by a writer that was killed.
                 path.unlink(missing_ok=True)
             # What carries the name without being whole.
             planned.target.delete()
             Path(scratch.root).rename(planned.target.root)
-        else:
-            scratch.write(MANIFEST, content)
-            for note in notes:
-                scratch.remove(note)
     except OSError as error:
         raise DataError(f"the prepared data set cannot be written: {error.strerror}", where=planned.root) from None
 
 
 @contextmanager
-def cleaned(planned: Planned) -> Iterator[None]:
-    """Remove what was written before an error in the data, which is of no use; what a kill leaves is kept.
+def locked(root: str, name: str, *, handle: Handle | None = None) -> Iterator[bool]:
+    """Hold the lock of a prepared dataset, so that two preparations on one file system take turns. Remote ones have
+    none, and write the same objects.
 
-    Not behind a URL, where somebody else may be writing the same objects.
+    Args:
+        root: where prepared datasets lie.
+        name: of the dataset.
+        handle: told before another process is waited for; without it nothing is, and False given.
     """
-    try:
-        yield
-    except FinrayError as error:
-        if not isinstance(error, ClusterError) and not planned.scratch.is_remote:
-            planned.scratch.delete()
-        raise
-
-
-@contextmanager
-def locked(planned: Planned, handle: Handle = ignore) -> Iterator[None]:
-    """Two preparations of the same data on one file system take turns; remote ones write the same objects."""
-    if is_url(planned.root):
-        yield
+    if is_url(root):
+        yield True
         return
     from filelock import FileLock, Timeout
 
-    locks = Path(planned.root) / ".locks"
     try:
+        locks = Path(root) / ".locks"
         locks.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(locks / f"{planned.name}.lock")
+        lock = FileLock(locks / f"{name}.lock")
         try:
-            lock.acquire(timeout=_PATIENCE_S)
+            lock.acquire(timeout=0 if handle is None else _PATIENCE_S)
         except Timeout:
-            handle(Note("another process is preparing this data; waiting for it"))
-            lock.acquire()
+            if handle is not None:
+                handle(Note("another process is preparing this data; waiting for it"))
+                lock.acquire()
         try:
-            yield
+            yield lock.is_locked
         finally:
             lock.release()
     except OSError as error:
-        raise DataError(
-            f"the prepared data set cannot be written: {error.strerror or error}", where=planned.root
-        ) from None
+        raise DataError(f"the prepared data set cannot be written: {error.strerror or error}", where=root) from None

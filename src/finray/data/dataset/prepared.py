@@ -6,8 +6,8 @@ A directory without a manifest is not one. docs/formats.md is the specification.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from finray.config.schema import DataConfig
+from finray.config.tasks import TaskSpec
 from finray.data.dataset.fetch import DatasetFiles
 from finray.data.dataset.manifest import DataFile, Manifest, StreamEntry
+from finray.data.dataset.plan import ROWS_PER_BATCH
 from finray.data.sampling.order import mix
 from finray.data.sampling.splits import hold_out, mixed, sizes_of_mix
 from finray.data.storage import Folder
@@ -29,43 +31,6 @@ BAD_ROWS = "bad-rows.jsonl"
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A record batch of tokens: first row within the part, values and offsets."""
-
-    start: int
-    ids: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.uint8]
-    offsets: npt.NDArray[np.int32]
-
-
-class _Part:
-    """The tokens of one part, mapped when the first row is read."""
-
-    def __init__(self, files: DatasetFiles, name: str) -> None:
-        self.name = name
-        self._files = files
-
-    @cached_property
-    def _blocks(self) -> list[_Block]:
-        blocks, start = [], 0
-        for batch in _batches(self._files.path(self.name)):
-            ids, mask = batch.column(0), batch.column(1)
-            blocks.append(_Block(start, ids.values.to_numpy(), mask.values.to_numpy(), ids.offsets.to_numpy()))
-            start += len(batch)
-        return blocks
-
-    @cached_property
-    def _starts(self) -> IntArray:
-        return np.array([block.start for block in self._blocks], dtype=np.int64)
-
-    def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        block = self._blocks[int(np.searchsorted(self._starts, number, side="right")) - 1]
-        within = number - block.start
-        span = slice(int(block.offsets[within]), int(block.offsets[within + 1]))
-        return block.ids[span], block.mask[span]
-
-
 class PreparedSplit:
     """Rows of one split, read by index.
 
@@ -75,34 +40,37 @@ class PreparedSplit:
         source_rows: int64 row number in the sources of the split, from 0.
         digests: int64 hash of each row's token ids.
         streams: int64 number of the source that each row came from.
-        labels: class of each row, for labelled text.
     """
 
-    def __init__(self, files: DatasetFiles, streams: Sequence[StreamEntry], indices: IntArray | None = None) -> None:
+    def __init__(self, files: DatasetFiles, streams: Sequence[StreamEntry]) -> None:
         self._files = files
-        self._streams = streams
         parts = [(number, stream, part) for number, stream in enumerate(streams) for part in stream.parts]
-        self._entries = [part for _, _, part in parts]
-        self._parts = [_Part(files, f"{stream.name}/{part.tokens.name}") for _, stream, part in parts]
-        counts = [part.rows for part in self._entries]
+        self._parts = [part for _, _, part in parts]
+        self._token_files = [f"{stream.name}/{part.tokens.name}" for _, stream, part in parts]
+        # By number of the part; batches of token ids, masks and offsets, mapped when the first row is read.
+        self._tokens: dict[int, list[tuple[Any, Any, Any]]] = {}
+        index_files = [f"{stream.name}/{part.index.name}" for _, stream, part in parts]
+        files.prefetch(index_files)
+        self._index = [pa.ipc.open_file(pa.memory_map(str(files.path(name)))).read_all() for name in index_files]
+        counts = [part.rows for part in self._parts]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-        indices_of = [f"{stream.name}/{part.index.name}" for _, stream, part in parts]
-        files.prefetch(indices_of)
-        self._index = _Index([files.path(name) for name in indices_of])
-        before = np.concatenate([[0], np.cumsum([part.source_rows for part in self._entries], dtype=np.int64)])
-        everything = np.arange(self._starts[-1])
-        self._indices: IntArray = everything if indices is None else indices
-        select = slice(None) if indices is None else indices
-        self.lengths = self._index.int64("length")[select]
-        self.supervised = self._index.int64("supervised")[select]
-        self.digests = self._index.int64("digest")[select]
-        source_rows = self._index.int64("source_row") + np.repeat(before[:-1], counts)
-        self.source_rows = source_rows[select]
-        self._groups = self._index.int64("group")[select] if self._index.has("group") else None
-        self.streams = np.repeat([number for number, _, _ in parts], counts).astype(np.int64)[select]
+        before = np.cumsum([0, *(part.source_rows for part in self._parts)], dtype=np.int64)[:-1]
+        # What follows has an entry for each row, and is what `take` chooses from.
+        self._rows = np.arange(self._starts[-1])
+        self.lengths = self._column("length")
+        self.supervised = self._column("supervised")
+        self.digests = self._column("digest")
+        self.source_rows = self._column("source_row") + np.repeat(before, counts)
+        self.streams = np.repeat([number for number, _, _ in parts], counts).astype(np.int64)
+        grouped = any("group" in table.column_names for table in self._index)
+        self._groups = self._column("group") if grouped else None
+
+    def _column(self, name: str) -> IntArray:
+        found = [table.column(name).to_numpy() for table in self._index if len(table)]
+        return np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self._rows)
 
     @property
     def groups(self) -> IntArray:
@@ -120,68 +88,55 @@ class PreparedSplit:
         np.add.at(combined, number, mix(self.digests.view(np.uint64) ^ mix(within.astype(np.uint64))))
         return combined.view(np.int64)[number]
 
-    def take(self, indices: IntArray) -> PreparedSplit:
+    def take(self, rows: IntArray) -> PreparedSplit:
         """Some of the rows, in this order; a row may stand more than once."""
-        return PreparedSplit(self._files, self._streams, self._indices[indices])
+        some = copy(self)
+        for name in ("_rows", "lengths", "supervised", "digests", "source_rows", "streams"):
+            setattr(some, name, getattr(self, name)[rows])
+        some._groups = None if self._groups is None else self._groups[rows]
+        return some
 
     def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Token ids and loss mask of a row, as views of the mapped file."""
         part, within = self._find(number)
-        return self._parts[part].row(within)
+        if part not in self._tokens:
+            reader = pa.ipc.open_file(pa.memory_map(str(self._files.path(self._token_files[part]))))
+            batches = (reader.get_batch(index).columns for index in range(reader.num_record_batches))
+            self._tokens[part] = [
+                (ids.values.to_numpy(), mask.values.to_numpy(), ids.offsets.to_numpy()) for ids, mask in batches
+            ]
+        ids, mask, offsets = self._tokens[part][within // ROWS_PER_BATCH]
+        at = within % ROWS_PER_BATCH
+        span = slice(offsets[at], offsets[at + 1])
+        return ids[span], mask[span]
 
     def where(self, number: int) -> str:
         """``file:row`` in the source."""
-        part, _ = self._find(number)
-        at = int(self._indices[number])
-        piece = self._entries[part].pieces[int(self._index.int64("piece")[at])]
-        return f"{piece.file}:{piece.first + int(self._index.int64('number')[at])}"
+        part, within = self._find(number)
+        piece, row = (self._index[part].column(name)[within].as_py() for name in ("piece", "number"))
+        start = self._parts[part].pieces[piece]
+        return f"{start.file}:{start.first + row}"
 
     @property
     def labels(self) -> list[str]:
         """Class of each row, for labelled text."""
-        found = self._index.strings("label")
-        return [found[int(at)] for at in self._indices]
+        found = [value for table in self._index if len(table) for value in table.column("label").to_pylist()]
+        return [found[row] for row in self._rows.tolist()]
 
     def prefetch(self, rows: Iterable[int]) -> None:
         """Say in which order rows will be read, so that remote files are fetched in that order."""
         names: dict[str, None] = {}
         for row in rows:
-            names.setdefault(self._parts[self._find(row)[0]].name)
-            if len(names) == len(self._parts):
+            names.setdefault(self._token_files[self._find(row)[0]])
+            if len(names) == len(self._token_files):
                 break
         self._files.prefetch(names)
 
     def _find(self, number: int) -> tuple[int, int]:
-        at = int(self._indices[number])
-        part = int(np.searchsorted(self._starts, at, side="right")) - 1
-        return part, at - int(self._starts[part])
-
-
-class _Index:
-    """Columns of the index files, joined."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self._tables = [pa.ipc.open_file(pa.memory_map(str(path))).read_all() for path in paths]
-        self._tables = [table for table in self._tables if len(table)]
-        self._cache: dict[str, IntArray] = {}
-
-    def has(self, column: str) -> bool:
-        return bool(self._tables) and column in self._tables[0].column_names
-
-    def int64(self, column: str) -> IntArray:
-        if column not in self._cache:
-            found = [table.column(column).to_numpy() for table in self._tables]
-            self._cache[column] = np.concatenate([np.empty(0, np.int64), *found]).astype(np.int64)
-        return self._cache[column]
-
-    def strings(self, column: str) -> list[str]:
-        return [value for table in self._tables for value in table.column(column).to_pylist()]
-
-
-def _batches(path: Path) -> Iterator[Any]:
-    reader = pa.ipc.open_file(pa.memory_map(str(path)))
-    for index in range(reader.num_record_batches):
-        yield reader.get_batch(index)
+        """Number of a row's part, and of the row in it."""
+        row = int(self._rows[number])
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return part, row - int(self._starts[part])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +168,14 @@ class PreparedDataset:
             raise DataError(
                 "not a prepared data set", where=str(location), repair="run `finray prepare` again"
             ) from None
-        self._check_sizes()
+        found = dict(self.folder.files())
+        for name, expected in self.files():
+            if found.get(name) != expected.bytes:
+                raise DataError(
+                    "a file of the prepared data set is missing or cut off",
+                    where=self.folder.at(name),
+                    repair=f"delete {self.folder.root} and run the command again",
+                )
         self._files = DatasetFiles(self.folder, self.name, self.files(), local_dir)
 
     @property
@@ -230,21 +192,26 @@ class PreparedDataset:
         """What rows are: ``chat``, ``completion``, ``text`` or ``labelled``."""
         return str(self.manifest.splits[split].kind)
 
+    def require_kind(self, spec: TaskSpec) -> None:
+        """Refuse rows that a task does not learn from.
+
+        Raises:
+            DataError: they are of another kind.
+        """
+        if self.kind() not in spec.rows:
+            raise DataError(
+                f"the rows are {self.kind()}, and {spec.name} learns from {', '.join(sorted(spec.rows))}",
+                where="data.format",
+                repair="set data.format to text, to learn the text alone"
+                if self.kind() == "labelled"
+                else "set data.format or model.task so that they fit each other",
+            )
+
     def files(self) -> Iterator[tuple[str, DataFile]]:
         """Every data file: its path in the dataset, and size and SHA-256."""
         for split in self.manifest.splits.values():
             for stream in split.streams:
                 yield from stream.files()
-
-    def _check_sizes(self) -> None:
-        found = dict(self.folder.files())
-        for name, expected in self.files():
-            if found.get(name) != expected.bytes:
-                raise DataError(
-                    "a file of the prepared data set is missing or cut off",
-                    where=self.folder.at(name),
-                    repair=f"delete {self.folder.root} and run the command again",
-                )
 
     def all_rows(self, split: str) -> PreparedSplit | None:
         """All rows that were prepared for a split; None where there are none."""

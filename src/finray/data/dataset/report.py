@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finray.data.dataset.manifest import Manifest, RowCounts
+from finray.data.dataset.manifest import Manifest
 from finray.data.dataset.prepared import BAD_ROWS, PreparedDataset
 
 _WARNINGS = (
@@ -29,29 +29,23 @@ def report_lines(manifest: Manifest) -> list[str]:
     """As :func:`preparation_report`, from a manifest."""
     lines = []
     for split, stats in manifest.splits.items():
-        counts = stats.counts
         for stream in stats.streams:
             lines.append(f"{stream.name}: read as {stream.format}")
         lines.append(
-            f"{split}: {counts.rows:,} rows, {counts.tokens:,} tokens, "
-            f"{counts.supervised / max(1, counts.tokens):.0%} supervised, longest {stats.longest:,}"
+            f"{split}: {stats.rows:,} rows, {stats.tokens:,} tokens, "
+            f"{stats.supervised / max(1, stats.tokens):.0%} supervised, longest {stats.longest:,}"
         )
-        if counts.left_out:
-            lines.append(f"{split}: the converter left out {counts.left_out:,} of {counts.source_rows:,} rows")
-        if counts.split_conversations:
+        if stats.left_out:
+            lines.append(f"{split}: the converter left out {stats.left_out:,} of {stats.source_rows:,} rows")
+        if stats.split_conversations:
             lines.append(
-                f"{split}: {counts.split_conversations:,} conversations became {counts.split_rows:,} rows with "
-                f"{counts.split_tokens / max(1, counts.tokens):.0%} of all tokens: the chat template rewrites "
+                f"{split}: {stats.split_conversations:,} conversations became {stats.split_rows:,} rows with "
+                f"{stats.split_tokens / max(1, stats.tokens):.0%} of all tokens: the chat template rewrites "
                 "earlier turns (data.train_on: last_assistant makes one row of each)"
             )
-        lines += warning_lines(split, counts)
+        lines += [
+            f"warning: {split}: {getattr(stats, name):,} of {stats.source_rows:,} rows {text}"
+            for name, text in _WARNINGS
+            if getattr(stats, name)
+        ]
     return lines
-
-
-def warning_lines(split: str, counts: RowCounts) -> list[str]:
-    """A line for each thing that rows of a split lost."""
-    return [
-        f"warning: {split}: {getattr(counts, name):,} of {counts.source_rows:,} rows {text}"
-        for name, text in _WARNINGS
-        if getattr(counts, name)
-    ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from contextlib import suppress
 
 from finray.config.schema import Config
 from finray.data.dataset.plan import Part, plan
@@ -23,8 +23,9 @@ class SourceRows:
     """
 
     def __init__(self, config: Config, *, has_chat_template: bool) -> None:
-        self._planned = plan_preparation(config)
-        self._parts = plan(self._planned.settings, self._planned.streams)
+        planned = plan_preparation(config)
+        self._reading = planned.settings.reading
+        self._parts = plan(planned.settings, planned.streams)
         self._has_chat_template = has_chat_template
 
     def parts(self, split: str) -> list[Part]:
@@ -33,25 +34,19 @@ class SourceRows:
 
     def places(self, part: Part) -> list[str]:
         """``file:row`` of each row of a part, in order."""
-        reading = self._planned.settings.reading
         found = []
         for piece in part.pieces:
-            file, first = part.stream.source.short(piece.file), row_number(piece, 0, reading)
-            found += [f"{file}:{first + item.number}" for item in read_piece(piece, part.stream.source, reading)]
+            file, first = part.stream.source.short(piece.file), row_number(piece, 0, self._reading)
+            found += [f"{file}:{first + item.number}" for item in read_piece(piece, part.stream.source, self._reading)]
         return found
 
-    def examples(self, part: Part) -> list[list[Example]]:
+    def examples(self, part: Part) -> Iterator[list[Example]]:
         """What each row of a part was converted to, in order; nothing for a bad row."""
         convert = converter_of(part.row_format, has_chat_template=self._has_chat_template)
-        found: list[list[Example]] = []
         for piece in part.pieces:
-            for item in read_piece(piece, part.stream.source, self._planned.settings.reading):
-                found.append([] if isinstance(item.value, DataError) else _converted(convert, item.value))
-        return found
-
-
-def _converted(convert: Callable[[Any], list[Example]], row: dict[str, Any]) -> list[Example]:
-    try:
-        return convert(row)
-    except DataError:
-        return []
+            for item in read_piece(piece, part.stream.source, self._reading):
+                found: list[Example] = []
+                if not isinstance(item.value, DataError):
+                    with suppress(DataError):
+                        found = convert(item.value)
+                yield found

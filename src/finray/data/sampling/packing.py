@@ -76,7 +76,10 @@ def plan_packs(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
         if left:
             open_packs[left].append(pack)
             occupied |= 1 << left
-    return _plan(packs, capacity, int(sizes.sum()))
+    starts = np.zeros(len(packs) + 1, dtype=np.int64)
+    np.cumsum([len(pack) for pack in packs], out=starts[1:])
+    rows = np.fromiter((row for pack in packs for row in pack), dtype=np.int64, count=int(starts[-1]))
+    return PackPlan(rows, starts, capacity, int(sizes.sum()))
 
 
 def one_row_each(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
@@ -84,10 +87,3 @@ def one_row_each(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
     sizes = np.asarray(lengths, dtype=np.int64)
     count = len(sizes)
     return PackPlan(np.arange(count), np.arange(count + 1), capacity, int(sizes.sum()))
-
-
-def _plan(packs: list[list[int]], capacity: int, tokens: int) -> PackPlan:
-    starts = np.zeros(len(packs) + 1, dtype=np.int64)
-    np.cumsum([len(pack) for pack in packs], out=starts[1:])
-    rows = np.fromiter((row for pack in packs for row in pack), dtype=np.int64, count=int(starts[-1]))
-    return PackPlan(rows, starts, capacity, tokens)

@@ -14,8 +14,8 @@ import datetime
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from finray import compat
 from finray.data.formats.examples import Chat, Message
@@ -28,17 +28,6 @@ RENDER_DATE = (2024, 7, 26)
 _DATE_CODES = ("%d", "%b", "%B", "%Y", "%m", "%y", "%a", "%A", "%j", "%H", "%M", "%S")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARKER = "\ue000{}\ue001"
-
-
-class ChatTokenizer(Protocol):
-    """The part of a Transformers tokenizer that rendering needs."""
-
-    chat_template: Any
-
-    special_tokens_map: dict[str, Any]
-
-    def get_chat_template(self, chat_template: str | None, tools: list[dict[str, Any]] | None) -> str:
-        """The template for a conversation with or without tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +46,8 @@ class Rendered:
     ends: tuple[bool, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Renderings:
-    """The rows of a conversation, and what a person should know of them: names of counters in the manifest."""
-
-    rows: tuple[Rendered, ...]
-    notes: frozenset[str] = frozenset()
-
-
-@dataclass(slots=True)
-class _Noted:
-    notes: set[str] = field(default_factory=set)
+# The rows of a conversation, and what a person should know of them: names of counters in the manifest.
+Renderings = tuple[list[Rendered], frozenset[str]]
 
 
 class ChatRenderer:
@@ -83,7 +63,7 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, *, special_tokens: Iterable[str], arguments: Mapping[str, Any] | None = None
+        self, tokenizer: Any, *, special_tokens: Iterable[str], arguments: Mapping[str, Any] | None = None
     ) -> None:
         if not tokenizer.chat_template:
             raise DataError(
@@ -93,18 +73,17 @@ class ChatRenderer:
             )
         self._tokenizer = tokenizer
         self._special = tuple(token for token in special_tokens if token)
-        self._arguments = dict(arguments or {})
         source = str(tokenizer.chat_template)
         self._dated = "strftime_now" in source
+        self._renders_tools = re.search(r"\btools\b", source) is not None
+        self._renders_calls = "tool_calls" in source
         self._shapes: dict[Any, frozenset[int] | None] = {}
         self._compiled: dict[bool, Any] = {}
-        self._variables = {**tokenizer.special_tokens_map, **self._arguments}
+        self._variables = {**tokenizer.special_tokens_map, **(arguments or {})}
         # Longest first, because one special token may begin with another.
         self._any_special = re.compile(
             "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)"
         )
-        self._renders_tools = re.search(r"\btools\b", source) is not None
-        self._renders_calls = "tool_calls" in source
 
     def render(
         self,
@@ -118,7 +97,7 @@ class ChatRenderer:
         Raises:
             DataError: the template refuses the conversation.
         """
-        chat = self._within_the_template(Chat(messages, tools), _Noted())
+        chat, _ = self._within_the_template(Chat(messages, tools))
         return self._apply(chat.messages, chat.tools, add_generation_prompt=add_generation_prompt)
 
     def ends_turn(self, text: str) -> bool:
@@ -131,15 +110,14 @@ class ChatRenderer:
         Raises:
             DataError: the template refuses the conversation, or where such a message lies cannot be told for certain.
         """
-        noted = _Noted()
-        chat = self._within_the_template(chat, noted)
+        chat, notes = self._within_the_template(chat)
         text = self._apply(chat.messages, chat.tools)
-        self._check_all_is_said(chat, text, noted)
+        self._check_all_is_said(chat, text, notes)
         forbidden = [self._turn(chat, index, text) for index, one in enumerate(chat.messages) if not one.train]
         borders = [0, *(border for span in forbidden for border in span), len(text)]
         spans = [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
         ends = tuple(self.ends_turn(text[:stop]) for _, stop in spans)
-        return Renderings((Rendered(text, tuple(spans), ends),), frozenset(noted.notes))
+        return [Rendered(text, tuple(spans), ends)], frozenset(notes)
 
     def _turn(self, chat: Chat, index: int, text: str) -> Span:
         """Where a message lies, with what the template writes around it."""
@@ -166,25 +144,26 @@ class ChatRenderer:
             DataError: the template refuses the conversation, or renders an answer that does not follow the prompt which
                 a server would render.
         """
-        noted = _Noted()
-        chat = self._within_the_template(chat, noted)
+        chat, notes = self._within_the_template(chat)
         text = self._apply(chat.messages, chat.tools)
-        self._check_all_is_said(chat, text, noted)
+        self._check_all_is_said(chat, text, notes)
         together: list[tuple[Span, bool]] = []
         apart: list[Rendered] = []
         for index in sorted(learned):
-            found = self._find(chat, index, text)
+            row_text, found = text, self._find(chat, index, text)
             if found is not None:
                 together.append(found)
-                self._check_answer(chat.messages[index], text[slice(*found[0])], noted)
             else:
-                row = self._by_itself(chat, index)
-                apart.append(row)
-                self._check_answer(chat.messages[index], row.text[slice(*row.spans[0])], noted)
-        if apart:
-            noted.notes.add("split_conversations")
+                # By itself: the conversation up to the answer, which alone is learned.
+                prompt, row_text = self._prompt(chat, index), self._apply(chat.messages[: index + 1], chat.tools)
+                found = self._span(prompt, row_text, row_text)
+                if found is None:
+                    raise _mismatch(prompt, row_text, has_system=chat.messages[0].role == "system")
+                apart.append(Rendered(row_text, (found[0],), (found[1],)))
+                notes.add("split_conversations")
+            self._check_answer(chat.messages[index], row_text[slice(*found[0])], notes)
         whole = Rendered(text, tuple(span for span, _ in together), tuple(ended for _, ended in together))
-        return Renderings((*([whole] if together or not apart else []), *apart), frozenset(noted.notes))
+        return [*([whole] if together or not apart else []), *apart], frozenset(notes)
 
     # --- spans ------------------------------------------------------------------------------------------------------
 
@@ -193,18 +172,8 @@ class ChatRenderer:
         prompt = self._prompt(chat, index)
         if not text.startswith(prompt):
             return None
-        if index == len(chat.messages) - 1:
-            return self._span(prompt, text, text)
-        return self._span(prompt, self._apply(chat.messages[: index + 1], chat.tools), text)
-
-    def _by_itself(self, chat: Chat, index: int) -> Rendered:
-        """The conversation up to an answer, which alone is learned."""
-        prompt = self._prompt(chat, index)
-        text = self._apply(chat.messages[: index + 1], chat.tools)
-        found = self._span(prompt, text, text) if text.startswith(prompt) else None
-        if found is None:
-            raise _mismatch(prompt, text, has_system=chat.messages[0].role == "system")
-        return Rendered(text, (found[0],), (found[1],))
+        is_last = index == len(chat.messages) - 1
+        return self._span(prompt, text if is_last else self._apply(chat.messages[: index + 1], chat.tools), text)
 
     def _prompt(self, chat: Chat, index: int) -> str:
         if index == 0:
@@ -274,66 +243,65 @@ class ChatRenderer:
     def _template(self, with_tools: bool) -> Any:
         """The template, compiled as Transformers does; its own way to it costs as much again as a rendering."""
         if with_tools not in self._compiled:
-            self._compiled[with_tools] = compat.compile_chat_template(self._source(with_tools))
+            source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
+            self._compiled[with_tools] = compat.compile_chat_template(_dated(source) if self._dated else source)
         return self._compiled[with_tools]
 
-    def _source(self, with_tools: bool) -> str:
-        source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
-        return _dated(source) if self._dated else source
-
-    def _within_the_template(self, chat: Chat, noted: _Noted) -> Chat:
-        """The conversation without what the template cannot write: tools and their calls become text."""
-        messages, tools = chat.messages, chat.tools
+    def _within_the_template(self, chat: Chat) -> tuple[Chat, set[str]]:
+        """The conversation without what the template cannot write (tools and their calls become text), and notes."""
+        messages, tools = list(chat.messages), chat.tools
+        notes: set[str] = set()
         if tools and not self._renders_tools:
-            noted.notes.add("tools_as_text")
-            messages, tools = _tools_as_text(messages, tools), ()
-        if not self._renders_calls and any("tool_calls" in message.extra for message in messages):
-            noted.notes.add("tools_as_text")
-            messages = tuple(_calls_as_text(message) for message in messages)
-        return replace(chat, messages=messages, tools=tools)
+            notes.add("tools_as_text")
+            # One a line, at the end of the system message or before the first turn.
+            lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+            said = messages[0].content
+            joined = f"{said}\n\n{lines}" if messages[0].role == "system" else f"{lines}\n\n{said}"
+            messages[0], tools = replace(messages[0], content=joined), ()
+        if not self._renders_calls:
+            for index, message in enumerate(messages):
+                if "tool_calls" in message.extra:
+                    notes.add("tools_as_text")
+                    messages[index] = _calls_as_text(message)
+        return replace(chat, messages=tuple(messages), tools=tools), notes
 
-    def _check_all_is_said(self, chat: Chat, text: str, noted: _Noted) -> None:
-        """Every message but the answers must stand in the text."""
-        rendered = self._rendered_by_shape(chat)
-        for index, message in enumerate(chat.messages):
-            said = _is_said(message.content, text) if rendered is None else index in rendered
-            if message.role == "assistant" or not message.content.strip() or said:
-                continue
-            if message.role in ("system", "developer"):
-                noted.notes.add("system_ignored")
-            else:
-                raise DataError(
-                    f"the chat template leaves out messages[{index}] (role `{message.role}`)",
-                    where="model.chat_template",
-                    repair="use a role that the template knows, or another template",
-                )
+    def _check_all_is_said(self, chat: Chat, text: str, notes: set[str]) -> None:
+        """Every message but the answers must stand in the text.
 
-    def _rendered_by_shape(self, chat: Chat) -> frozenset[int] | None:
-        """The messages that the template writes, of a conversation with these roles; None where it takes no markers.
-
-        A message's own words may stand elsewhere too, so they prove nothing; a marker does.
+        A message's own words may stand elsewhere too, so they prove nothing; a marker in their place does. So each
+        shape of a conversation is rendered once with markers; words count only where the template takes no markers.
         """
         shape = (tuple((one.role, "tool_calls" in one.extra) for one in chat.messages), bool(chat.tools))
         if shape not in self._shapes:
             marked = tuple(replace(one, content=_MARKER.format(index)) for index, one in enumerate(chat.messages))
             try:
-                text = self._apply(marked, chat.tools)
-                found = frozenset(index for index in range(len(marked)) if _MARKER.format(index) in text)
-                self._shapes[shape] = found
+                shown = self._apply(marked, chat.tools)
+                self._shapes[shape] = frozenset(at for at in range(len(marked)) if _MARKER.format(at) in shown)
             except DataError:
                 self._shapes[shape] = None
-        return self._shapes[shape]
+        rendered = self._shapes[shape]
+        for index, message in enumerate(chat.messages):
+            said = _is_said(message.content, text) if rendered is None else index in rendered
+            if message.role == "assistant" or not message.content.strip() or said:
+                continue
+            if message.role not in ("system", "developer"):
+                raise DataError(
+                    f"the chat template leaves out messages[{index}] (role `{message.role}`)",
+                    where="model.chat_template",
+                    repair="use a role that the template knows, or another template",
+                )
+            notes.add("system_ignored")
 
-    def _check_answer(self, message: Message, learned: str, noted: _Noted) -> None:
+    def _check_answer(self, message: Message, learned: str, notes: set[str]) -> None:
         if not message.content.strip() and "tool_calls" not in message.extra:
-            noted.notes.add("empty_answers")
+            notes.add("empty_answers")
         reasoning = next((message.extra[name] for name in _REASONING if message.extra.get(name)), "")
         squeezed = ""
         for said in (message.content, str(reasoning)):
             if not _is_said(said, learned):
                 squeezed = squeezed or "".join(learned.split())
                 if "".join(said.split()) not in squeezed:
-                    noted.notes.add("answers_rewritten")
+                    notes.add("answers_rewritten")
 
 
 def _is_said(content: str, text: str) -> bool:
@@ -342,16 +310,8 @@ def _is_said(content: str, text: str) -> bool:
     return not content or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
 
 
-def _tools_as_text(messages: tuple[Message, ...], tools: tuple[Mapping[str, Any], ...]) -> tuple[Message, ...]:
-    """The functions, one a line, at the end of the system message or before the first turn."""
-    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    first = messages[0]
-    joined = f"{first.content}\n\n{lines}" if first.role == "system" else f"{lines}\n\n{first.content}"
-    return (replace(first, content=joined), *messages[1:])
-
-
 def _calls_as_text(message: Message) -> Message:
-    calls = message.extra.get("tool_calls")
+    calls = message.extra["tool_calls"]
     if not calls:
         return message
     lines = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]

@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
-from finray.data.formats.examples import Chat, Example, Labelled, Text
-from finray.data.tokenize.chat import ChatRenderer, Rendered, Span
+from finray.data.formats.examples import Chat, Completion, Example, Labelled, Text
+from finray.data.tokenize.chat import ChatRenderer, Span
 from finray.errors import DataError
 
 TrainOn = Literal["completion", "assistant", "last_assistant", "all"]
@@ -39,14 +40,6 @@ class Tokens:
     spans: tuple[Span, ...]
     truncated: bool = False
     label: str | None = None
-
-    @property
-    def mask(self) -> list[int]:
-        """1 where the token is learned, else 0; same length as ``ids``."""
-        mask = [0] * len(self.ids)
-        for start, stop in self.spans:
-            mask[start:stop] = [1] * (stop - start)
-        return mask
 
     @property
     def supervised(self) -> int:
@@ -83,7 +76,6 @@ class _Job:
     spans: tuple[Span, ...]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    label: str | None = None
 
 
 class Tokenizer:
@@ -123,8 +115,10 @@ class Tokenizer:
         self._on_too_long = on_too_long
         self._overlap = chunk_overlap
         self._template_arguments = template_arguments
-        self._renderer: ChatRenderer | None = None
-        self._bos = _leading_special_ids(tokenizer)
+        # What the tokenizer puts in front of every text, for the models that want it.
+        bos = tokenizer.bos_token_id
+        starts_with_bos = bos is not None and tokenizer("a", add_special_tokens=True)["input_ids"][:1] == [bos]
+        self._bos = (int(bos),) if starts_with_bos else ()
         added = tokenizer.added_tokens_decoder
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self._special_texts = sorted(str(added[number].content) for number in self._special_ids)
@@ -140,20 +134,12 @@ class Tokenizer:
         """Whether conversations can be rendered."""
         return bool(self._tokenizer.chat_template)
 
-    @property
+    @cached_property
     def renderer(self) -> ChatRenderer:
         """The chat renderer, made when the first conversation is met, so that plain text needs no template."""
-        if self._renderer is None:
-            self._renderer = ChatRenderer(
-                self._tokenizer, special_tokens=self._special_texts, arguments=self._template_arguments
-            )
-        return self._renderer
+        return ChatRenderer(self._tokenizer, special_tokens=self._special_texts, arguments=self._template_arguments)
 
-    def encode(self, examples: Sequence[Example]) -> list[list[Tokens]]:
-        """The rows of each example; see :meth:`encode_noted`."""
-        return [encoded.rows for encoded in self.encode_noted(examples)]
-
-    def encode_noted(self, examples: Sequence[Example]) -> list[Encoded]:
+    def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokenise a batch.
 
         Raises:
@@ -176,25 +162,27 @@ class Tokenizer:
     # --- what to tokenise -------------------------------------------------------------------------------------------
 
     def _jobs(self, example: Example) -> tuple[list[_Job], frozenset[str]]:
-        if isinstance(example, Chat):
-            return self._chat_jobs(example)
         if isinstance(example, Text):
             return [_Job(example.text, ((0, len(example.text)),), self._bos, self._eos())], frozenset()
         if isinstance(example, Labelled):
-            return [_Job(example.text, (), label=example.label)], frozenset()
-        text = example.prompt + example.completion
-        start = 0 if self._train_on == "all" else len(example.prompt)
-        notes = frozenset() if example.completion.strip() else frozenset({"empty_answers"})
-        return [_Job(text, ((start, len(text)),), self._bos, self._eos())], notes
-
-    def _chat_jobs(self, chat: Chat) -> tuple[list[_Job], frozenset[str]]:
+            return [_Job(example.text, ())], frozenset()
+        if isinstance(example, Completion):
+            text = example.prompt + example.completion
+            start = 0 if self._train_on == "all" else len(example.prompt)
+            notes = frozenset() if example.completion.strip() else frozenset({"empty_answers"})
+            return [_Job(text, ((start, len(text)),), self._bos, self._eos())], notes
         if self._train_on == "all":
-            found = self.renderer.whole(chat)
-            row = found.rows[0]
-            suffix = () if self.renderer.ends_turn(row.text) or not chat.messages[-1].train else self._eos()
-            return [_Job(row.text, row.spans, suffix=suffix)], found.notes
-        found = self.renderer.rows(chat, self._learned(chat))
-        return [self._chat_job(row) for row in found.rows], found.notes
+            (row,), notes = self.renderer.whole(example)
+            suffix = () if self.renderer.ends_turn(row.text) or not example.messages[-1].train else self._eos()
+            return [_Job(row.text, row.spans, suffix=suffix)], notes
+        rows, notes = self.renderer.rows(example, self._learned(example))
+        jobs = []
+        for row in rows:
+            # An answer that comes last, and that no token ends.
+            needs_end = bool(row.spans) and not row.ends[-1] and not row.text[row.spans[-1][1] :].strip()
+            text = row.text[: row.spans[-1][1]] if needs_end else row.text
+            jobs.append(_Job(text, row.spans, suffix=self._eos() if needs_end else ()))
+        return jobs, notes
 
     def _learned(self, chat: Chat) -> list[int]:
         """Indices of the messages to learn."""
@@ -204,11 +192,6 @@ class Tokenizer:
         elif self._train_on == "completion":
             assistants = [index for index in assistants if index >= chat.prompt_messages]
         return [index for index in assistants if chat.messages[index].train]
-
-    def _chat_job(self, row: Rendered) -> _Job:
-        needs_end = bool(row.spans) and not row.ends[-1] and not row.text[row.spans[-1][1] :].strip()
-        text = row.text[: row.spans[-1][1]] if needs_end else row.text
-        return _Job(text, row.spans, suffix=self._eos() if needs_end else ())
 
     def _eos(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id
@@ -226,7 +209,13 @@ class Tokenizer:
         rows: list[Tokens] = []
         dropped = dropped_tokens = cut = lost = 0
         for job, encoding in encoded:
-            whole = self._labelled(job) if isinstance(example, Labelled) else self._tokens(job, encoding)
+            if isinstance(example, Labelled):
+                # With the special tokens that classifiers are trained with, such as [CLS] and [SEP].
+                ids = self._tokenizer(job.text, truncation=True, max_length=self._max_length)["input_ids"]
+                uncut = self._tokenizer(job.text)["input_ids"] if len(ids) == self._max_length else ids
+                rows.append(Tokens(list(ids), (), truncated=len(uncut) > len(ids), label=example.label))
+                continue
+            whole = self._tokens(job, encoding)
             pieces = self._fit(whole, chunked=isinstance(example, Text))
             dropped += not pieces
             dropped_tokens += 0 if pieces else len(whole.ids)
@@ -234,12 +223,6 @@ class Tokenizer:
             lost += bool(pieces) and bool(whole.supervised) and not any(piece.supervised for piece in pieces)
             rows += pieces
         return Encoded(rows, notes, dropped, dropped_tokens, cut, lost)
-
-    def _labelled(self, job: _Job) -> Tokens:
-        """With the special tokens that classifiers are trained with, such as [CLS] and [SEP]."""
-        ids = self._tokenizer(job.text, truncation=True, max_length=self._max_length)["input_ids"]
-        whole = self._tokenizer(job.text)["input_ids"] if len(ids) == self._max_length else ids
-        return Tokens(list(ids), (), truncated=len(whole) > len(ids), label=job.label)
 
     def _tokens(self, job: _Job, encoding: Any) -> Tokens:
         spans = _token_spans(encoding, job, self._special_ids)
@@ -279,7 +262,8 @@ class Tokenizer:
     def _differs_alone(self, text: str, start: int, encoding: Any) -> bool:
         """Whether the end of a prompt is tokenised otherwise when nothing follows, as in serving.
 
-        The rules by which tokenizers cut text into words look ahead in runs of white space only.
+        The rules by which tokenizers cut text into words look ahead in runs of white space only; so the tokens of that
+        run are compared with those of the same run at the end of a text.
         """
         if start < 2 or not text[start - 2 : start].isspace():
             return False
@@ -288,21 +272,15 @@ class Tokenizer:
             return False
         tail = text[max(0, start - run - _TAIL) : start]
         special = max((tail.rfind(token) for token in self._special_texts), default=-1)
-        alone = self._ends_alone(tail[max(special, 0) :], run)
-        low, high = encoding.char_to_token(start - run), encoding.char_to_token(start)
-        if low is None or high is None:
-            return False
-        return bool(encoding.ids[low:high] != alone)
-
-    def _ends_alone(self, tail: str, run: int) -> list[int]:
-        """Tokens from the beginning of the white space at the end of a text that stands alone."""
+        tail = tail[max(special, 0) :]
         if tail not in self._tails:
-            encoding = self._backend.encode(tail, add_special_tokens=False)
-            low = encoding.char_to_token(len(tail) - run)
+            alone = self._backend.encode(tail, add_special_tokens=False)
+            begin = alone.char_to_token(len(tail) - run)
             if len(self._tails) > _MOST_TAILS:
                 self._tails.clear()
-            self._tails[tail] = encoding.ids[low:] if low is not None else []
-        return self._tails[tail]
+            self._tails[tail] = alone.ids[begin:] if begin is not None else []
+        low, high = encoding.char_to_token(start - run), encoding.char_to_token(start)
+        return low is not None and high is not None and encoding.ids[low:high] != self._tails[tail]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))
@@ -321,7 +299,13 @@ class Tokenizer:
             stops = [min(start + limit, length) for start in starts]
             if not self._overlap:
                 stops[:-1] = starts[1:]
-            return [self._chunk(row, start, stop) for start, stop in zip(starts, stops, strict=True)]
+            pieces = []
+            for start, stop in zip(starts, stops, strict=True):
+                # What a piece shares with the one before is context, and not learned twice.
+                learned_from = start + self._overlap if start else 0
+                spans = [(max(low, learned_from) - start, min(high, stop) - start) for low, high in row.spans]
+                pieces.append(Tokens(row.ids[start:stop], tuple((low, high) for low, high in spans if low < high)))
+            return pieces
         if self._on_too_long == "drop":
             return []
         if self._on_too_long == "error":
@@ -329,14 +313,8 @@ class Tokenizer:
                 f"the row has {length} tokens, data.max_length is {limit}",
                 repair="raise data.max_length, or set data.on_too_long to truncate or drop",
             )
-        spans = tuple((start, min(stop, limit)) for start, stop in row.spans if start < limit)
-        return [Tokens(row.ids[:limit], spans, truncated=True)]
-
-    def _chunk(self, row: Tokens, start: int, stop: int) -> Tokens:
-        """A piece of a text; what it shares with the piece before is context, and not learned twice."""
-        learned_from = start + self._overlap if start else 0
-        spans = ((max(low, learned_from) - start, min(high, stop) - start) for low, high in row.spans)
-        return Tokens(row.ids[start:stop], tuple((low, high) for low, high in spans if low < high))
+        kept = tuple((start, min(stop, limit)) for start, stop in row.spans if start < limit)
+        return [Tokens(row.ids[:limit], kept, truncated=True)]
 
 
 def _token_spans(encoding: Any, job: _Job, special: Collection[int]) -> list[Span] | None:
@@ -352,7 +330,9 @@ def _token_spans(encoding: Any, job: _Job, special: Collection[int]) -> list[Spa
         first = 0 if start == 0 else encoding.char_to_token(start)
         last = len(encoding) if stop >= len(job.text) else encoding.char_to_token(stop)
         if first is None or last is None:
-            first, last = _by_offsets(encoding, start, stop)
+            # A border character that belongs to no token: white space that a tokenizer drops.
+            ends = [end for _, end in encoding.offsets]
+            first, last = bisect_right(ends, start), bisect_right(ends, stop)
         if start and first < len(encoding) and encoding.token_to_chars(first)[0] < start:
             if encoding.ids[first] not in special:
                 return None
@@ -363,16 +343,3 @@ def _token_spans(encoding: Any, job: _Job, special: Collection[int]) -> list[Spa
             last += 1
         spans.append((first, last))
     return spans
-
-
-def _by_offsets(encoding: Any, start: int, stop: int) -> tuple[int, int]:
-    """As above, for characters that belong to no token (white space that a tokenizer drops)."""
-    ends = [end for _, end in encoding.offsets]
-    return bisect_right(ends, start), bisect_right(ends, stop)
-
-
-def _leading_special_ids(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer puts in front of every text (BOS, for the models that want one)."""
-    bos = tokenizer.bos_token_id
-    ids = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return (int(bos),) if bos is not None and ids and ids[0] == bos else ()
