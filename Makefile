@@ -7,12 +7,16 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --con
 # pytest-xdist workers; tests/conftest.py says which tests run in the same one.
 JOBS   ?= 2
 
-.PHONY: quickstart test unit browser check format docs pictures bench clean help
+# An environment of its own, because it has a CUDA build of torch (5 GB).
+CUDA_VENV := .venv-cuda
+
+.PHONY: quickstart test unit test-cuda-shapes browser check format docs pictures bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   fine-tune a small chat model on this machine and compare it with its base"
 	@echo "make test         run all tests"
+	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
 	@echo "make unit         run the unit tests, under 90 s"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
@@ -61,6 +65,16 @@ unit: $(VENV)/.dev
 test: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
+# `===` takes the build with CUDA even where a CPU build of the same version is at hand.
+$(CUDA_VENV)/.dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet 'torch===$(shell sed -n "s/^torch==//p" constraints.txt)'
+	$(CUDA_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+test-cuda-shapes: $(CUDA_VENV)/.dev
+	$(CUDA_VENV)/bin/python -m pytest tests/cuda_shapes $(ARGS)
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -86,4 +100,4 @@ bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
 	$(BIN)/python benchmarks/run.py all
 
 clean:
-	rm -rf $(VENV) build .models
+	rm -rf $(VENV) $(CUDA_VENV) build .models
