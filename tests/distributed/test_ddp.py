@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -66,8 +67,7 @@ def steps(strategy: DDPStrategy, seen: list[dict[str, Any]]) -> dict[str, torch.
         return real(tensor, *arguments, **options)
 
     found = {}
-    nothing = cast(Any, None)
-    called, _ = strategy.prepare(net, parameters, lambda: nothing, lambda: nothing)
+    called, _ = strategy.prepare(net, cast(Any, SimpleNamespace(parameters=parameters)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", spy)
         for step in range(STEPS):

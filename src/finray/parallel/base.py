@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -10,10 +11,14 @@ import torch
 import torch.distributed as dist
 
 from finray import compat
-from finray.errors import FinrayError, from_dict
-from finray.sharding import FlatShard, local_rows
+from finray.errors import CheckpointError, FinrayError, from_dict
+from finray.sharding import FlatShard, load_local, local_rows
 
 T = TypeVar("T")
+
+
+# Stands for a parameter's name before state that belongs to none alone.
+SHARED = "shared"
 
 
 class StateReader(Protocol):
@@ -25,10 +30,120 @@ class StateReader(Protocol):
         """Rows ``start`` to ``stop`` of a tensor; all of it by default."""
 
 
+def kinds_of_state(reader: StateReader, parameters: Mapping[str, Any]) -> dict[str, set[str]]:
+    """The kinds of state that a checkpoint has of each parameter; of none where there was no update yet.
+
+    Raises:
+        CheckpointError: the state belongs to other parameters.
+    """
+    kinds: dict[str, set[str]] = {}
+    for key in reader.shapes:
+        name, kind = key.rsplit("/", 1)
+        kinds.setdefault(name, set()).add(kind)
+    kinds.pop(SHARED, None)
+    if kinds and kinds.keys() != parameters.keys():
+        raise CheckpointError("the optimizer state belongs to other parameters")
+    return kinds
+
+
+class StatefulOptimizer:
+    """What finray asks of a torch optimizer beyond its updates: the state of a parameter, or of a vector.
+
+    A vector is what a library joined from many parameters, of any of which a rank may hold any elements. Here state is
+    a tensor of the parameter's shape for each kind, and a count.
+    """
+
+    state: Any
+
+    def initial_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state before the first update: here AdamW's."""
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """The state of a parameter by kind, as tensors that are cut into rows as it is."""
+        return dict(self.state.get(parameter, {}))
+
+    def shared_state(self) -> dict[str, torch.Tensor]:
+        """What belongs to no parameter alone."""
+        return {}
+
+    @torch.no_grad()
+    def load_state_of(self, parameter: torch.nn.Parameter, name: str, kinds: set[str], reader: StateReader) -> None:
+        """Load what :meth:`state_of` gave, cut into the same rows or others.
+
+        Raises:
+            CheckpointError: it is the state of another optimizer.
+        """
+        state = self.initial_state(parameter)
+        if state.keys() != kinds:
+            raise CheckpointError(f"the state of {name} is that of another optimizer")
+        for kind, value in state.items():
+            key = f"{name}/{kind}"
+            if reader.shapes[key] != tuple(value.shape):
+                raise CheckpointError(f"{key} has another shape than in the optimizer")
+            load_local(value, partial(reader.read, key))
+        self.state[parameter] = state
+
+    def vector_state(self, vector: torch.nn.Parameter) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
+        """The state of a vector by kind: a number, or one (fp32) for each element; and what belongs to its blocks."""
+        return self.state.get(vector, {}), {}
+
+    def kinds_to_read(self, name: str, kinds: set[str]) -> set[str]:  # noqa: ARG002
+        """Of the kinds that a checkpoint has of a parameter, those that :meth:`load_vector_state` takes.
+
+        Raises:
+            CheckpointError: it is the state of another optimizer.
+        """
+        return kinds
+
+    def rows(self, reader: StateReader, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a parameter's state as they belong into a vector (fp32), however they were written."""
+        return reader.read(f"{name}/{kind}", start, stop)
+
+    def load_vector_state(
+        self,
+        vector: torch.nn.Parameter,
+        group: dict[str, Any],  # noqa: ARG002
+        values: dict[str, torch.Tensor],
+        blocks: dict[str, torch.Tensor],  # noqa: ARG002
+    ) -> None:
+        """Load what :meth:`vector_state` gave; ``blocks`` is empty where the vector was cut otherwise then."""
+        self.state[vector].update({kind: value.to(vector.device) for kind, value in values.items()})
+
+
+class _Plain(StatefulOptimizer):
+    """The state of an optimizer that is not finray's: torch's AdamW, or one that DeepSpeed made."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.state = optimizer.state
+        # Not by isinstance: every optimizer is one of torch's. DeepSpeed's count in a number.
+        self._is_torchs = type(optimizer).__module__.startswith("torch.")
+
+    def load_vector_state(self, vector: torch.nn.Parameter, *rest: Any) -> None:
+        super().load_vector_state(vector, *rest)
+        if not self._is_torchs and "step" in self.state[vector]:
+            self.state[vector]["step"] = int(self.state[vector]["step"])
+
+
+def stateful(optimizer: torch.optim.Optimizer) -> StatefulOptimizer:
+    """The state of an optimizer. torch's AdamW is not given a subclass: DeepSpeed knows the class itself as tested."""
+    return optimizer if isinstance(optimizer, StatefulOptimizer) else _Plain(optimizer)
+
+
 class NamedOptimizer(Protocol):
-    """An optimizer over named parameters, as the loop sees it."""
+    """An optimizer over named parameters, as the loop sees it.
+
+    Attributes:
+        parameters: by name, in a fixed order.
+        inner: the torch optimizer, for a strategy that drives it itself.
+    """
 
     parameters: dict[str, torch.nn.Parameter]
+    inner: torch.optim.Optimizer
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
         """One update from the gradients, which are then freed.
@@ -63,21 +178,8 @@ class Strategy(Protocol):
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Shard the weights of a module between the ranks, block by block and then the rest; or leave them whole."""
 
-    def prepare(
-        self,
-        module: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        make_optimizer: Callable[[], NamedOptimizer],
-        make_torch_optimizer: Callable[[], torch.optim.Optimizer],
-    ) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """The module to call for a forward pass, and the optimizer.
-
-        Args:
-            module: the one that :meth:`shard` was given.
-            parameters: the trained ones, by name.
-            make_optimizer: makes finray's optimizer, where the strategy has none of its own.
-            make_torch_optimizer: makes a torch optimizer of them, for a strategy that drives it itself.
-        """
+    def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
+        """The module to call for a forward pass and the optimizer, given what :meth:`shard` left."""
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Accumulate a micro-batch's gradients; ``last`` says that it is the step's last one on this rank."""
@@ -125,15 +227,9 @@ class ProcessGroup:
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Leave every weight whole."""
 
-    def prepare(
-        self,
-        module: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],  # noqa: ARG002
-        make_optimizer: Callable[[], NamedOptimizer],
-        make_torch_optimizer: Callable[[], torch.optim.Optimizer],  # noqa: ARG002
-    ) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """The module as it is, and finray's optimizer."""
-        return module, make_optimizer()
+    def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
+        """Both as they are."""
+        return module, optimizer
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:  # noqa: ARG002
         """An ordinary backward pass."""

@@ -8,7 +8,7 @@ rank, or a ``Join`` that shadows its collectives; here a rank may have none at a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,17 +32,11 @@ class DDPStrategy(ProcessGroup):
         """As a config wants it."""
         return cls(device)
 
-    def prepare(
-        self,
-        module: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        make_optimizer: Callable[[], NamedOptimizer],
-        make_torch_optimizer: Callable[[], torch.optim.Optimizer],
-    ) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """The module as it is, and finray's optimizer; from now on gradients lie in buckets."""
+    def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
+        """Both as they are; from now on gradients lie in buckets."""
         if not self.is_alone:
-            self._buckets = _Buckets(list(parameters.values()))
-        return super().prepare(module, parameters, make_optimizer, make_torch_optimizer)
+            self._buckets = _Buckets(list(optimizer.parameters.values()))
+        return module, optimizer
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Accumulate gradients; in the last backward pass, sum each bucket as soon as it is full."""

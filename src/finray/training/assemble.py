@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ from finray.training.checkpointing import CheckpointWriter, find_latest, restore
 from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.loader import EvalLoader, StepLoader
 from finray.training.loop import Loop, peak_memory
-from finray.training.optim.optimizer import Optimizer, torch_optimizer, warnings_of
+from finray.training.optim.optimizer import Optimizer, warnings_of
 from finray.training.profile import Profiler
 from finray.training.state import TrainState
 from finray.training.task import Task
@@ -161,13 +160,9 @@ def _shard(config: Config, task: Task, strategy: Strategy, warn: Warn) -> NamedO
                 "the weights have other names in the model's files than in the model, so every worker read all of "
                 "them before it kept its share"
             )
-    options: dict[str, Any] = {"lora_plus_ratio": config.adapter.lora_plus_ratio, "roles": roles_of(task.model)}
-    task.module, optimizer = strategy.prepare(
-        task.module,
-        task.trainable(),
-        lambda: Optimizer(task.trainable(), config.train, **options),
-        lambda: torch_optimizer(task.trainable(), config.train, **options),
-    )
+    ratio, roles = config.adapter.lora_plus_ratio, roles_of(task.model)
+    made = Optimizer(task.trainable(), config.train, lora_plus_ratio=ratio, roles=roles)
+    task.module, optimizer = strategy.prepare(task.module, made)
     return optimizer
 
 

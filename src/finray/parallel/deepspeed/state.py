@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from finray import compat
-from finray.errors import CheckpointError
-from finray.parallel.base import StateReader
+from finray.parallel.base import SHARED, StateReader, kinds_of_state, stateful
 from finray.sharding import FlatShard, Read, attach_store, read_elements
 
-# Before the names of state that belongs to no parameter alone.
-SHARED = "shared"
+# State of the blocks of a vector: the scales of 8-bit moments.
+BLOCK_KINDS = ("absmax1", "absmax2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +102,8 @@ class Replica:
         return full
 
 
-def keep_trained(engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-    """Say where trained weights are once there is an engine, which has them in fp32."""
-    store = Partition if engine.zero_optimization_stage() == 3 else Replica
-    for parameter, place in _places(engine).items():
-        attach_store(parameter, store(parameter, place))
-    assert _places(engine).keys() == set(parameters.values())
-
-
 class ZeroOptimizer:
-    """The optimizer inside DeepSpeed's, as the loop sees it.
+    """The optimizer inside DeepSpeed's, as the loop sees it. It says where the trained weights are, in fp32.
 
     Args:
         engine: DeepSpeed's.
@@ -122,10 +113,14 @@ class ZeroOptimizer:
     def __init__(self, engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.parameters = dict(parameters)
         self._engine = engine
+        self._stage = engine.zero_optimization_stage()
         self._places = _places(engine)
+        assert self._places.keys() == set(self.parameters.values())
+        for parameter, place in self._places.items():
+            attach_store(parameter, (Partition if self._stage == 3 else Replica)(parameter, place))
         # What DeepSpeed wraps: over vectors instead of parameters.
-        self._inner = engine.optimizer.optimizer
-        self._layout = engine.zero_optimization_stage(), dist.get_world_size()
+        self.inner = engine.optimizer.optimizer
+        self._state = stateful(self.inner)
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
         """Clip, update, and give the new weights to all ranks; gradients are freed.
@@ -138,14 +133,14 @@ class ZeroOptimizer:
         left_out = found_inf is not None and bool(found_inf)
         if left_out:
             # DeepSpeed does what else belongs to a step: it forgets the gradients.
-            self._inner.step = lambda closure=None: None
+            self.inner.step = lambda closure=None: None
         try:
             self._engine.step()
         finally:
             if left_out:
-                del self._inner.step
+                del self.inner.step
                 # With stage 2 and the optimizer on the CPU it would add to gradients that overflowed for ever.
-                zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients) if self._layout[0] < 3 else {}
+                zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients) if self._stage < 3 else {}
             # Otherwise it would multiply the next loss, which comes with its scale.
             zero.loss_scaler.cur_scale = 1.0
 
@@ -154,16 +149,13 @@ class ZeroOptimizer:
         found: dict[str, torch.Tensor | FlatShard] = {}
         held: dict[torch.Tensor, Mapping[str, Any]] = {}
         for number, flat in enumerate(_flats(self._engine)):
-            held[flat] = self._inner.state.get(flat, {})
-            if hasattr(self._inner, "unpacked"):
-                held[flat], scales = self._inner.unpacked(flat)
-                for kind, own in scales.items():
-                    ranks = self._layout[1]
-                    key = f"{SHARED}/{kind}.{self._label(number)}"
-                    found[key] = FlatShard(own, dist.get_rank() * len(own), (ranks * len(own),))
+            held[flat], blocks = self._state.vector_state(flat)
+            for kind, own in blocks.items():
+                whole = (dist.get_world_size() * len(own),)
+                found[self._block_key(kind, number)] = FlatShard(own, dist.get_rank() * len(own), whole)
         for name, parameter in self.parameters.items():
             place = self._places[parameter]
-            shape = _shape(parameter)
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             for kind, value in held[place.flat].items():
                 if torch.is_tensor(value) and value.shape == place.flat.shape:
                     found[f"{name}/{kind}"] = FlatShard(place.of(value), place.start, shape)
@@ -176,66 +168,41 @@ class ZeroOptimizer:
         """Put back what :meth:`sharded_state` gave under any strategy.
 
         Raises:
-            CheckpointError: the state belongs to other parameters.
+            CheckpointError: the state belongs to other parameters, or to another optimizer.
         """
-        kinds: dict[str, list[str]] = {}
-        for key in reader.shapes:
-            name, kind = key.rsplit("/", 1)
-            kinds.setdefault(name, []).append(kind)
-        kinds.pop(SHARED, None)
-        if kinds and kinds.keys() != self.parameters.keys():
-            raise CheckpointError("the optimizer state belongs to other parameters")
-        if kinds and hasattr(self._inner, "pack_again"):
-            self._restore_packed(reader)
+        kinds = kinds_of_state(reader, self.parameters)
+        if not kinds:
             return
-        for name, own in kinds.items():
-            place = self._places[self.parameters[name]]
-            state = self._inner.state[place.flat]
-            for kind in sorted(own):
-                self._read(reader, f"{name}/{kind}", kind, place, state)
-
-    def _restore_packed(self, reader: StateReader) -> None:
-        """Restore an optimizer that packs its state in blocks of a vector, and so can only do so once it is whole."""
+        zero = self._engine.optimizer
         for number, flat in enumerate(_flats(self._engine)):
-            values = {kind: torch.zeros_like(flat, dtype=torch.float32) for kind in ("state1", "state2")}
+            values: dict[str, torch.Tensor] = {}
             for name, parameter in self.parameters.items():
                 place = self._places[parameter]
                 if place.flat is not flat:
                     continue
-                if f"{name}/state1" not in reader.shapes:
-                    raise CheckpointError(f"the state of {name} is that of another optimizer")
-                values["step"] = reader.read(f"{name}/step")
-                for kind in ("state1", "state2"):
-                    rows = partial(self._inner.rows, reader, name, kind)
-                    own = read_elements(rows, reader.shapes[f"{name}/{kind}"], place.start, place.start + place.count)
+                for kind in self._state.kinds_to_read(name, kinds[name]):
+                    shape = reader.shapes[f"{name}/{kind}"]
+                    if not shape:
+                        values[kind] = reader.read(f"{name}/{kind}").reshape(())
+                        continue
+                    if kind not in values:
+                        values[kind] = torch.zeros_like(flat, dtype=torch.float32)
+                    rows = partial(self._state.rows, reader, name, kind)
+                    own = read_elements(rows, shape, place.start, place.start + place.count)
                     place.of(values[kind]).copy_(own)
-            scales = {}
-            for kind in ("absmax1", "absmax2"):
-                key = f"{SHARED}/{kind}.{self._label(number)}"
+            blocks = {}
+            for kind in BLOCK_KINDS:
+                key = self._block_key(kind, number)
                 if key in reader.shapes:
-                    each, rank = reader.shapes[key][0] // self._layout[1], dist.get_rank()
-                    scales[kind] = reader.read(key, rank * each, (rank + 1) * each)
-            self._inner.pack_again(flat, _group_of(self._engine, number), values, scales)
+                    each, rank = reader.shapes[key][0] // dist.get_world_size(), dist.get_rank()
+                    blocks[kind] = reader.read(key, rank * each, (rank + 1) * each)
+            # Under stage 3 a group of parameters may be several vectors.
+            index = zero.sub_group_to_group_id[number] if self._stage == 3 else number
+            self._state.load_vector_state(flat, self.inner.param_groups[index], values, blocks)
 
-    def _label(self, number: int) -> str:
-        """Names a vector, and how it was cut: only then do the scales of its blocks mean the same."""
-        stage, ranks = self._layout
-        return f"zero{stage}-{ranks}-{number}"
-
-    def _read(self, reader: StateReader, key: str, kind: str, place: Place, state: dict[str, Any]) -> None:
-        shape = reader.shapes[key]
-        if not shape:
-            # torch's optimizers count in a tensor, DeepSpeed's in a number.
-            count = reader.read(key).reshape(())
-            own = type(self._inner).__module__.startswith("torch.")
-            state[kind] = count.to(place.flat.device) if own else int(count)
-            return
-        if kind not in state:
-            state[kind] = torch.zeros_like(place.flat, dtype=torch.float32)
-        values = read_elements(
-            lambda start, stop: reader.read(key, start, stop), shape, place.start, place.start + place.count
-        )
-        place.of(state[kind]).copy_(values)
+    def _block_key(self, kind: str, number: int) -> str:
+        """Names a vector, and how it was cut: only then do its blocks mean the same."""
+        return f"{SHARED}/{kind}.zero{self._stage}-{dist.get_world_size()}-{number}"
 
 
 def _flats(engine: Any) -> list[torch.nn.Parameter]:
@@ -243,14 +210,6 @@ def _flats(engine: Any) -> list[torch.nn.Parameter]:
     zero = engine.optimizer
     stage_3 = engine.zero_optimization_stage() == 3
     return list(zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups)
-
-
-def _group_of(engine: Any, number: int) -> dict[str, Any]:
-    """The settings of a vector; under stage 3 a group of parameters may be several vectors."""
-    zero = engine.optimizer
-    index = zero.sub_group_to_group_id[number] if engine.zero_optimization_stage() == 3 else number
-    group: dict[str, Any] = zero.optimizer.param_groups[index]
-    return group
 
 
 def _places(engine: Any) -> dict[torch.nn.Parameter, Place]:
@@ -279,7 +238,3 @@ def _share(parameter: Any) -> tuple[int, int]:
     size = parameter.ds_tensor.ds_numel
     start = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
     return start, min(size, parameter.ds_numel - start)
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

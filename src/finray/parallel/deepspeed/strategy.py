@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.parallel.base import NamedOptimizer, ProcessGroup
 from finray.parallel.deepspeed import config as deepspeed_config
-from finray.parallel.deepspeed.state import Partition, ZeroOptimizer, keep_trained
+from finray.parallel.deepspeed.state import Partition, ZeroOptimizer
 from finray.sharding import attach_store
 
 # Where DeepSpeed's own files lie in what it is told to write.
@@ -69,31 +69,23 @@ class DeepSpeedStrategy(ProcessGroup):
         for parameter in module.parameters():
             attach_store(parameter, Partition(parameter))
 
-    def prepare(
-        self,
-        module: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        make_optimizer: Callable[[], NamedOptimizer],  # noqa: ARG002
-        make_torch_optimizer: Callable[[], torch.optim.Optimizer],
-    ) -> tuple[torch.nn.Module, NamedOptimizer]:
+    def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
         """DeepSpeed's engine around the module, with the optimizer of the JSON or, without one, with finray's."""
         settings = self._settings(module)
         theirs = "optimizer" in settings
-        optimizer = make_torch_optimizer()
         # The groups say which parameters have no weight decay, whoever makes the optimizer.
         groups = [
-            {key: group[key] for key in ("params", "lr", "weight_decay", "lr_scale") if key in group}
-            for group in optimizer.param_groups
+            {key: group[key] for key in ("params", "lr", "weight_decay", "lr_scale")}
+            for group in optimizer.inner.param_groups
         ]
         self._engine, *_ = self._deepspeed.initialize(
             model=module,
-            optimizer=None if theirs else optimizer,
+            optimizer=None if theirs else optimizer.inner,
             model_parameters=groups if theirs else None,
             config=settings,
             dist_init_required=False,
         )
-        keep_trained(self._engine, parameters)
-        return self._engine, ZeroOptimizer(self._engine, parameters)
+        return self._engine, ZeroOptimizer(self._engine, optimizer.parameters)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         """Add gradients; on the last micro-batch DeepSpeed sums them over the ranks, if it has not done so before."""

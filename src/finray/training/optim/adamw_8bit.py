@@ -14,7 +14,7 @@ import bitsandbytes as bnb
 import torch
 
 from finray.errors import CheckpointError
-from finray.parallel.base import StateReader
+from finray.parallel.base import SHARED, StatefulOptimizer, StateReader
 from finray.sharding import is_sharded, local_rows, rows_like, shape_of, shards_of
 
 BLOCK = 256
@@ -23,15 +23,13 @@ SMALLEST = 4096
 _BITS = "bits"
 
 
-class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc]
+class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
     """AdamW with 8-bit moments.
 
     Args:
         groups: parameter groups; parameters may be shards.
         paged: moments in memory that the GPU's driver moves to the CPU when it needs the room.
-        lr: learning rate.
-        betas: decay of the moments.
-        eps: Adam's epsilon.
+        lr, betas, eps: Adam's.
     """
 
     found_inf: torch.Tensor | None = None
@@ -41,25 +39,21 @@ class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc]
     ) -> None:
         self._local: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self._updates = 0
-        own = []
+        held_groups = []
         on_cpu = True
         for group in groups:
             for bits in (8, 32):
                 fitting = [one for one in group["params"] if _is_eight(one) == (bits == 8)]
                 on_cpu &= all(one.device.type == "cpu" for one in fitting)
-                held = [self._held(one) for one in fitting]
+                for one in fitting:
+                    # What this rank holds of it shares its memory.
+                    own = torch.nn.Parameter(local_rows(one.detach())[0], one.requires_grad) if is_sharded(one) else one
+                    self._local[one] = own
+                held = [self._local[one] for one in fitting]
                 # A rank may have no row of a small parameter; where a library keeps the values, all are empty.
                 if held := [one for one in held if one.numel() or one in self._local]:
-                    own.append({**group, "params": held, _BITS: bits})
-        super().__init__(own, lr=lr, betas=betas, eps=eps, min_8bit_size=0, is_paged=paged and not on_cpu)
-
-    def _held(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        """What this rank holds of a parameter, as a parameter that shares its memory."""
-        local = parameter
-        if is_sharded(parameter):
-            local = torch.nn.Parameter(local_rows(parameter.detach())[0], requires_grad=parameter.requires_grad)
-        self._local[parameter] = local
-        return local
+                    held_groups.append({**group, "params": held, _BITS: bits})
+        super().__init__(held_groups, lr=lr, betas=betas, eps=eps, min_8bit_size=0, is_paged=paged and not on_cpu)
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
         """bitsandbytes asks here for the settings of a parameter."""
@@ -85,13 +79,16 @@ class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc]
         for parameter in self._local:
             parameter.grad = None
 
-    def saved(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The state of a parameter as tensors that are cut into rows as it is."""
         local = self._local[parameter]
-        parts, _ = shards_of(parameter)
         state = self.state.get(local, {})
         if not self._updates:
             return {}
+        parts, _ = shards_of(parameter)
+        # Blocks of the largest part.
+        rows = -(-parameter.shape[0] // parts)
+        blocks = -(-rows * (parameter.numel() // parameter.shape[0]) // BLOCK)
         # A rank without rows of this parameter has no state of it, and may be the one that writes the count.
         found = {"step": torch.tensor(float(self._updates))}
         eight = _is_eight(parameter)
@@ -101,61 +98,41 @@ class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc]
                 values = torch.zeros_like(local, dtype=torch.uint8 if eight else torch.float32)
             found[f"state{number}"] = rows_like(values, parameter, tuple(parameter.shape))
             if eight:
-                blocks = _blocks(parameter, parts)
                 scales = local.new_zeros((1, blocks), dtype=torch.float32)
                 if f"absmax{number}" in state:
                     scales[0, : len(state[f"absmax{number}"])] = state[f"absmax{number}"]
                 found[f"absmax{number}"] = rows_like(scales, parameter, (parts, blocks))
         return found
 
-    def shared(self) -> dict[str, torch.Tensor]:
+    def shared_state(self) -> dict[str, torch.Tensor]:
         """The maps that the bytes of the first and of the second moment index."""
         return {"qmap1": self.name2qmap["dynamic"], "qmap2": self.name2qmap["udynamic"]}
 
-    def put_back(self, parameter: torch.nn.Parameter, name: str, reader: StateReader) -> None:
-        """Restore what :meth:`saved` gave, cut into the same parts or others.
-
-        Raises:
-            CheckpointError: it is the state of another optimizer.
-        """
-        if f"{name}/state1" not in reader.shapes:
-            raise CheckpointError(f"the state of {name} is that of another optimizer")
+    def load_state_of(self, parameter: torch.nn.Parameter, name: str, kinds: set[str], reader: StateReader) -> None:
+        """Load what :meth:`state_of` gave, cut into the same parts or others."""
+        self.kinds_to_read(name, kinds)
         local = self._local[parameter]
         self._updates = int(reader.read(f"{name}/step"))
         if not local.numel():
             return
-        group, at = next(
-            (number, place)
-            for number, one in enumerate(self.param_groups)
-            for place, held in enumerate(one["params"])
-            if held is local
-        )
+        places = [(group, place) for group, one in enumerate(self.param_groups) for place in range(len(one["params"]))]
+        group, at = next(one for one in places if self.param_groups[one[0]]["params"][one[1]] is local)
         self.init_state(self.param_groups[group], local, group, at)
         state = self.state[local]
         state["step"] = self._updates
         parts, part = shards_of(parameter)
         _, start = local_rows(parameter)
+        stop = start + len(local)
         for number in ("1", "2"):
-            key, kept = f"{name}/state{number}", state[f"state{number}"]
             scales = f"{name}/absmax{number}"
-            if kept.dtype != torch.uint8:
-                kept.copy_(reader.read(key, start, start + len(local)))
-            elif scales not in reader.shapes:
-                # Written where blocks have nothing to do with rows, so in fp32.
-                packed, absmax = pack(reader.read(key, start, start + len(local)), state[f"qmap{number}"].cpu())
-                kept.copy_(packed)
-                state[f"absmax{number}"].copy_(absmax)
-            elif reader.shapes[scales][0] == parts:
-                kept.copy_(reader.read(key, start, start + len(local)))
+            if scales in reader.shapes and reader.shapes[scales][0] == parts:
+                state[f"state{number}"].copy_(reader.read(f"{name}/state{number}", start, stop))
                 own = state[f"absmax{number}"]
                 own.copy_(reader.read(scales, part, part + 1)[0, : len(own)])
             else:
-                values = _unpacked(reader, name, number, start, start + len(local))
-                packed, absmax = pack(values, state[f"qmap{number}"].cpu())
-                kept.copy_(packed)
-                state[f"absmax{number}"].copy_(absmax)
+                _store(state, number, self.rows(reader, name, f"state{number}", start, stop))
 
-    def unpacked(self, vector: torch.nn.Parameter) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def vector_state(self, vector: torch.nn.Parameter) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The state of a vector that a library joined from parameters, in fp32, and the scales of its blocks."""
         state = self.state.get(vector, {})
         values: dict[str, torch.Tensor] = {}
@@ -170,61 +147,57 @@ class AdamW8bit(bnb.optim.AdamW8bit):  # type: ignore[misc]
             values[f"state{number}"] = kept
         return {**values, "step": torch.tensor(float(state["step"]))}, scales
 
-    def pack_again(
+    def load_vector_state(
         self,
         vector: torch.nn.Parameter,
         group: dict[str, Any],
         values: dict[str, torch.Tensor],
-        scales: dict[str, torch.Tensor],
+        blocks: dict[str, torch.Tensor],
     ) -> None:
-        """Put back what :meth:`unpacked` gave; without scales, those of the blocks as they are now."""
+        """Load what :meth:`vector_state` gave; without scales, with those of the blocks as they are now."""
         # bitsandbytes looks its settings up by place, and DeepSpeed takes the vectors out of their groups.
-        groups: list[dict[str, Any]] = getattr(self, "param_groups")  # noqa: B009
-        self.param_groups = [{**group, "params": [vector]}]
+        groups = self.param_groups
+        self.param_groups: list[dict[str, Any]] = [{**group, "params": [vector]}]
         self.init_state(self.param_groups[0], vector, 0, 0)
         self.param_groups = groups
         state = self.state[vector]
         state["step"] = self._updates = int(values["step"])
         for number in ("1", "2"):
-            kept, value = state[f"state{number}"], values[f"state{number}"]
-            if kept.dtype != torch.uint8:
-                kept.copy_(value)
-                continue
-            packed, absmax = pack(value.cpu(), state[f"qmap{number}"].cpu(), scales.get(f"absmax{number}"))
-            kept.copy_(packed)
-            state[f"absmax{number}"].copy_(absmax)
+            _store(state, number, values[f"state{number}"], blocks.get(f"absmax{number}"))
+
+    def kinds_to_read(self, name: str, kinds: set[str]) -> set[str]:
+        """Both moments and the count; scales are read with the moments."""
+        if "state1" not in kinds:
+            raise CheckpointError(f"the state of {name} is that of another optimizer")
+        return {"step", "state1", "state2"}
 
     def rows(self, reader: StateReader, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a moment in fp32, however it was written."""
-        if f"{name}/absmax{kind[-1]}" in reader.shapes:
-            return _unpacked(reader, name, kind[-1], start, stop)
-        return reader.read(f"{name}/{kind}", start, stop)
+        """Rows of a moment in fp32, whichever parts they were cut into, and however they were written."""
+        key, scales_key = f"{name}/{kind}", f"{name}/absmax{kind[-1]}"
+        if scales_key not in reader.shapes:
+            return reader.read(key, start, stop)
+        whole, parts = reader.shapes[key][0], reader.shapes[scales_key][0]
+        rows = -(-whole // parts)
+        quantisation = reader.read(f"{SHARED}/qmap{kind[-1]}")
+        found = []
+        for part in range(start // rows, -(-stop // rows)):
+            first, last = part * rows, min((part + 1) * rows, whole)
+            values = unpack(reader.read(key, first, last), reader.read(scales_key, part, part + 1)[0], quantisation)
+            found.append(values[max(start, first) - first : min(stop, last) - first])
+        return torch.cat(found)
 
 
 def _is_eight(parameter: torch.Tensor) -> bool:
     return math.prod(shape_of(parameter)) >= SMALLEST
 
 
-def _blocks(parameter: torch.Tensor, parts: int) -> int:
-    """Blocks of the largest part."""
-    rows = -(-parameter.shape[0] // parts)
-    return -(-rows * (parameter.numel() // parameter.shape[0]) // BLOCK)
-
-
-def _unpacked(reader: StateReader, name: str, number: str, start: int, stop: int) -> torch.Tensor:
-    """Rows of a moment in fp32, whichever parts they were cut into."""
-    shape = reader.shapes[f"{name}/state{number}"]
-    parts = reader.shapes[f"{name}/absmax{number}"][0]
-    rows = -(-shape[0] // parts)
-    quantisation = reader.read(f"shared/qmap{number}")
-    found = []
-    for part in range(start // rows, -(-stop // rows)):
-        first, last = part * rows, min((part + 1) * rows, shape[0])
-        packed = reader.read(f"{name}/state{number}", first, last)
-        scales = reader.read(f"{name}/absmax{number}", part, part + 1)[0]
-        values = unpack(packed, scales, quantisation)
-        found.append(values[max(start, first) - first : min(stop, last) - first])
-    return torch.cat(found)
+def _store(state: dict[str, Any], number: str, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
+    """Copy a moment (fp32) into the state of a parameter, which may be 8 bits wide."""
+    kept = state[f"state{number}"]
+    if kept.dtype == torch.uint8:
+        values, absmax = pack(values.cpu(), state[f"qmap{number}"].cpu(), scales)
+        state[f"absmax{number}"].copy_(absmax)
+    kept.copy_(values)
 
 
 def unpack(packed: torch.Tensor, scales: torch.Tensor, quantisation: torch.Tensor) -> torch.Tensor:

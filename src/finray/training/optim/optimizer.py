@@ -9,14 +9,11 @@ import torch
 
 from finray import compat
 from finray.config.schema import TrainConfig
-from finray.errors import CheckpointError
-from finray.parallel.base import StateReader
-from finray.sharding import load_local, shape_of
+from finray.parallel.base import SHARED, StateReader, kinds_of_state, stateful
+from finray.sharding import shape_of
 from finray.training.optim.sharded import Adafactor, MuonAndAdamW
 
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
-# Stands for a parameter's name before state that belongs to all of them.
-SHARED = "shared"
 # What a parameter is, where that matters: embeddings and heads are not hidden matrices, norms do not decay.
 Roles = Mapping[str, str]
 
@@ -124,7 +121,8 @@ class Optimizer:
         roles: Roles | None = None,
     ) -> None:
         self.parameters = dict(parameters)
-        self._inner: Any = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
+        self.inner = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
+        self._state = stateful(self.inner)
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
         """One update from the gradients, which are freed.
@@ -133,27 +131,20 @@ class Optimizer:
             learning_rate: of groups whose factor is one.
             found_inf: fp32 scalar on the device; where it is one, nothing is changed.
         """
-        for group in self._inner.param_groups:
+        for group in self.inner.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
-        compat.set_found_inf(self._inner, found_inf)
-        self._inner.step()
-        self._inner.zero_grad(set_to_none=True)
+        compat.set_found_inf(self.inner, found_inf)
+        self.inner.step()
+        self.inner.zero_grad(set_to_none=True)
 
     def sharded_state(self) -> dict[str, torch.Tensor]:
         """The moments and update counts as ``<parameter>/<kind>`` tensors, which may be shards."""
         own = {
             f"{name}/{kind}": value
             for name, parameter in self.parameters.items()
-            for kind, value in self._state_of(parameter).items()
+            for kind, value in self._state.state_of(parameter).items()
         }
-        shared = self._inner.shared() if hasattr(self._inner, "shared") else {}
-        return own | {f"{SHARED}/{kind}": value for kind, value in shared.items()}
-
-    def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        if hasattr(self._inner, "saved"):
-            saved: dict[str, torch.Tensor] = self._inner.saved(parameter)
-            return saved
-        return dict(self._inner.state.get(parameter, {}))
+        return own | {f"{SHARED}/{kind}": value for kind, value in self._state.shared_state().items()}
 
     def load_sharded_state(self, reader: StateReader) -> None:
         """Put back what :meth:`sharded_state` gave, this rank's rows of it.
@@ -161,40 +152,5 @@ class Optimizer:
         Raises:
             CheckpointError: the state belongs to other parameters, or to another optimizer.
         """
-        kinds: dict[str, set[str]] = {}
-        for key in reader.shapes:
-            name, kind = key.rsplit("/", 1)
-            kinds.setdefault(name, set()).add(kind)
-        kinds.pop(SHARED, None)
-        if kinds and kinds.keys() != self.parameters.keys():
-            raise CheckpointError("the optimizer state belongs to other parameters")
-        for name, own in kinds.items():
-            parameter = self.parameters[name]
-            if hasattr(self._inner, "put_back"):
-                self._inner.put_back(parameter, name, reader)
-                continue
-            state = _fresh(self._inner, parameter)
-            if state.keys() != own:
-                raise CheckpointError(f"the state of {name} is that of another optimizer")
-            for kind, value in state.items():
-                _read(reader, f"{name}/{kind}", value)
-            self._inner.state[parameter] = state
-
-
-def _fresh(inner: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """The state before the first update: tensors of the right shape, dtype and device."""
-    if hasattr(inner, "fresh"):
-        state: dict[str, torch.Tensor] = inner.fresh(parameter)
-        return state
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
-    }
-
-
-@torch.no_grad()
-def _read(reader: StateReader, key: str, value: torch.Tensor) -> None:
-    if reader.shapes[key] != tuple(value.shape):
-        raise CheckpointError(f"{key} has another shape than in the optimizer")
-    load_local(value, lambda start, stop: reader.read(key, start, stop))
+        for name, kinds in kinds_of_state(reader, self.parameters).items():
+            self._state.load_state_of(self.parameters[name], name, kinds, reader)

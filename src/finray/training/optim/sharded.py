@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from finray import compat
+from finray.parallel.base import StatefulOptimizer
 from finray.sharding import full_tensor, is_sharded, local_rows, rows_like, sum_over_shards
 
 MOMENTUM = 0.95
@@ -23,7 +24,7 @@ DECAY = -0.8
 SMALLEST_SCALE = 1e-3
 
 
-class MuonAndAdamW(torch.optim.Optimizer):
+class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
     """Muon for groups marked ``use_muon``, fused AdamW for the others; one object with one state.
 
     Updates are scaled to the size of AdamW's (``match_rms_adamw``), so that one learning rate serves both.
@@ -40,15 +41,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
             # Its groups are the same dictionaries, so that a learning rate that is set here is set there.
             self._adam.state = self.state
 
-    def fresh(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    def initial_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The state before the first update."""
         if parameter in self._use_muon:
             return {"momentum_buffer": torch.zeros_like(parameter)}
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        return super().initial_state(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -65,22 +62,24 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
         state = self.state[parameter]
         if not state:
-            state.update(self.fresh(parameter))
+            state.update(self.initial_state(parameter))
+        own, start = local_rows(parameter)
         kept, _ = local_rows(state["momentum_buffer"])
         assert parameter.grad is not None
         gradient, _ = local_rows(parameter.grad)
-        gradient = _unless(self.found_inf, gradient, kept)
+        bad = None if self.found_inf is None else self.found_inf.to(own.device)
+        if bad is not None:
+            gradient = torch.where(bad > 0, kept, gradient)
         kept.lerp_(gradient, 1 - MOMENTUM)
         update = gradient.lerp(kept, MOMENTUM)
         # The whole matrix on every rank: what is orthogonal cannot be told from some of its rows.
         full = orthogonal(full_tensor(rows_like(update, parameter, tuple(parameter.shape))))
-        rate = 0.2 * max(parameter.shape) ** 0.5 * group["lr"]
-        own, start = local_rows(parameter)
         full = full[start : start + len(own)]
-        if self.found_inf is None:
+        rate = 0.2 * max(parameter.shape) ** 0.5 * group["lr"]
+        if bad is None:
             own.mul_(1 - group["lr"] * group["weight_decay"]).add_(full, alpha=-rate)
         else:
-            good = 1 - self.found_inf.to(own.device)
+            good = 1 - bad
             own.mul_(1 - good * (group["lr"] * group["weight_decay"])).add_(full.float() * (good * -rate))
 
 
@@ -97,7 +96,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if tall else x
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(StatefulOptimizer, torch.optim.Optimizer):
     """Adafactor with relative steps of at most the learning rate, and no momentum.
 
     The second moment of a matrix is kept as the means of its rows and of its columns. Parameters of more dimensions
@@ -109,7 +108,7 @@ class Adafactor(torch.optim.Optimizer):
     def __init__(self, groups: list[dict[str, Any]], *, lr: float) -> None:
         super().__init__(groups, {"lr": lr})
 
-    def fresh(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    def initial_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """The state before the first update."""
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         own, _ = local_rows(parameter)
@@ -132,10 +131,11 @@ class Adafactor(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        _sum_together([update.parameter for update in updates], [update.first_sums for update in updates])
+        shared = [update for update in updates if is_sharded(update.parameter)]
+        _sum_together(shared, [update.first_sums for update in shared])
         for update in updates:
             update.learn()
-        _sum_together([update.parameter for update in updates], [update.second_sums for update in updates])
+        _sum_together(shared, [update.second_sums for update in shared])
         for update in updates:
             update.apply()
 
@@ -146,35 +146,30 @@ class _FactoredUpdate:
     def __init__(self, optimizer: Adafactor, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
         self.parameter = parameter
         self._group = group
-        state = optimizer.state[parameter]
+        self._state = state = optimizer.state[parameter]
         if not state:
-            state.update(optimizer.fresh(parameter))
-        self._state = state
+            state.update(optimizer.initial_state(parameter))
         self._own, _ = local_rows(parameter)
         assert parameter.grad is not None
         self._gradient, _ = local_rows(parameter.grad)
         self._elements = parameter.numel()
-        self._bad = optimizer.found_inf
-        if self._bad is not None:
-            self._bad = self._bad.to(self._own.device)
-            self._gradient = torch.where(self._bad > 0, torch.zeros_like(self._gradient), self._gradient)
-        self._good = 1.0 if self._bad is None else 1 - self._bad
+        self._good: float | torch.Tensor = 1.0
+        if optimizer.found_inf is not None:
+            bad = optimizer.found_inf.to(self._own.device)
+            self._gradient = torch.where(bad > 0, torch.zeros_like(self._gradient), self._gradient)
+            self._good = 1 - bad
         self._step = state["step"].add_(self._good)
         # Kept as it is where nothing may change (and at step 0 the power would not be finite).
         self._weight = self._step.clamp(min=1).pow(DECAY) * self._good
-        self.first_sums = self._first()
-        self.second_sums: list[torch.Tensor] = []
-
-    def _first(self) -> list[torch.Tensor]:
-        """The squared norm of the weights; of a matrix also the squares of its columns and the sum of its rows."""
-        sums = [self._own.float().square().sum()]
-        if self.parameter.ndim >= 2:
-            row, _ = local_rows(self._state["row_var"])
+        # Of a matrix also the squares of its columns and the sum of its rows.
+        self.first_sums = [self._own.float().square().sum()]
+        if parameter.ndim >= 2:
+            row, _ = local_rows(state["row_var"])
             squares = torch.linalg.vector_norm(self._gradient, dim=-1, keepdim=True).square_()
             row.lerp_(squares.div_(self._gradient.shape[-1]), self._weight)
-        if self.parameter.ndim == 2:
-            sums += [torch.linalg.vector_norm(self._gradient, dim=0).square_(), row.sum()]
-        return sums
+        if parameter.ndim == 2:
+            self.first_sums += [torch.linalg.vector_norm(self._gradient, dim=0).square_(), row.sum()]
+        self.second_sums: list[torch.Tensor] = []
 
     def learn(self) -> None:
         """Update the second moment, and compute the update before it is scaled."""
@@ -206,20 +201,14 @@ class _FactoredUpdate:
         self._own.sub_(self._update.mul_(size * relative / clipped * self._good))
 
 
-def _sum_together(parameters: list[torch.nn.Parameter], values: list[list[torch.Tensor]]) -> None:
+def _sum_together(updates: list[_FactoredUpdate], sums: list[list[torch.Tensor]]) -> None:
     """Sum what belongs to sharded parameters over the ranks, in place and all at once."""
-    sharded = [index for index, parameter in enumerate(parameters) if is_sharded(parameter)]
-    parts = [value for index in sharded for value in values[index]]
-    if not parts:
+    if not updates:
         return
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    sum_over_shards(flat, parameters[sharded[0]])
+    flat = torch.cat([part.reshape(-1) for own in sums for part in own])
+    sum_over_shards(flat, updates[0].parameter)
     start = 0
-    for index in sharded:
-        for place, value in enumerate(values[index]):
-            values[index][place] = flat[start : start + value.numel()].view(value.shape)
+    for own in sums:
+        for place, value in enumerate(own):
+            own[place] = flat[start : start + value.numel()].view(value.shape)
             start += value.numel()
-
-
-def _unless(bad: torch.Tensor | None, value: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
-    return value if bad is None else torch.where(bad.to(value.device) > 0, otherwise, value)
