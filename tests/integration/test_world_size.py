@@ -80,7 +80,7 @@ def test_packing_does_not_change_the_loss_of_the_same_rows(plain: Plain, tmp_pat
     """A step over all rows gives one gradient, packed or not."""
     whole = changed(plain, {"train": {"max_steps": 2, "global_batch_size": 40, "micro_batch_size": 7}})
     runs.run_alone(changed(whole, {"data.packing": False}), tmp_path / "unpacked")
-    packs = runs.assemble_alone(plain, tmp_path / "probe").loop.epoch_items
+    packs = len(runs.assemble_alone(plain, tmp_path / "probe").loop.loader.plan)
     runs.run_alone(changed(whole, {"train.global_batch_size": packs}), tmp_path / "packed")
     for key in ("loss", "grad_norm"):
         assert runs.values(tmp_path / "packed", key) == pytest.approx(runs.values(tmp_path / "unpacked", key), rel=1e-5)

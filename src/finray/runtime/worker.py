@@ -61,7 +61,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     from finray.parallel import make_strategy
     from finray.parallel.base import on_all_ranks
     from finray.training.allocator import keep_freed_memory
-    from finray.training.assemble import assemble, summary
+    from finray.training.assemble import assemble
 
     spec = payload["spec"]
     torch.set_num_threads(spec.threads)
@@ -93,7 +93,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             loop.run()
         finally:
             loop.trackers.finish()
-        return Outcome(summary(loop))
+        return Outcome(loop.summary())
     except FinrayError as error:
         if step != failures.LOADING and not isinstance(error, TrainingError | CheckpointError):
             failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))

@@ -20,7 +20,7 @@ from finray.config.schema import Config
 from finray.config.tasks import TaskSpec, task_class
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.order import Order, derive_key, total_steps
-from finray.data.sampling.packing import PackPlan, one_row_each, plan_packs
+from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import DataError
 from finray.models import liger
 from finray.models.artifacts import NOTES
@@ -29,13 +29,13 @@ from finray.models.roles import roles_of
 from finray.models.sharded import materialise
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.records import Metrics, Note, Record, RunHeader, RunSummary, TrainRecord
+from finray.records import Metrics, Note, Record, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
 from finray.tracking.jsonl import JsonlTracker
 from finray.training.checkpointing import CheckpointWriter, find_latest, restore
 from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.loader import EvalLoader, StepLoader
-from finray.training.loop import Loop, peak_memory
+from finray.training.loop import Loop
 from finray.training.optim.optimizer import Optimizer, warnings_of
 from finray.training.profile import Profiler
 from finray.training.state import TrainState
@@ -71,11 +71,8 @@ def assemble(
     What may fail runs through :func:`on_all_ranks`, so that no rank waits for one that is gone.
 
     Args:
-        config: the run's configuration.
-        resolved: what its ``auto`` come to.
+        resolved: what every ``auto`` of the config comes to.
         prepared: directory or URL of the prepared dataset.
-        run_dir: the run directory.
-        strategy: how the ranks share the work.
         notify: shown records (header, warnings, metrics), on rank 0.
         reported: called on every rank after each checkpoint.
         clock: seconds, monotonic.
@@ -94,8 +91,7 @@ def assemble(
     if first:
         fence.take()
     store = CheckpointStore(run_dir, fence=fence.check)
-    task = on_all_ranks(strategy, lambda: _build_task(config, resolved, strategy))
-    optimizer = _shard(config, task, strategy, warn)
+    task, optimizer = _model(config, resolved, strategy, warn)
     found = find_latest(store, strategy, warn)
     dataset = on_all_ranks(strategy, lambda: open_dataset(config, prepared, task.spec))
     state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
@@ -103,20 +99,14 @@ def assemble(
         state = on_all_ranks(strategy, lambda: restore(found.path, task.layout, optimizer))
         on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
     strategy.broadcast_parameters(task.initialised_parameters())
-    data = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy, position=state.position))
-    header = _header(config, resolved, task, data, state, strategy)
+    loader, evaluation, steps = on_all_ranks(
+        strategy, lambda: _data(config, resolved, task, dataset, strategy, position=state.position)
+    )
+    header = _header(config, resolved, task, strategy, loader, evaluation, step=state.step, total_steps=steps)
     if first:
         notify(header)
         for message in warnings_of(config.train, strategy.device):
             warn(message, state.step)
-    profiled = config.train.profile
-    profiler = Profiler(
-        None if profiled is None else profiled.steps,
-        folder=run_dir,
-        rank=strategy.rank,
-        device=strategy.device,
-        tell=lambda text: notify(Note(text)),
-    )
     trackers, extras = on_all_ranks(
         strategy,
         lambda: (
@@ -129,10 +119,9 @@ def assemble(
         task=task,
         strategy=strategy,
         optimizer=optimizer,
-        loader=data.loader,
-        evaluation=data.evaluation,
-        total_steps=data.total_steps,
-        epoch_items=len(data.plan),
+        loader=loader,
+        evaluation=evaluation,
+        total_steps=steps,
         state=state,
         writer=CheckpointWriter(store, strategy, config.checkpoint, best=task.spec.best),
         trackers=trackers,
@@ -140,30 +129,45 @@ def assemble(
         reported=reported,
         precision=resolved.precision,
         clock=clock,
-        profiler=profiler,
+        profiler=Profiler(config.train.profile, run_dir, strategy, tell=lambda text: notify(Note(text))),
     )
     loop.phases["load"] = clock() - started
     return Assembled(loop, header)
 
 
-def _shard(config: Config, task: Task, strategy: Strategy, warn: Warn) -> NamedOptimizer:
-    """Hand the model to the strategy, read its weights if it was built on the meta device, and make the optimizer."""
+def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -> tuple[Task, NamedOptimizer]:
+    """The task with its model as the strategy shares it, and the optimizer; a collective."""
+    train, device, seed = config.train, strategy.device, derive_key(config.run.seed, "adapter")
+
+    def build() -> Task:
+        if device.type == "cpu":
+            for refusal in refusals_on_cpu(config):
+                raise refusal
+        made: Task = task_class(config.model.task).build(
+            config, resolved, device=device, seed=seed, on_meta=strategy.shards_weights
+        )
+        if liger.is_wanted(train.liger, device):
+            liger.apply(made.model)
+        if train.compile:
+            compile_blocks(made.model)
+        wrap_blocks(made.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
+        return made
+
+    task = on_all_ranks(strategy, build)
     # ZeRO gives tensors on the meta device some memory when it shards them, and no values.
     on_meta = task.is_on_meta
     strategy.shard(task.module, blocks_of(task.model))
-    if on_meta:
-        seed, device = _adapter_seed(config), strategy.device
-        if on_all_ranks(
-            strategy, lambda: materialise(task.model, config.model, config.adapter, device=device, seed=seed)
-        ):
-            warn(
-                "the weights have other names in the model's files than in the model, so every worker read all of "
-                "them before it kept its share"
-            )
+    if on_meta and on_all_ranks(
+        strategy, lambda: materialise(task.model, config.model, config.adapter, device=device, seed=seed)
+    ):
+        warn(
+            "the weights have other names in the model's files than in the model, so every worker read all of "
+            "them before it kept its share"
+        )
     ratio, roles = config.adapter.lora_plus_ratio, roles_of(task.model)
-    made = Optimizer(task.trainable(), config.train, lora_plus_ratio=ratio, roles=roles)
+    made = Optimizer(task.trainable(), train, lora_plus_ratio=ratio, roles=roles)
     task.module, optimizer = strategy.prepare(task.module, made)
-    return optimizer
+    return task, optimizer
 
 
 def open_dataset(config: Config, prepared: str | Path, spec: TaskSpec) -> PreparedDataset:
@@ -195,20 +199,10 @@ def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config)
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Data:
-    plan: PackPlan
-    loader: StepLoader
-    evaluation: EvalLoader | None
-    total_steps: int
-    rows: int
-    tokens: int
-    supervised: int
-
-
 def _data(
     config: Config, resolved: Resolved, task: Task, dataset: PreparedDataset, strategy: Strategy, *, position: int
-) -> _Data:
+) -> tuple[StepLoader, EvalLoader | None, int]:
+    """This rank's training data, the rows that are held out, and the steps of the run."""
     data, train = config.data, config.train
     splits = dataset.splits(data, seed=config.run.seed)
     rows, held_out = splits.train, splits.eval
@@ -216,57 +210,36 @@ def _data(
     steps, total = total_steps(
         len(plan), epochs=train.epochs, max_steps=train.max_steps, global_batch_size=train.global_batch_size
     )
-    weight = task.weight(rows)
     loader = StepLoader(
         rows,
         plan,
         Order(len(plan), seed=config.run.seed, total=total),
         collate=partial(task.collate, rows),
-        weight=weight,
+        weight=task.weight(rows),
         global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size,
+        rows_apart=not resolved.packs,
+        pin=strategy.device.type == "cuda",
         rank=strategy.rank,
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
-        rows_apart=not resolved.packs,
-        pin=strategy.device.type == "cuda",
     )
     if dataset.folder.is_remote:
         rows.prefetch(loader.rows_from(position))
-    evaluation = None
-    if held_out is not None:
-        lengths = held_out.lengths[: config.evaluation.max_rows]
-        evaluation = EvalLoader(
-            # Packed even where training is not: the loss of a row does not depend on its neighbours.
-            plan=(plan_packs if resolved.packs else one_row_each)(lengths, data.max_length),
-            collate=partial(task.collate, held_out),
-            rank=strategy.rank,
-            world_size=strategy.world_size,
-            lockstep=strategy.lockstep,
-            rows=len(lengths),
-            weight=int(task.weight(held_out)[: len(lengths)].sum()),
-        )
-    return _Data(plan, loader, evaluation, steps, len(rows), int(rows.lengths.sum()), int(weight.sum()))
-
-
-def _build_task(config: Config, resolved: Resolved, strategy: Strategy) -> Task:
-    train = config.train
-    if strategy.device.type == "cpu":
-        for refusal in refusals_on_cpu(config):
-            raise refusal
-    task: Task = task_class(config.model.task).build(
-        config, resolved, device=strategy.device, seed=_adapter_seed(config), on_meta=strategy.shards_weights
+    if held_out is None:
+        return loader, None, steps
+    lengths = held_out.lengths[: config.evaluation.max_rows]
+    evaluation = EvalLoader(
+        # Packed even where training is not: the loss of a row does not depend on its neighbours.
+        plan=(plan_packs if resolved.packs else one_row_each)(lengths, data.max_length),
+        collate=partial(task.collate, held_out),
+        rows=len(lengths),
+        weight=int(task.weight(held_out)[: len(lengths)].sum()),
+        rank=strategy.rank,
+        world_size=strategy.world_size,
+        lockstep=strategy.lockstep,
     )
-    if liger.is_wanted(train.liger, strategy.device):
-        liger.apply(task.model)
-    if train.compile:
-        compile_blocks(task.model)
-    wrap_blocks(task.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
-    return task
-
-
-def _adapter_seed(config: Config) -> int:
-    return derive_key(config.run.seed, "adapter")
+    return loader, evaluation, steps
 
 
 def _start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn) -> Trackers:
@@ -316,48 +289,34 @@ def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved) -> Cal
 
 
 def _header(
-    config: Config, resolved: Resolved, task: Task, data: _Data, state: TrainState, strategy: Strategy
+    config: Config,
+    resolved: Resolved,
+    task: Task,
+    strategy: Strategy,
+    loader: StepLoader,
+    evaluation: EvalLoader | None,
+    **steps: int,
 ) -> RunHeader:
     trainable, parameters = task.parameter_counts()
-    micro_batches = -(-config.train.global_batch_size // config.train.micro_batch_size)
+    micro_batches = -(-loader.global_batch_size // loader.micro_batch_size)
     device = strategy.device
     return RunHeader(
-        step=state.step,
-        total_steps=data.total_steps,
+        **steps,
         model=config.model.name,
         parameters=parameters,
         trainable=trainable,
         precision=resolved.precision,
-        rows=data.rows,
-        tokens=data.tokens,
-        supervised=data.supervised,
-        eval_rows=0 if data.evaluation is None else data.evaluation.rows,
+        rows=len(loader.split),
+        tokens=int(loader.split.lengths.sum()),
+        supervised=int(loader.weight.sum()),
+        eval_rows=0 if evaluation is None else evaluation.rows,
         packing=config.data.packing,
-        packs=len(data.plan),
-        fill=data.plan.fill,
+        packs=len(loader.plan),
+        fill=loader.plan.fill,
         world_size=strategy.world_size,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         threads=torch.get_num_threads(),
-        global_batch_size=config.train.global_batch_size,
-        micro_batch_size=config.train.micro_batch_size,
+        global_batch_size=loader.global_batch_size,
+        micro_batch_size=loader.micro_batch_size,
         accumulation=-(-micro_batches // strategy.world_size),
-    )
-
-
-def summary(loop: Loop) -> RunSummary:
-    """What a finished run says of itself; collective, so called on every rank."""
-    state = loop.state
-    return RunSummary(
-        step=state.step,
-        total_steps=loop.total_steps,
-        tokens=state.tokens,
-        supervised=state.supervised,
-        train_seconds=state.seconds,
-        tokens_per_s=state.tokens / state.seconds if state.seconds else 0.0,
-        first_loss=loop.first_loss,
-        final_loss=loop.final_loss,
-        best_metric=loop.task.spec.best[0],
-        best=state.best,
-        phases=loop.phases,
-        peak_memory_bytes=tuple(loop.strategy.all_gather_object(peak_memory(loop.strategy.device))),
     )

@@ -9,7 +9,7 @@ checkpoint at the step at which every rank has said that it is done (a number th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from finray.checkpoint import Checkpoint, CheckpointStore, manifest
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.config.schema import CheckpointConfig
-from finray.errors import CheckpointError, FinrayError, from_dict
+from finray.errors import CheckpointError
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.sharding import (
     FlatShard,
@@ -92,7 +92,7 @@ def take_snapshot(
         layout: what is saved of the model.
         optimizer: whose moments are saved.
         state: where the run stands.
-        strategy: of the group.
+        strategy: of the group of ranks.
         others: writes what else belongs in a checkpoint; kept on rank 0.
         buffers: where copies are kept, so that training may go on while they are written; None makes none.
     """
@@ -116,7 +116,19 @@ def take_snapshot(
         full = full_tensor(tensor)
         if owners[name] == rank:
             own[name] = held(name, full)
-    moments = [replace(piece, tensor=held(piece.name, piece.tensor)) for piece in _moments(optimizer, strategy)]
+    moments = []
+    pieces = optimizer.sharded_state()
+    plain = {key: part for key, part in pieces.items() if isinstance(part, torch.Tensor) and not is_sharded(part)}
+    moment_owners = _owners(plain, world_size)
+    for key, part in pieces.items():
+        if isinstance(part, FlatShard):
+            if part.local.numel():
+                moments.append(Piece(key, held(key, part.local), part.start, part.shape, flat=True))
+            continue
+        local, start = local_rows(part)
+        is_own = moment_owners.get(key, rank) == rank and is_first_replica(part)
+        if is_own and (local.numel() or not start):
+            moments.append(Piece(key, held(key, local), start, tuple(part.shape)))
     snapshot = Snapshot(
         {files[rank]: layout.in_file(own)} if rank < writers else {},
         moments,
@@ -138,22 +150,6 @@ def take_snapshot(
 
     snapshot.others = rest
     return snapshot
-
-
-def _moments(optimizer: NamedOptimizer, strategy: Strategy) -> Iterator[Piece]:
-    """What this rank writes of the optimizer's state."""
-    state = optimizer.sharded_state()
-    plain = {key: one for key, one in state.items() if isinstance(one, torch.Tensor) and not is_sharded(one)}
-    owners = _owners(plain, strategy.world_size)
-    for key, part in state.items():
-        if isinstance(part, FlatShard):
-            if part.local.numel():
-                yield Piece(key, part.local, part.start, part.shape, flat=True)
-            continue
-        local, start = local_rows(part)
-        own = owners.get(key, strategy.rank) == strategy.rank and is_first_replica(part)
-        if own and (local.numel() or not start):
-            yield Piece(key, local, start, tuple(part.shape))
 
 
 def _owners(tensors: Mapping[str, torch.Tensor], ranks: int) -> dict[str, int]:
@@ -178,14 +174,6 @@ class Saved:
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    scratch: Path
-    step: int
-    metrics: dict[str, float]
-    written: Future[list[dict[str, Any]]]
-
-
 class CheckpointWriter:
     """Writes checkpoints, one at a time; every method is a collective.
 
@@ -204,12 +192,13 @@ class CheckpointWriter:
         self._config = config
         self._best = best
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-checkpoint")
-        self._pending: _Pending | None = None
+        # What is being written, still under its scratch name.
+        self._pending: tuple[Saved, Future[list[dict[str, Any]]]] | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether this rank has written its part of a checkpoint that is not one yet."""
-        return self._pending is not None and self._pending.written.done()
+        return self._pending is not None and self._pending[1].done()
 
     def begin(self, snapshot: Snapshot, *, step: int, metrics: dict[str, float]) -> None:
         """Start to write a snapshot; the one before must be finished.
@@ -225,7 +214,7 @@ class CheckpointWriter:
         library = folder / f".library-{self._strategy.rank}"
         snapshot.library = library if self._strategy.save_own(library) else None
         written = self._pool.submit(self._store.fill, folder, step, snapshot.write)
-        self._pending = _Pending(folder, step, metrics, written)
+        self._pending = Saved(folder, step, metrics), written
 
     def finish(self) -> Saved | None:
         """Wait for what is being written, and make it a checkpoint; None where nothing is.
@@ -235,27 +224,21 @@ class CheckpointWriter:
         """
         if self._pending is None:
             return None
-        pending, self._pending = self._pending, None
-        path: Path | None = None
-        failure: dict[str, Any] | None = None
+        (saved, written), self._pending = self._pending, None
+        first = self._strategy.rank == 0
         try:
-            entries = on_all_ranks(self._strategy, pending.written.result)
+            entries = on_all_ranks(self._strategy, written.result)
             everyone = [entry for own in self._strategy.all_gather_object(entries) for entry in own]
-            if self._strategy.rank == 0:
-                try:
-                    path = self._store.commit(pending.scratch, pending.step, everyone, metrics=pending.metrics)
-                    best = self._best if self._config.keep_best else None
-                    self._store.prune(keep_last=self._config.keep_last, best=best)
-                except FinrayError as error:
-                    failure = error.to_dict()
+            # A failed commit must stop every rank: a rank that went on would wait for this one for ever.
+            on_all_ranks(self._strategy, lambda: self._commit(saved, everyone) if first else None)
         finally:
-            if self._strategy.rank == 0:
-                self._store.abandon(pending.scratch)
-        # A failed write must stop every rank: a rank that went on would wait for this one for ever.
-        where, failure = self._strategy.broadcast_object((None if path is None else str(path), failure))
-        if failure is not None:
-            raise from_dict(failure)
-        return Saved(Path(where), pending.step, pending.metrics)
+            if first:
+                self._store.abandon(saved.path)
+        return replace(saved, path=self._store.path_of(saved.step))
+
+    def _commit(self, saved: Saved, entries: list[dict[str, Any]]) -> None:
+        self._store.commit(saved.path, saved.step, entries, metrics=saved.metrics)
+        self._store.prune(keep_last=self._config.keep_last, best=self._best if self._config.keep_best else None)
 
     def close(self) -> None:
         """Leave the thread behind, and a checkpoint that was not finished unfinished."""
@@ -299,17 +282,6 @@ def restore(folder: Path, layout: SavedLayout, optimizer: NamedOptimizer) -> Tra
         CheckpointError: it belongs to another model, or lacks something.
     """
     state = TrainState.load(folder)
-    restore_weights(folder, layout)
-    optimizer.load_sharded_state(PieceReader(folder / FOLDER, MOMENTS))
-    return state
-
-
-def restore_weights(folder: Path, layout: SavedLayout) -> None:
-    """Put trained weights back into a model, of any strategy and any number of ranks.
-
-    Raises:
-        CheckpointError: they belong to another model.
-    """
     where: dict[str, Path] = {}
     for path in sorted(folder.glob(f"{layout.stem}*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -329,3 +301,5 @@ def restore_weights(folder: Path, layout: SavedLayout) -> None:
             if tuple(part.get_shape()) != shape_of(tensor):
                 raise CheckpointError(f"{name} has another shape than in the model", where=str(folder))
             load_local(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
+    optimizer.load_sharded_state(PieceReader(folder / FOLDER, MOMENTS))
+    return state

@@ -42,73 +42,53 @@ class StepData:
         return hashlib.sha256(",".join(map(str, self.samples)).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
 class StepLoader:
     """Makes :class:`StepData` from prepared rows: a pure function of the position in the stream.
 
-    Args:
-        split: the training rows.
+    Attributes:
         plan: how rows form packs.
         order: the stream of packs.
         collate: makes a batch of rows of the split.
         weight: of each row in the loss.
-        global_batch_size: packs per step.
-        micro_batch_size: packs per forward pass.
-        rank: this process.
-        world_size: number of processes.
         lockstep: whether every process must do the same number of forward passes.
         rows_apart: whether each row gets a forward pass of its own (see ``finray.models.packing_check``). What a step
             consists of does not change.
         pin: whether batches are put in page-locked memory.
     """
 
-    def __init__(
-        self,
-        split: PreparedSplit,
-        plan: PackPlan,
-        order: Order,
-        *,
-        collate: Collate,
-        weight: IntArray,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int,
-        world_size: int,
-        lockstep: bool = False,
-        rows_apart: bool = False,
-        pin: bool = False,
-    ) -> None:
-        self._lengths = split.lengths
-        self._plan = plan
-        self._order = order
-        self._collate = collate
-        self._weight = weight
-        self._global_batch_size = global_batch_size
-        self._micro_batch_size = micro_batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._lockstep = lockstep
-        self._rows_apart = rows_apart
-        self._pin = pin
+    split: PreparedSplit
+    plan: PackPlan
+    order: Order
+    collate: Collate
+    weight: IntArray
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    world_size: int
+    lockstep: bool = False
+    rows_apart: bool = False
+    pin: bool = False
 
     def rows_from(self, position: int) -> Iterator[int]:
         """The rows that will be read from a position of the stream on, through one epoch."""
-        for item in self._order.batch(position, self._order.count):
-            yield from self._plan.pack(item)
+        for item in self.order.batch(position, self.order.count):
+            yield from self.plan.pack(item)
 
     def at(self, position: int) -> StepData:
         """The step that starts at a position of the stream."""
-        items = self._order.batch(position, self._global_batch_size)
-        packs = [self._plan.pack(item) for item in items]
+        items = self.order.batch(position, self.global_batch_size)
+        packs = [self.plan.pack(item) for item in items]
         samples = [row for pack in packs for row in pack]
         # Every rank works out the passes of all ranks, so that no rank has to be asked how many it has.
-        passes = [self._passes(packs, rank) for rank in range(self._world_size)]
-        own = passes[self._rank]
-        missing = max(map(len, passes)) - len(own) if self._lockstep else 0
-        dummy = [self._batch(samples[:1] if self._rows_apart else packs[0])] * missing if missing else []
+        passes = [self._passes(packs, rank) for rank in range(self.world_size)]
+        own = passes[self.rank]
+        missing = max(map(len, passes)) - len(own) if self.lockstep else 0
+        dummy = [self._batch(samples[:1] if self.rows_apart else packs[0])] * missing if missing else []
         return StepData(
             micro_batches=[(index, self._batch(rows)) for index, rows in own],
-            weight=int(self._weight[samples].sum()),
-            tokens=int(self._lengths[samples].sum()),
+            weight=int(self.weight[samples].sum()),
+            tokens=int(self.split.lengths[samples].sum()),
             samples=tuple(samples),
             items=len(items),
             dummy_batches=tuple(dummy),
@@ -116,13 +96,11 @@ class StepLoader:
 
     def _passes(self, packs: list[tuple[int, ...]], rank: int) -> list[tuple[int, tuple[int, ...]]]:
         """A rank's forward passes: a number that no other of the step has, over all ranks, and rows."""
-        size = self._micro_batch_size
+        size, everything = self.micro_batch_size, list(range(len(packs)))
         found: list[tuple[int, tuple[int, ...]]] = []
-        for one in micro_batches(
-            list(range(len(packs))), micro_batch_size=size, rank=rank, world_size=self._world_size
-        ):
+        for one in micro_batches(everything, micro_batch_size=size, rank=rank, world_size=self.world_size):
             rows = tuple(row for at in one.items for row in packs[at])
-            if self._rows_apart:
+            if self.rows_apart:
                 before = sum(map(len, packs[: one.index * size]))
                 found += [(before + at, (row,)) for at, row in enumerate(rows)]
             else:
@@ -130,8 +108,8 @@ class StepLoader:
         return found
 
     def _batch(self, rows: Sequence[int]) -> Batch:
-        batch = self._collate(rows)
-        return batch.pin_memory() if self._pin else batch
+        batch = self.collate(rows)
+        return batch.pin_memory() if self.pin else batch
 
 
 class Prefetcher:
@@ -173,8 +151,6 @@ class EvalLoader:
     Attributes:
         plan: how rows form packs.
         collate: makes a batch of rows of the split.
-        rank: this process.
-        world_size: number of processes.
         lockstep: whether every process must do the same number of forward passes.
         rows: that are evaluated, over all ranks.
         weight: of these rows.

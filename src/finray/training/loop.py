@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from finray.config.schema import Config
 from finray.errors import TrainingError
 from finray.parallel.base import NamedOptimizer, Strategy
-from finray.records import EvalRecord, Note, TrainRecord
+from finray.records import EvalRecord, Note, RunSummary, TrainRecord
 from finray.tracking.base import Trackers
 from finray.training.checkpointing import CheckpointWriter, take_snapshot
 from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
@@ -30,22 +32,14 @@ class Loop:
     """One rank's part of a run.
 
     Attributes:
-        config: the run's configuration.
-        task: model and loss.
-        strategy: how ranks share the work.
-        optimizer: over the task's trainable parameters.
-        loader: the data of each step.
         evaluation: the evaluation rows, or None when nothing is held out.
-        total_steps: optimizer steps of the run.
-        epoch_items: packs (or rows) in an epoch.
-        state: where the run stands.
-        writer: writes checkpoints.
         trackers: where metrics go; on other ranks than the first, nowhere.
         save_extras: writes what else belongs in a checkpoint (tokenizer, template).
         reported: called on every rank after each checkpoint, with its directory and metrics.
         precision: dtype of the forward and backward pass.
         clock: seconds, monotonic.
-        profiler: traces some steps.
+        phases: seconds by phase.
+        last_metrics: of the evaluation after this step, if there was one.
     """
 
     config: Config
@@ -55,15 +49,14 @@ class Loop:
     loader: StepLoader
     evaluation: EvalLoader | None
     total_steps: int
-    epoch_items: int
     state: TrainState
     writer: CheckpointWriter
     trackers: Trackers
     save_extras: Callable[[Path], None]
     reported: Callable[[Path, dict[str, float]], None]
     precision: str
-    clock: Callable[[], float] = time.perf_counter
-    profiler: Profiler = field(default_factory=Profiler)
+    clock: Callable[[], float]
+    profiler: Profiler
     phases: dict[str, float] = field(
         default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0}
     )
@@ -85,37 +78,47 @@ class Loop:
         """
         if self._is_over():
             return
+        config, state = self.config, self.state
         self.task.model.train()
-        data_ahead = Prefetcher(self.loader.at, self.state.position, clock=self.clock)
+        data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
+        # Numbers are read from the device at these intervals; between such steps nothing waits for it.
+        reading = [config.tracking.log_every, config.checkpoint.every_steps]
+        if self.evaluation is not None and config.evaluation.every_steps is not None:
+            reading.append(config.evaluation.every_steps)
         try:
             while not self._is_over():
                 started, waited = self.clock(), data_ahead.waited
-                self.profiler.before(self.state.step + 1)
+                self.profiler.before(state.step + 1)
                 with self.profiler.parts("data wait"):
-                    data = data_ahead.take(last=self.state.step + 1 == self.total_steps)
+                    data = data_ahead.take(last=state.step + 1 == self.total_steps)
                 waited = data_ahead.waited - waited
-                rate = learning_rate(self.config.train, update=self.state.updates, total=self.total_steps)
+                rate = learning_rate(config.train, update=state.updates, total=self.total_steps)
                 result = train_step(
                     self.task,
                     self.strategy,
                     self.optimizer,
                     data,
-                    self.state,
+                    state,
                     self._guard,
                     learning_rate=rate,
-                    max_grad_norm=self.config.train.max_grad_norm,
+                    max_grad_norm=config.train.max_grad_norm,
                     done=self.writer.is_done,
                     parts=self.profiler.parts,
                 )
-                self.state.advance(items=data.items, tokens=data.tokens, supervised=data.weight)
+                state.advance(items=data.items, tokens=data.tokens, supervised=data.weight)
                 self._window.add(data, result, waited)
-                numbers = self._read(result) if self._is_read() else None
+                numbers = None
+                if state.step == self.total_steps or any(state.step % every == 0 for every in reading):
+                    numbers = self._window.read(result)
+                    self._guard.raise_if_bad(state)
+                    self.first_loss = numbers.first_loss if self.first_loss is None else self.first_loss
+                    self.final_loss = numbers.last_loss
                 seconds = self.clock() - started
-                self.state.seconds += seconds
+                state.seconds += seconds
                 self._window.seconds += seconds
                 self.phases["train"] += seconds
                 self.phases["data_wait"] += waited
-                self.profiler.after(self.state.step)
+                self.profiler.after(state.step)
                 if numbers is not None:
                     self._after_step(data, rate, numbers)
         finally:
@@ -131,52 +134,41 @@ class Loop:
         stopping = self.config.evaluation.early_stopping
         return stopping is not None and self.state.stale_evaluations >= stopping.patience
 
-    def _is_read(self) -> bool:
-        """Whether numbers are read from the device after this step; between such steps nothing waits for it."""
-        step, evaluating = self.state.step, self.config.evaluation.every_steps
-        intervals = [self.config.tracking.log_every, self.config.checkpoint.every_steps]
-        if self.evaluation is not None and evaluating is not None:
-            intervals.append(evaluating)
-        return step == self.total_steps or any(step % every == 0 for every in intervals)
-
-    def _read(self, result: StepResult) -> _Numbers:
-        """Wait for the step.
-
-        Raises:
-            TrainingError: since numbers were last read, one was not finite.
-        """
-        numbers = self._window.read(result)
-        self._guard.raise_if_bad(self.state)
-        self.first_loss = numbers.first_loss if self.first_loss is None else self.first_loss
-        self.final_loss = numbers.last_loss
-        return numbers
-
     def _after_step(self, data: StepData, rate: float, numbers: _Numbers) -> None:
-        config, step = self.config, self.state.step
+        """Log, evaluate and save, each where it is due."""
+        config, state = self.config, self.state
         if round(numbers.done) == self.strategy.world_size:
             self._finish_saving()
-        last = step == self.total_steps
-        if last or step % config.tracking.log_every == 0:
+        last = state.step == self.total_steps
+        if last or state.step % config.tracking.log_every == 0:
             self._log_step(data, rate, numbers)
         every = config.evaluation.every_steps
         self.last_metrics, is_best = {}, False
-        if self.evaluation is not None and (last or (every is not None and step % every == 0)):
+        if self.evaluation is not None and (last or (every is not None and state.step % every == 0)):
             is_best = self._evaluate(self.evaluation)
         if self._has_stopped() and not last:
             last = True
             if self._window.tokens:
                 self._log_step(data, rate, numbers)
             metric, _ = self.task.spec.best
-            self.trackers.log(
-                Note(
-                    f"stopped early at step {step} of {self.total_steps}: {metric} has not improved in "
-                    f"{self.state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is "
-                    f"{self.state.best:.4f}",
-                    step,
-                )
+            message = (
+                f"stopped early at step {state.step} of {self.total_steps}: {metric} has not improved in "
+                f"{state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is {state.best:.4f}"
             )
-        if last or step % config.checkpoint.every_steps == 0 or (is_best and config.checkpoint.keep_best):
-            self._save(last=last)
+            self.trackers.log(Note(message, state.step))
+        if not (last or state.step % config.checkpoint.every_steps == 0 or (is_best and config.checkpoint.keep_best)):
+            return
+        started = self.clock()
+        self._finish_saving()
+        behind = config.checkpoint.asynchronous and not last
+        buffers = self._copies if behind else None
+        snapshot = take_snapshot(
+            self.task.layout, self.optimizer, state, self.strategy, others=self.save_extras, buffers=buffers
+        )
+        self.writer.begin(snapshot, step=state.step, metrics=self.last_metrics)
+        if not behind:
+            self._finish_saving()
+        self.phases["checkpoint"] += self.clock() - started
 
     def _log_step(self, data: StepData, rate: float, numbers: _Numbers) -> None:
         window, self._window = self._window, _Window()
@@ -184,7 +176,7 @@ class Loop:
         self.trackers.log(
             TrainRecord(
                 step=self.state.step,
-                epoch=round(self.state.position / self.epoch_items, 6),
+                epoch=round(self.state.position / len(self.loader.plan), 6),
                 loss=numbers.loss,
                 # Only fp16 goes on without one; it skips the update.
                 grad_norm=numbers.grad_norm if math.isfinite(numbers.grad_norm) else None,
@@ -225,32 +217,32 @@ class Loop:
         self.trackers.log(EvalRecord(self.state.step, metrics, loader.weight, round(seconds, 6)))
         return is_best
 
-    def _save(self, *, last: bool) -> None:
-        started = self.clock()
-        self._finish_saving()
-        behind = self.config.checkpoint.asynchronous and not last
-        snapshot = take_snapshot(
-            self.task.layout,
-            self.optimizer,
-            self.state,
-            self.strategy,
-            others=self.save_extras,
-            buffers=self._copies if behind else None,
-        )
-        self.writer.begin(snapshot, step=self.state.step, metrics=self.last_metrics)
-        if not behind:
-            self._finish_saving()
-        self.phases["checkpoint"] += self.clock() - started
-
     def _finish_saving(self) -> None:
         """Make what was written behind the training a checkpoint, and tell Ray."""
         saved = self.writer.finish()
         if saved is not None:
             self.reported(saved.path, {"step": float(saved.step), **saved.metrics})
 
+    def summary(self) -> RunSummary:
+        """What the finished run says of itself; a collective."""
+        state = self.state
+        return RunSummary(
+            step=state.step,
+            total_steps=self.total_steps,
+            tokens=state.tokens,
+            supervised=state.supervised,
+            train_seconds=state.seconds,
+            tokens_per_s=state.tokens / state.seconds if state.seconds else 0.0,
+            first_loss=self.first_loss,
+            final_loss=self.final_loss,
+            best_metric=self.task.spec.best[0],
+            best=state.best,
+            phases=self.phases,
+            peak_memory_bytes=tuple(self.strategy.all_gather_object(peak_memory(self.strategy.device))),
+        )
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
+
+class _Numbers(NamedTuple):
     """What was read from the device: of the window, and of its first and last step."""
 
     loss: float
@@ -294,14 +286,11 @@ def peak_memory(device: torch.device) -> int:
     """Peak memory of this process in bytes: the GPU's allocator where there is one, else resident memory."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    # Of this program alone: what `getrusage` says includes the process that started it, up to that moment.
+    if status.is_file() and (found := re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8"))):
+        return int(found[1]) * 1024
     import resource
-    import sys
 
-    try:
-        # Of this program alone: what `getrusage` says includes the process that started it, up to that moment.
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -12,6 +12,7 @@ depend on what was skipped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -102,29 +103,25 @@ class NonFiniteGuard:
         counts = torch.stack([self._good, self._skipped, self._in_row]).double()
         found = torch.cat([self._bad[None].double(), self._seen, self._scale[None].double(), counts]).tolist()
         bad, step, loss, norm, scale, *whole = found
-        if bad:
-            raise self._error(int(step), loss, norm)
-        self._rows.clear()
-        if self._scaled:
-            state.loss_scale = scale
-            state.good_steps, state.skipped, state.skipped_in_row = (round(count) for count in whole)
-
-    def _error(self, step: int, loss: float, norm: float) -> TrainingError:
-        rows = self._rows.get(step, ())
-        where = f"prepared rows {', '.join(map(str, rows[:16]))}" + (", ..." if len(rows) > 16 else "")
-        finite = torch.isfinite(torch.tensor(loss, dtype=torch.float64))
-        if self._scaled and finite:
-            return TrainingError(
-                f"the gradients of {MOST_SKIPPED} steps in a row are too large for fp16, the last at step {step}; no "
-                "weight was changed by them",
+        if not bad:
+            self._rows.clear()
+            if self._scaled:
+                state.loss_scale = scale
+                state.good_steps, state.skipped, state.skipped_in_row = (round(count) for count in whole)
+            return
+        rows = self._rows.get(int(step), ())
+        if self._scaled and math.isfinite(loss):
+            raise TrainingError(
+                f"the gradients of {MOST_SKIPPED} steps in a row are too large for fp16, the last at step {step:.0f}; "
+                "no weight was changed by them",
                 where="train.precision",
                 repair="set train.precision to bf16 or fp32, or look at the data; the last checkpoint is good",
             )
-        what = f"the gradient norm is {norm}" if finite else f"the loss is {loss}"
+        what = f"the gradient norm is {norm}" if math.isfinite(loss) else f"the loss is {loss}"
         hint = "set train.precision to bf16 or fp32, " if self._scaled else ""
-        return TrainingError(
-            f"{what} at step {step}; no weight was changed",
-            where=where,
+        raise TrainingError(
+            f"{what} at step {step:.0f}; no weight was changed",
+            where=f"prepared rows {', '.join(map(str, rows[:16]))}" + (", ..." if len(rows) > 16 else ""),
             repair=f"{hint}lower train.learning_rate, lengthen the warm-up, or look at these rows; the last checkpoint "
             "is good",
         )

@@ -1,7 +1,8 @@
 """Where the time of a step goes: a trace by torch.profiler, and a table of the parts of a step.
 
 On a GPU the parts are timed by events in its stream, so that measuring does not make a step wait. torch.profiler's own
-sums for a ``record_function`` would miss the backward pass, whose kernels another thread launches.
+sums for a ``record_function`` would miss the backward pass, whose kernels another thread launches. Nor does its
+``schedule`` fit: it counts the steps of a process, and a run that is resumed may begin among the steps to profile.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 
 import torch
 
-FOLDER = "profile"
-SUMMARY = "summary.txt"
+from finray.config.train import ProfileConfig
+from finray.parallel.base import Strategy
+
 PARTS = ("data wait", "forward", "backward", "all_reduce", "clip", "optimizer")
 _ROWS = 15
 
@@ -29,13 +31,12 @@ def no_parts(name: str) -> AbstractContextManager[None]:  # noqa: ARG001
 
 
 class Profiler:
-    """Profiles some steps of one rank; none when it is made without arguments.
+    """Profiles some steps of one rank.
 
     Args:
-        steps: the first and the last step, counted from one.
-        folder: where trace and summary go; the run directory.
-        rank: of this process; rank 0 writes the summary.
-        device: of this rank.
+        config: says which; None profiles none.
+        run_dir: gets the folder of trace and summary, which rank 0 writes.
+        strategy: of the group.
         tell: shown the summary.
 
     Attributes:
@@ -43,19 +44,13 @@ class Profiler:
     """
 
     def __init__(
-        self,
-        steps: tuple[int, int] | None = None,
-        *,
-        folder: Path = Path(),
-        rank: int = 0,
-        device: torch.device | None = None,
-        tell: Callable[[str], None] = lambda text: None,
+        self, config: ProfileConfig | None, run_dir: Path, strategy: Strategy, *, tell: Callable[[str], None]
     ) -> None:
         self.parts: Parts = no_parts
-        self._steps = steps
-        self._folder = folder / FOLDER
-        self._rank = rank
-        self._on_gpu = device is not None and device.type == "cuda"
+        self._steps = None if config is None else config.steps
+        self._folder = run_dir / "profile"
+        self._rank = strategy.rank
+        self._on_gpu = strategy.device.type == "cuda"
         self._tell = tell
         self._profile: Any = None
         self._begun = 0.0
@@ -72,7 +67,7 @@ class Profiler:
         self._profile = torch.profiler.profile(activities=activities, acc_events=True)
         self._profile.start()
         self._synchronize()
-        self._begun, self._done, self.parts = time.perf_counter(), 0, self._part
+        self._begun, self.parts = time.perf_counter(), self._part
 
     def after(self, step: int) -> None:
         """A step has ended."""
@@ -89,17 +84,22 @@ class Profiler:
         seconds = time.perf_counter() - self._begun
         profile, self._profile, self.parts, self._steps = self._profile, None, no_parts, None
         profile.stop()
-        if not self._done:
+        done = self._done
+        if not done:
             return
+        parts = self._seconds
         for name, start, end in self._events:
-            self._seconds[name] = self._seconds.get(name, 0.0) + start.elapsed_time(end) / 1000
+            parts[name] = parts.get(name, 0.0) + start.elapsed_time(end) / 1000
         self._folder.mkdir(exist_ok=True)
         profile.export_chrome_trace(str(self._folder / f"trace-rank{self._rank}.json.gz"))
         if self._rank == 0:
+            shown = [(name, parts.get(name, 0.0)) for name in PARTS] + [("rest", seconds - sum(parts.values()))]
+            lines = [f"profile of {done} steps: {seconds / done * 1000:.1f} ms a step (with the profiler on)", ""]
+            lines += [f"  {name:16}{value / done * 1000:12.2f} ms {value / seconds:7.1%}" for name, value in shown]
             order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
             operations = profile.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=60)
-            text = f"{parts_table(self._seconds, seconds, self._done)}\n{operations}\n"
-            (self._folder / SUMMARY).write_text(text, encoding="utf-8")
+            text = "\n".join([*lines, "", operations, ""])
+            (self._folder / "summary.txt").write_text(text, encoding="utf-8")
             self._tell(text)
 
     def _synchronize(self) -> None:
@@ -120,17 +120,3 @@ class Profiler:
                 begun = time.perf_counter()
                 yield
                 self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - begun
-
-
-def parts_table(parts: dict[str, float], seconds: float, steps: int) -> str:
-    """The parts of a step as lines.
-
-    Args:
-        parts: seconds by part, of all steps.
-        seconds: of all steps.
-        steps: how many there were.
-    """
-    shown = [(name, parts.get(name, 0.0)) for name in PARTS] + [("rest", seconds - sum(parts.values()))]
-    lines = [f"profile of {steps} steps: {seconds / steps * 1000:.1f} ms a step (with the profiler on)", ""]
-    lines += [f"  {name:16}{value / steps * 1000:12.2f} ms {value / seconds:7.1%}" for name, value in shown]
-    return "\n".join(lines) + "\n"

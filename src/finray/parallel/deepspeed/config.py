@@ -10,7 +10,6 @@ import copy
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from finray.errors import ConfigError
 AUTO = "auto"
 DEFAULT_STAGE = 2
 _ZERO = "zero_optimization"
+# Not compared while the precision is `auto`, and filled in when it is known.
+_PRECISION = ("bf16.enabled", "fp16.enabled")
 # What would change the rows, the arithmetic or the model behind finray's back.
 _REFUSED = (
     "amp",
@@ -34,15 +35,6 @@ _REFUSED = (
     "tensor_parallel",
     "torch_autocast",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A value that both files can state: where in the JSON, where in the YAML, and what it is there."""
-
-    path: str
-    yaml: str
-    value: Any
 
 
 def load(config: Config) -> dict[str, Any]:
@@ -110,10 +102,11 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
     def place(path: str) -> str:
         return f"`{name}: {path}`"
 
-    for field in _fields(given, config, precision=precision, workers=workers):
-        found = _at(given, field.path)
-        if found is not None and found != AUTO and not _same(found, field.value):
-            yield f"{place(field.path)} is {json.dumps(found)}, `{field.yaml}` gives {json.dumps(field.value)}"
+    fields = _fields(given, config, precision=precision, workers=workers)
+    for path, (yaml, value) in fields.items():
+        found = _at(given, path)
+        if found not in (None, AUTO) and not _same(found, value) and not (precision == AUTO and path in _PRECISION):
+            yield f"{place(path)} is {json.dumps(found)}, `{yaml}` gives {json.dumps(value)}"
     found = _at(given, f"{_ZERO}.stage")
     if found not in (None, AUTO, 1, 2, 3):
         yield f"{place(f'{_ZERO}.stage')} is {json.dumps(found)}: `parallel.strategy: deepspeed` is for 1, 2 and 3"
@@ -128,35 +121,6 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
         yield f"{place('gradient_allreduce_op')} must stay the mean: finray sums gradients over `cluster.num_workers`"
     if isinstance(given.get("optimizer"), dict) and (kind := config.train.optimizer) != "adamw":
         yield f"{place('optimizer')} and `train.optimizer: {kind}` each choose the optimizer; keep one"
-    yield from _offload_conflicts(given, config, place)
-    if precision == "fp16":
-        yield from _scale_conflicts(given, place)
-    half = precision in ("bf16", "fp16")
-    if stage(given, config) == 1 and half and _at(given, "data_types.grad_accum_dtype") == "fp32":
-        where = place(f"{_ZERO}.stage")
-        yield f"{place('data_types.grad_accum_dtype')} is fp32: in {precision} that needs {where} 2 or 3"
-    for key in _REFUSED:
-        if given.get(key):
-            yield f"{place(key)} is nothing that finray can train with; leave it out"
-    for path in _autos(given):
-        if not (path.startswith(f"{_ZERO}.") or _is_filled(path)):
-            yield f'{place(path)} is "auto", and nothing in the YAML says what it is'
-
-
-def _scale_conflicts(given: dict[str, Any], place: Any) -> Iterator[str]:
-    """What a section on fp16 asks for that finray's own scale of the loss is not."""
-    for key, ours in (("loss_scale", 0), ("initial_scale_power", 16)):
-        found = _at(given, f"fp16.{key}")
-        if found not in (None, AUTO, ours):
-            yield (
-                f"{place(f'fp16.{key}')} is {json.dumps(found)}: with `train.precision: fp16` the scale of the loss is "
-                f"2^16 at first and then follows the gradients, which is {ours} here"
-            )
-    if _at(given, "fp16.fp16_master_weights_and_grads"):
-        yield f"{place('fp16.fp16_master_weights_and_grads')} is true, and `train.precision: fp16` trains fp32 weights"
-
-
-def _offload_conflicts(given: dict[str, Any], config: Config, place: Any) -> Iterator[str]:
     offload = _at(given, f"{_ZERO}.offload_optimizer.device")
     if config.parallel.cpu_offload and given and offload != "cpu":
         yield f"`parallel.cpu_offload` is true, and {place(f'{_ZERO}.offload_optimizer.device')} is not cpu"
@@ -168,6 +132,25 @@ def _offload_conflicts(given: dict[str, Any], config: Config, place: Any) -> Ite
             f"{place('zero_force_ds_cpu_optimizer')} asks for DeepSpeed's optimizer, and {place('optimizer')} names "
             "none, so `train.optimizer` is used"
         )
+    for key, ours in (("loss_scale", 0), ("initial_scale_power", 16)) if precision == "fp16" else ():
+        found = _at(given, f"fp16.{key}")
+        if found not in (None, AUTO, ours):
+            yield (
+                f"{place(f'fp16.{key}')} is {json.dumps(found)}: with `train.precision: fp16` the scale of the loss is "
+                f"2^16 at first and then follows the gradients, which is {ours} here"
+            )
+    if precision == "fp16" and _at(given, "fp16.fp16_master_weights_and_grads"):
+        yield f"{place('fp16.fp16_master_weights_and_grads')} is true, and `train.precision: fp16` trains fp32 weights"
+    half = precision in ("bf16", "fp16")
+    if stage(given, config) == 1 and half and _at(given, "data_types.grad_accum_dtype") == "fp32":
+        where = place(f"{_ZERO}.stage")
+        yield f"{place('data_types.grad_accum_dtype')} is fp32: in {precision} that needs {where} 2 or 3"
+    for key in _REFUSED:
+        if given.get(key):
+            yield f"{place(key)} is nothing that finray can train with; leave it out"
+    for path in _autos(given):
+        if not (path.startswith((f"{_ZERO}.", "fp16.")) or path in fields):
+            yield f'{place(path)} is "auto", and nothing in the YAML says what it is'
 
 
 def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[str, Any]:
@@ -201,12 +184,15 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
             zero[key] = size
     for key in [key for key, value in zero.items() if value == AUTO]:
         del zero[key]
-    for field in _fields(given, config, precision=precision, workers=workers):
-        if not field.path.startswith("optimizer.") or _at(given, field.path) == AUTO:
-            _put(settings, field.path, field.value)
+    for path, (_, value) in _fields(given, config, precision=precision, workers=workers).items():
+        if not path.startswith("optimizer.") or _at(given, path) == AUTO:
+            *parents, last = path.split(".")
+            tree = settings
+            for key in parents:
+                tree = tree.setdefault(key, {})
+            tree[last] = value
     # DeepSpeed wants a product; finray's steps may be smaller than it.
-    accumulation = _accumulation(config, workers)
-    settings["train_batch_size"] = config.train.micro_batch_size * accumulation * workers
+    settings["train_batch_size"] = config.train.micro_batch_size * settings["gradient_accumulation_steps"] * workers
     settings.setdefault("zero_allow_untested_optimizer", True)
     settings.setdefault("zero_force_ds_cpu_optimizer", False)
     # The loss comes to DeepSpeed with its scale, which is part of finray's training state.
@@ -219,46 +205,28 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
     return settings
 
 
-def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> Iterator[_Field]:
+def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> dict[str, tuple[str, Any]]:
+    """What both files can state: by the path in the JSON, the path in the YAML and its value there."""
     train = config.train
-    yield _Field("train_batch_size", "train.global_batch_size", train.global_batch_size)
-    yield _Field("train_micro_batch_size_per_gpu", "train.micro_batch_size", train.micro_batch_size)
-    yield _Field(
-        "gradient_accumulation_steps",
-        "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
-        _accumulation(config, workers),
-    )
-    yield _Field("gradient_clipping", "train.max_grad_norm", train.max_grad_norm or 0.0)
-    if precision != AUTO:
-        yield _Field("bf16.enabled", "train.precision", precision == "bf16")
-        yield _Field("fp16.enabled", "train.precision", precision == "fp16")
+    found: dict[str, tuple[str, Any]] = {
+        "train_batch_size": ("train.global_batch_size", train.global_batch_size),
+        "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
+        "gradient_accumulation_steps": (
+            "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
+            math.ceil(math.ceil(train.global_batch_size / train.micro_batch_size) / workers),
+        ),
+        "gradient_clipping": ("train.max_grad_norm", train.max_grad_norm or 0.0),
+    }
+    found |= {path: ("train.precision", precision == path.split(".")[0]) for path in _PRECISION}
     if config.parallel.zero_stage is not None:
-        yield _Field(f"{_ZERO}.stage", "parallel.zero_stage", config.parallel.zero_stage)
+        found[f"{_ZERO}.stage"] = "parallel.zero_stage", config.parallel.zero_stage
     if isinstance(given.get("optimizer"), dict):
-        yield _Field("optimizer.params.lr", "train.learning_rate", train.learning_rate)
-        yield _Field(
-            "optimizer.params.betas", "train.adam_beta1, train.adam_beta2", [train.adam_beta1, train.adam_beta2]
-        )
-        yield _Field("optimizer.params.eps", "train.adam_epsilon", train.adam_epsilon)
-        yield _Field("optimizer.params.weight_decay", "train.weight_decay", train.weight_decay)
-
-
-def _is_filled(path: str) -> bool:
-    return path.startswith("fp16.") or path in (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "bf16.enabled",
-        "optimizer.params.lr",
-        "optimizer.params.betas",
-        "optimizer.params.eps",
-        "optimizer.params.weight_decay",
-    )
-
-
-def _accumulation(config: Config, workers: int) -> int:
-    return math.ceil(math.ceil(config.train.global_batch_size / config.train.micro_batch_size) / workers)
+        betas = [train.adam_beta1, train.adam_beta2]
+        found["optimizer.params.lr"] = "train.learning_rate", train.learning_rate
+        found["optimizer.params.betas"] = "train.adam_beta1, train.adam_beta2", betas
+        found["optimizer.params.eps"] = "train.adam_epsilon", train.adam_epsilon
+        found["optimizer.params.weight_decay"] = "train.weight_decay", train.weight_decay
+    return found
 
 
 def _same(found: Any, value: Any) -> bool:
@@ -276,13 +244,6 @@ def _at(tree: dict[str, Any], path: str) -> Any:
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else None
     return found
-
-
-def _put(tree: dict[str, Any], path: str, value: Any) -> None:
-    *parents, last = path.split(".")
-    for key in parents:
-        tree = tree.setdefault(key, {})
-    tree[last] = value
 
 
 def _autos(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
