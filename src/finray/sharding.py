@@ -19,13 +19,7 @@ Read = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """A part of a tensor that was flattened before it was shared.
-
-    Attributes:
-        local: 1-D, what this rank holds; possibly nothing.
-        start: how many elements of the tensor lie before it.
-        shape: of the whole tensor.
-    """
+    """A part of a tensor that was flattened before it was shared: ``local`` is 1-D, and ``shape`` that of the whole."""
 
     local: torch.Tensor
     start: int
@@ -103,8 +97,8 @@ def is_first_replica(tensor: torch.Tensor) -> bool:
     """Whether this rank is the first of those that hold the same rows (hybrid sharding has several)."""
     if not isinstance(tensor, DTensor):
         return True
-    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or [])
-    return all(at == 0 for at, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
+    mesh = tensor.device_mesh
+    return not any(mesh.get_local_rank(at) for at, one in enumerate(tensor.placements) if one.is_replicate())
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,13 +134,7 @@ def sum_over_shards(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def rows_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of which each rank holds the rows that it holds of another; a plain one where that is not sharded.
-
-    Args:
-        local: the rows of this rank.
-        like: sharded by its first dimension, or not at all.
-        shape: of the whole.
-    """
+    """A tensor of this shape of which each rank holds the rows that it holds of another; plain where that is."""
     if not isinstance(like, DTensor):
         return local
     stride = torch.empty(shape, device="meta").stride()

@@ -238,6 +238,13 @@ class ProcessGroup:
     def broadcast_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Nothing: every rank has loaded its rows of the same files, or a library broadcasts them."""
 
+    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
+        """Gradients are summed already, or there is one rank; a parameter without one gets zeros."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return self.all_reduce(extra)
+
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over the ranks, in place."""
         if not self.is_alone:

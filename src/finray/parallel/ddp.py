@@ -54,11 +54,9 @@ class DDPStrategy(ProcessGroup):
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Sum the buckets that are not on their way yet, and wait for all."""
-        if self._buckets is not None:
-            self._buckets.all_reduce(extra)
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        if self._buckets is None:
+            return super().all_reduce_gradients(parameters, extra)
+        self._buckets.all_reduce(extra)
         return extra
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from finray.config.resolved import Resolved
@@ -20,13 +20,7 @@ from finray.sharding import full_tensor
 
 
 class FSDPStrategy(ProcessGroup):
-    """One process of a group that shares the weights.
-
-    Args:
-        device: of this rank.
-        parallel: the parallel section.
-        precision: arithmetic of the forward pass; weights are gathered in it.
-    """
+    """One process of a group that shares the weights; they are gathered in ``precision``."""
 
     lockstep = True
     shards_weights = True
@@ -43,10 +37,19 @@ class FSDPStrategy(ProcessGroup):
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
         """Shard a module, block by block and then what is left."""
+        size = self._parallel.shard_size or self.world_size
+        # With fewer shards than ranks, several ranks hold the same rows.
+        replicas, names = (
+            ((), None) if size == self.world_size else ((self.world_size // size,), ("replicate", "shard"))
+        )
+        policy = MixedPrecisionPolicy()
+        if self._precision != "fp32":
+            dtype = torch.bfloat16 if self._precision == "bf16" else torch.float16
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         reshard = self._parallel.reshard_after_forward
         options: dict[str, Any] = {
-            "mesh": self._mesh(),
-            "mp_policy": self._mixed_precision(),
+            "mesh": init_device_mesh(self.device.type, (*replicas, size), mesh_dim_names=names),
+            "mp_policy": policy,
             "offload_policy": CPUOffloadPolicy() if self._parallel.cpu_offload else OffloadPolicy(),
         }
         for block in blocks:
@@ -58,13 +61,6 @@ class FSDPStrategy(ProcessGroup):
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
 
-    def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
-        """Gradients are summed already; the sum of ``extra`` is not."""
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return self.all_reduce(extra)
-
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -72,17 +68,3 @@ class FSDPStrategy(ProcessGroup):
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-
-    def _mesh(self) -> DeviceMesh:
-        size = self._parallel.shard_size or self.world_size
-        if size == self.world_size:
-            return init_device_mesh(self.device.type, (size,))
-        return init_device_mesh(
-            self.device.type, (self.world_size // size, size), mesh_dim_names=("replicate", "shard")
-        )
-
-    def _mixed_precision(self) -> MixedPrecisionPolicy:
-        if self._precision == "fp32":
-            return MixedPrecisionPolicy()
-        dtype = torch.bfloat16 if self._precision == "bf16" else torch.float16
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

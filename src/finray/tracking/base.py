@@ -25,10 +25,8 @@ class RunInfo:
 
     Attributes:
         run_id: the same at every start of the run.
-        run_dir: the run directory.
         resume_step: optimizer steps done; what was logged after it will be logged again.
         config: plain, secrets masked.
-        header: what is trained on what.
     """
 
     run_id: str

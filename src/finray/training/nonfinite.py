@@ -65,11 +65,8 @@ class NonFiniteGuard:
     def observe(self, step: int, loss: torch.Tensor, norm: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
         """``found_inf`` of the update: an fp32 scalar on the device, one where it must change nothing.
 
-        Args:
-            step: number of the step, from one on.
-            loss: mean over the global batch, fp64 scalar.
-            norm: of the gradients before clipping.
-            rows: of the whole step, for the message.
+        ``step`` counts from one, ``loss`` is the mean over the global batch (fp64), ``norm`` that before clipping, and
+        ``rows`` those of the whole step, for the message.
         """
         self._rows[step] = rows
         norm = norm.detach().double()

@@ -17,11 +17,7 @@ def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
 
     Linear from peak/W to the peak over W updates of warm-up, then along a cosine (Loshchilov & Hutter 2017), a line,
     or not at all, towards ``train.min_learning_rate``, which is reached one update after the last.
-
-    Args:
-        train: the train section.
-        update: updates done before this one, from 0.
-        total: updates in the run.
+    ``update`` counts those done before this one, ``total`` those of the run.
     """
     peak, low = train.learning_rate, train.min_learning_rate
     warm = warmup_steps(train, total)

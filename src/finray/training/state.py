@@ -20,13 +20,11 @@ class TrainState:
     The cursor is one integer: steps take items from one stream over all epochs, across their borders too.
 
     Attributes:
-        step: optimizer steps done.
         position: items of the data stream consumed (the cursor; the epoch follows from it).
         updates: updates the schedule has seen.
         random_key: key of all random streams.
         data: digest of all rows of the prepared dataset. The cursor means something in these rows only.
-        tokens: tokens seen, over all ranks.
-        supervised: targets learned from, over all ranks.
+        tokens, supervised: tokens seen and targets learned from, over all ranks.
         seconds: training time so far, over all attempts.
         best: best value so far of the metric that chooses checkpoints (``TaskSpec.best``).
         stale_evaluations: evaluations since the last gain, as ``evaluation.early_stopping`` sees it.

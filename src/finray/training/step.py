@@ -33,17 +33,11 @@ def reseed(key: int, step: int, micro_batch: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Numbers of a whole step, on the device: reading one waits for the step.
+    """Scalars of a whole step, on the device: reading one waits for the step."""
 
-    Attributes:
-        loss: mean over the global batch (fp64 scalar).
-        grad_norm: before clipping (scalar).
-        done: how many ranks said ``done`` (fp64 scalar).
-    """
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    done: torch.Tensor
+    loss: torch.Tensor  # fp64, mean over the global batch
+    grad_norm: torch.Tensor  # before clipping
+    done: torch.Tensor  # fp64, how many ranks said `done`
 
 
 def train_step(

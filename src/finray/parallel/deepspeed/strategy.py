@@ -118,8 +118,13 @@ class DeepSpeedStrategy(ProcessGroup):
         return True
 
     def _settings(self, module: torch.nn.Module) -> dict[str, Any]:
+        configs = (getattr(part, "config", None) for part in module.modules())
+        model: Any = next(config for config in configs if hasattr(config, "get_text_config"))
         return deepspeed_config.filled(
-            self._config, precision=self._precision, workers=self.world_size, width=_width(module)
+            self._config,
+            precision=self._precision,
+            workers=self.world_size,
+            width=int(model.get_text_config().hidden_size),
         )
 
 
@@ -166,10 +171,3 @@ def _library(device: torch.device, *, fp16: bool) -> Any:
         compat.allow_fp16_on_cpu()
     deepspeed.init_distributed(auto_mpi_discovery=False, dist_init_required=False, verbose=False)
     return deepspeed
-
-
-def _width(module: torch.nn.Module) -> int:
-    """The hidden size of the model inside a module."""
-    configs = (getattr(part, "config", None) for part in module.modules())
-    config: Any = next(config for config in configs if hasattr(config, "get_text_config"))
-    return int(config.get_text_config().hidden_size)

@@ -14,7 +14,7 @@ from finray.sharding import shape_of
 from finray.training.optim.sharded import Adafactor, MuonAndAdamW
 
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
-# What a parameter is, where that matters: embeddings and heads are not hidden matrices, norms do not decay.
+# Embeddings and heads are not hidden matrices, norms do not decay.
 Roles = Mapping[str, str]
 
 
@@ -47,14 +47,8 @@ def parameter_groups(
         treated = param_group_options(name, dimensions, train, lora_plus_ratio=lora_plus_ratio, role=role)
         groups.setdefault((*treated, dimensions == 2 and not role), []).append(parameter)
     return [
-        {
-            "params": own,
-            "lr_scale": lr_scale,
-            "lr": lr_scale * train.learning_rate,
-            "weight_decay": decay,
-            "use_muon": use_muon,
-        }
-        for (lr_scale, decay, use_muon), own in groups.items()
+        {"params": own, "lr_scale": scale, "lr": scale * train.learning_rate, "weight_decay": decay, "use_muon": muon}
+        for (scale, decay, muon), own in groups.items()
     ]
 
 
@@ -68,13 +62,6 @@ def torch_optimizer(
     """The optimizer that the train section names, over parameters that may be shards.
 
     A step with a ``found_inf`` of one changes nothing, neither weights nor state.
-
-    Args:
-        parameters: name to parameter.
-        train: the train section.
-        lora_plus_ratio: how much faster the B matrices of LoRA learn than the rest.
-        roles: ``embedding``, ``head`` or ``norm`` for parameters that are; only Muon tells the first two apart from
-            the rest.
     """
     groups = parameter_groups(parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
     options: dict[str, Any] = {
@@ -109,7 +96,8 @@ class Optimizer:
         parameters: name to parameter, in a fixed order.
         train: the train section.
         lora_plus_ratio: how much faster the B matrices of LoRA learn than the rest.
-        roles: see :func:`torch_optimizer`.
+        roles: ``embedding``, ``head`` or ``norm`` for parameters that are; only Muon tells the first two apart from
+            the rest.
     """
 
     def __init__(
