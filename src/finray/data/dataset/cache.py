@@ -66,28 +66,28 @@ def entries(root: str) -> list[Entry]:
         first = name.split("/")[0]
         if _NAME.match(first) and "/" in name:
             sizes[first] = sizes.get(first, 0) + size
-    return [_entry(root, name, sizes[name]) for name in sorted(sizes)]
-
-
-def _entry(root: str, name: str, size: int) -> Entry:
-    folder = _folder(root, name)
-    used = None
-    if not folder.is_remote:
-        manifest = Path(folder.at(MANIFEST))
-        used = max(0.0, time.time() - (manifest if manifest.is_file() else Path(folder.root)).stat().st_mtime)
-    content = folder.read(MANIFEST)
-    if content is None or name.startswith(_PARTIAL):
-        return Entry(name, False, size, used)
-    try:
-        splits = Manifest.from_bytes(content).splits
-    except ValueError:
-        return Entry(name, True, size, used, sources="damaged")
-    sources = []
-    for split, stats in splits.items():
-        files = sorted({piece.file for part in stats.parts for piece in part.pieces})
-        sources.append(f"{split}: {', '.join(files[:2])}{' ...' if len(files) > 2 else ''}")
-    rows, tokens = sum(one.rows for one in splits.values()), sum(one.tokens for one in splits.values())
-    return Entry(name, True, size, used, rows, tokens, "; ".join(sources))
+    found = []
+    for name, size in sorted(sizes.items()):
+        folder, used = _folder(root, name), None
+        if not folder.is_remote:
+            manifest = Path(folder.at(MANIFEST))
+            used = max(0.0, time.time() - (manifest if manifest.is_file() else Path(folder.root)).stat().st_mtime)
+        content = folder.read(MANIFEST)
+        if content is None or name.startswith(_PARTIAL):
+            found.append(Entry(name, False, size, used))
+            continue
+        try:
+            splits = Manifest.from_bytes(content).splits
+        except ValueError:
+            found.append(Entry(name, True, size, used, sources="damaged"))
+            continue
+        sources = []
+        for split, stats in splits.items():
+            files = sorted({piece.file for part in stats.parts for piece in part.pieces})
+            sources.append(f"{split}: {', '.join(files[:2])}{' ...' if len(files) > 2 else ''}")
+        rows, tokens = sum(one.rows for one in splits.values()), sum(one.tokens for one in splits.values())
+        found.append(Entry(name, True, size, used, rows, tokens, "; ".join(sources)))
+    return found
 
 
 def damaged(root: str, name: str) -> list[str]:

@@ -224,7 +224,13 @@ class ChatRenderer:
         from jinja2.exceptions import TemplateError
 
         try:
-            text = self._template(bool(tools)).render(
+            template = self._compiled.get(bool(tools))
+            if template is None:
+                # Compiled as Transformers does; its own way to the template costs as much again as a rendering.
+                source = self._tokenizer.get_chat_template(None, [{}] if tools else None)
+                template = compat.compile_chat_template(_dated(source) if self._dated else source)
+                self._compiled[bool(tools)] = template
+            text = template.render(
                 messages=[message.plain() for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 documents=None,
@@ -240,13 +246,6 @@ class ChatRenderer:
             ) from None
         return str(text)
 
-    def _template(self, with_tools: bool) -> Any:
-        """The template, compiled as Transformers does; its own way to it costs as much again as a rendering."""
-        if with_tools not in self._compiled:
-            source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
-            self._compiled[with_tools] = compat.compile_chat_template(_dated(source) if self._dated else source)
-        return self._compiled[with_tools]
-
     def _within_the_template(self, chat: Chat) -> tuple[Chat, set[str]]:
         """The conversation without what the template cannot write (tools and their calls become text), and notes."""
         messages, tools = list(chat.messages), chat.tools
@@ -258,11 +257,17 @@ class ChatRenderer:
             said = messages[0].content
             joined = f"{said}\n\n{lines}" if messages[0].role == "system" else f"{lines}\n\n{said}"
             messages[0], tools = replace(messages[0], content=joined), ()
-        if not self._renders_calls:
-            for index, message in enumerate(messages):
-                if "tool_calls" in message.extra:
-                    notes.add("tools_as_text")
-                    messages[index] = _calls_as_text(message)
+        for index, message in enumerate(messages):
+            if self._renders_calls or "tool_calls" not in message.extra:
+                continue
+            notes.add("tools_as_text")
+            extra = dict(message.extra)
+            if calls := extra.pop("tool_calls"):
+                texts = [
+                    f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
+                ]
+                content = "\n".join([*([message.content] if message.content else []), *texts])
+                messages[index] = replace(message, content=content, extra=extra)
         return replace(chat, messages=tuple(messages), tools=tools), notes
 
     def _check_all_is_said(self, chat: Chat, text: str, notes: set[str]) -> None:
@@ -308,15 +313,6 @@ def _is_said(content: str, text: str) -> bool:
     """Whether a message's text stands in the rendering, as it is or as JSON text."""
     content = content.strip()
     return not content or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
-
-
-def _calls_as_text(message: Message) -> Message:
-    calls = message.extra["tool_calls"]
-    if not calls:
-        return message
-    lines = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
-    extra = {key: value for key, value in message.extra.items() if key != "tool_calls"}
-    return replace(message, content="\n".join([*([message.content] if message.content else []), *lines]), extra=extra)
 
 
 def _dated(template: str) -> str:
