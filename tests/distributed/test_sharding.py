@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from finray.data.dataset.prepare import prepare_here
-from finray.models import sharded
 from finray.models.blocks import blocks_of
 from finray.parallel.fsdp import FSDPStrategy
 from finray.training.assemble import Assembled, assemble
@@ -48,8 +47,7 @@ def test_no_rank_reads_the_whole_model(
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the whole model was read")
 
-    monkeypatch.setattr("finray.models.build.load_causal_lm", refuse)
-    monkeypatch.setattr(sharded, "load_causal_lm", refuse)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
     found = alone(changed(plain, {"adapter.method": method}), tmp_path / "run")
     parameters = list(found.loop.task.model.parameters())
     assert parameters

@@ -22,7 +22,7 @@ from finray.evaluation.engines.base import Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.metrics import Row, Scores, is_exact, mean_loss
 from finray.models.artifacts import load_artifact
-from finray.models.loading import load_causal_lm
+from finray.models.loading import load_model
 from finray.models.packing_check import check_packing
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.training.assemble import require_same_data
@@ -131,7 +131,7 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
         with model.disable_adapter():
             base_loss, base = score("base", model)
     else:
-        base_loss, base = score("base", load_causal_lm(config.model, dtype=dtype).eval().to(device))
+        base_loss, base = score("base", load_model(config.model, dtype=dtype).eval().to(device))
     tuned_loss, tuned = score("tuned", model)
     references = [text(one.reference) for one in rows]
     predictions = [

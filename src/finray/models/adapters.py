@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from finray.config.schema import AdapterConfig
+from finray.config.tasks import CAUSAL_LM
 from finray.errors import ModelError
 from finray.models.adapter_init import PISSA_RESIDUAL, AdapterInit
 from finray.models.adapter_methods import LORA, adapter_method
@@ -27,7 +28,14 @@ SETTINGS = "adapter_config.json"
 NAME = "default"
 
 
-def add_lora(model: Any, adapter: AdapterConfig, *, seed: int, new_tokens: tuple[int, ...] = ()) -> Any:
+def add_lora(
+    model: Any,
+    adapter: AdapterConfig,
+    *,
+    seed: int,
+    new_tokens: tuple[int, ...] = (),
+    task_type: str = CAUSAL_LM.peft_type,
+) -> Any:
     """Wrap a model with an adapter; what it trains is fp32, and begins with values that follow from ``seed`` alone.
 
     On the meta device there are no values: see :func:`finray.models.sharded.materialise`.
@@ -37,6 +45,7 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int, new_tokens: tuple
         adapter: the adapter section.
         seed: of the first values.
         new_tokens: ids whose rows of the embedding, and of a head of its own, are trained too.
+        task_type: PEFT's name of the task; the head of a classifier is trained and saved in full.
 
     Raises:
         ModelError: the target modules match nothing (the message lists what there is), or ``adapter.start_from`` does
@@ -44,7 +53,7 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int, new_tokens: tuple
     """
     from peft import get_peft_model
 
-    config = _peft_config(model, adapter, new_tokens)
+    config = _peft_config(model, adapter, new_tokens, task_type)
     try:
         # What PEFT draws is drawn again below.
         with torch.random.fork_rng(devices=[]):
@@ -69,8 +78,8 @@ def add_lora(model: Any, adapter: AdapterConfig, *, seed: int, new_tokens: tuple
     return wrapped
 
 
-def _peft_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]) -> Any:
-    from peft import LoraConfig, TaskType
+def _peft_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...], task_type: str) -> Any:
+    from peft import LoraConfig
 
     if adapter.start_from is not None:
         config = LoraConfig.from_pretrained(adapter.start_from)
@@ -80,7 +89,7 @@ def _peft_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         config.init_lora_weights = True
         return config
     return LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
+        task_type=task_type,
         r=adapter.rank,
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
+from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ModelError
 from finray.models.adapters import SETTINGS, load_adapter
-from finray.models.build import build_model
-from finray.models.loading import load_causal_lm
+from finray.models.loading import build_model, load_model
 from finray.models.sharded import materialise
 
 NOTES = "finray.json"
@@ -38,6 +38,17 @@ class Artifact:
         """Whether the weights are an adapter."""
         return self.base is not None
 
+    @property
+    def model(self) -> ModelConfig:
+        """What is loaded before an adapter: its base, or the whole model."""
+        return self.base or ModelConfig(name=str(self.folder), task=task_of(self.notes))
+
+
+def task_of(notes: dict[str, Any]) -> str:
+    """The task whose class loads the weights: where one of finray's loads the same class, your own is not imported."""
+    auto_class = notes.get("auto_class", CAUSAL_LM.auto_class)
+    return next((spec.name for spec in SPECS.values() if spec.auto_class == auto_class), notes.get("task", ""))
+
 
 def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     """Look at a directory of weights.
@@ -53,11 +64,11 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     notes: dict[str, Any] = json.loads(notes_file.read_text(encoding="utf-8")) if notes_file.is_file() else {}
     if (folder / SETTINGS).is_file():
         named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        words = list(notes.get("new_tokens") or [])
-        if base is not None:
-            return Artifact(folder, ModelConfig(name=base, new_tokens=words), notes)
         name, revision = notes.get("base_model") or named, notes.get("revision")
-        return Artifact(folder, ModelConfig(name=name, revision=revision, new_tokens=words), notes)
+        if base is not None:
+            name, revision = base, None
+        words = list(notes.get("new_tokens") or [])
+        return Artifact(folder, ModelConfig(name=name, revision=revision, task=task_of(notes), new_tokens=words), notes)
     if (folder / "config.json").is_file():
         return Artifact(folder, None, notes)
     raise ModelError(
@@ -69,10 +80,8 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
 
 def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     """The trained model, ready for inference; an adapter is not merged."""
-    if artifact.base is None:
-        return load_causal_lm(ModelConfig(name=str(artifact.folder)), dtype=dtype).eval()
-    model = load_causal_lm(artifact.base, dtype=dtype)
-    return load_adapter(model, artifact.folder)
+    model = load_model(artifact.model, dtype=dtype)
+    return load_adapter(model, artifact.folder) if artifact.is_adapter else model.eval()
 
 
 def load_as_trained(artifact: Artifact, *, bits: int) -> Any:

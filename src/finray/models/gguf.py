@@ -8,7 +8,7 @@ from pathlib import Path
 
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
-from finray.models.loading import DTYPES, load_causal_lm
+from finray.models.loading import DTYPES, load_model
 from finray.pretrained.tokenizers import load_tokenizer
 
 
@@ -32,7 +32,7 @@ def convert(file: Path, output: Path, *, dtype: str) -> None:
     scratch = output.with_name(f".tmp-{output.name}-{os.getpid()}")
     try:
         scratch.mkdir(parents=True)
-        loaded = load_causal_lm(model, dtype=DTYPES[dtype])
+        loaded = load_model(model, dtype=DTYPES[dtype])
         loaded.save_pretrained(str(scratch))
         load_tokenizer(model).save_pretrained(str(scratch))
         os.replace(scratch, output)

@@ -1,4 +1,4 @@
-"""Models from a directory, a GGUF file or the Hugging Face hub."""
+"""Models from a directory, a GGUF file or the Hugging Face hub, by the class that their task names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from typing import Any
 
 import torch
 
-from finray.config.schema import ModelConfig
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.config.tasks import task_spec
 from finray.errors import ModelError
 from finray.hardware import cpu_has_bf16
-from finray.models import attention, vocabulary
-from finray.pretrained.tokenizers import check_exists, new_tokens, not_loaded, silence_transformers, source_options
+from finray.models import adapters, attention, fused_lora, vocabulary
+from finray.models.quantised import quantise_layers
+from finray.pretrained.tokenizers import (
+    check_exists,
+    new_ids,
+    new_tokens,
+    not_loaded,
+    silence_transformers,
+    source_options,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,66 +34,98 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return "bf16" if cpu_has_bf16() else "fp32"
 
 
-def _tell_deepspeed() -> None:
-    """PEFT imports DeepSpeed wherever it is installed, and that prints a line unless it is told of no GPU."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
-def load_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: str | None = None) -> Any:
-    """A causal language model on the CPU, in evaluation mode.
+def load_model(
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    attention_name: str | None = None,
+    on_meta: bool = False,
+    seed: int = 0,
+) -> Any:
+    """The base model of a task, in evaluation mode, on the CPU; with rows for the new tokens of the model section.
 
     Args:
-        model: the model section.
+        model: the model section; its task names Transformers' class.
         dtype: storage dtype of the weights.
         attention_name: Transformers' name of the attention; its own choice when None.
+        on_meta: build every module and shape on the meta device; no weights are read and none made.
+        seed: of weights that the files lack (a head that the task adds), so that they are the same on every rank.
 
     Raises:
-        ModelError: it cannot be loaded.
+        ModelError: it cannot be loaded, or there is no such task.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto_class: Any = getattr(transformers, task_spec(model.task).auto_class)
     check_exists(model.name)
     silence_transformers()
-    _tell_deepspeed()
+    if not torch.cuda.is_available():
+        # PEFT imports DeepSpeed wherever it is installed, and that prints a line unless it is told of no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     attention.register()
-    options = {} if attention_name is None else {"attn_implementation": attention_name}
+    options = {"dtype": dtype} | ({} if attention_name is None else {"attn_implementation": attention_name})
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(**source_options(model), dtype=dtype, **options)
+        if on_meta:
+            config = transformers.AutoConfig.from_pretrained(**source_options(model))
+            # What is built here has plain layers, also where the files hold quantised ones.
+            if getattr(config, "quantization_config", None) is not None:
+                del config.quantization_config
+            with torch.device("meta"):
+                loaded = auto_class.from_config(config, trust_remote_code=model.trust_remote_code, **options)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                loaded = forget_gguf(auto_class.from_pretrained(**source_options(model), **options))
+        if (added := new_tokens(model)) is not None:
+            vocabulary.widen(loaded, added)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise not_loaded("model", model, error) from None
-    return _with_new_tokens(forget_gguf(loaded), model)
-
-
-def _with_new_tokens(loaded: Any, model: ModelConfig) -> Any:
-    added = new_tokens(model)
-    if added is not None:
-        vocabulary.widen(loaded, added)
+        raise not_loaded("model's configuration" if on_meta else "model", model, error) from None
     return loaded
 
 
-def meta_causal_lm(model: ModelConfig, *, dtype: torch.dtype, attention_name: str | None = None) -> Any:
-    """A causal language model on the meta device: every module and shape, no weights read and none made.
+def build_model(
+    model: ModelConfig,
+    adapter: AdapterConfig,
+    *,
+    precision: str,
+    attention_name: str | None,
+    bits: int | None,
+    seed: int,
+    device: torch.device,
+    on_meta: bool = False,
+) -> Any:
+    """Load a model and add adapters: the PEFT model, or the Transformers model itself.
+
+    Frozen weights are stored in the dtype of ``precision``, or in fewer ``bits``; weights that are trained are fp32. On
+    the meta device, and always with ``bits``, the model has no weights yet: :func:`finray.models.sharded.materialise`
+    reads them, when it is sharded.
+
+    Args:
+        model: the model section.
+        adapter: the adapter section.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        attention_name: Transformers' name of the attention; None for the model's own choice.
+        bits: 4 or 8 for quantised frozen linear layers, else None.
+        seed: of the first values of the adapter, and of a head that the files lack.
+        device: where it is put.
+        on_meta: whether to build it without memory.
 
     Raises:
-        ModelError: the configuration cannot be loaded.
+        ModelError: it cannot be loaded, or the adapter cannot be added.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    check_exists(model.name)
-    silence_transformers()
-    _tell_deepspeed()
-    attention.register()
-    options = {} if attention_name is None else {"attn_implementation": attention_name}
-    try:
-        config = AutoConfig.from_pretrained(**source_options(model))
-        with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=model.trust_remote_code, **options
-            )
-            return _with_new_tokens(made, model)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise not_loaded("model's configuration", model, error) from None
+    on_meta = on_meta or bits is not None
+    dtype = DTYPES[precision] if adapter.method != "none" else torch.float32
+    loaded = load_model(model, dtype=dtype, attention_name=attention_name, on_meta=on_meta, seed=seed)
+    if adapter.method != "none":
+        loaded.requires_grad_(False)
+        if bits is not None:
+            quantise_layers(loaded, bits, dtype=dtype, keep=adapter.modules_to_save)
+        loaded = adapters.add_lora(
+            loaded, adapter, seed=seed, new_tokens=new_ids(model), task_type=task_spec(model.task).peft_type
+        )
+        fused_lora.fuse(loaded)
+    loaded.config.use_cache = False
+    return loaded if on_meta else loaded.to(device)
 
 
 def forget_gguf(model: Any) -> Any:

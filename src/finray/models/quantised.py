@@ -152,11 +152,12 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
             where="model.quantization",
             repair="pip install 'finray[quantization]'",
         )
-    head = model.get_output_embeddings()
+    head, body = model.get_output_embeddings(), {id(module) for module in model.base_model.modules()}
     found = [
         (name, module)
         for name, module in model.named_modules()
         if type(module) is torch.nn.Linear
+        and id(module) in body
         and module is not head
         and _can_be_packed(module, bits, dtype)
         and not any(name == one or name.endswith(f".{one}") for one in keep)

@@ -48,5 +48,6 @@ class SavedLayout:
             adapters.saved_settings(self._model).save_pretrained(str(folder))
             return
         self._model.config.save_pretrained(str(folder))
-        if self._model.generation_config is not None:
-            self._model.generation_config.save_pretrained(str(folder))
+        generation = getattr(self._model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(str(folder))

@@ -18,7 +18,7 @@ from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters, vocabulary
-from finray.models.loading import load_causal_lm
+from finray.models.loading import load_model
 from finray.models.quantised import QuantisedLinear
 from finray.pretrained.tokenizers import new_tokens
 from finray.sharding import Read, load_local, shape_of
@@ -117,7 +117,7 @@ def materialise(
         config: of the base model.
         adapter: the adapter section.
         device: of this rank.
-        seed: of the adapter.
+        seed: of the adapter, and of weights that no file has.
 
     Raises:
         ModelError: a weight is nowhere to be found.
@@ -131,7 +131,7 @@ def materialise(
     kept = {name for name, _ in inner.named_buffers()} & set(inner.state_dict())
     tensors = {**dict(model.named_parameters()), **{name: one for name, one in inner.named_buffers() if name in kept}}
     of_adapter = {name for name in tensors if ".lora_" in name or ".trainable_tokens_" in name}
-    source = _Source(config, inner, {base_name(name) for name in tensors if name not in of_adapter})
+    source = _Source(config, inner, {base_name(name) for name in tensors if name not in of_adapter}, seed=seed)
     packed = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, QuantisedLinear)}
     modules = dict(model.named_modules())
 
@@ -181,16 +181,17 @@ class _Source:
         config: of the base model.
         model: it, on any device; tells which tables have rows for words.
         wanted: names of the weights.
+        seed: of weights that no file has.
 
     Raises:
         ModelError: a weight is nowhere to be found.
     """
 
-    def __init__(self, config: ModelConfig, model: Any, wanted: set[str]) -> None:
+    def __init__(self, config: ModelConfig, model: Any, wanted: set[str], *, seed: int) -> None:
         folder = folder_of(config)
         self._stored = None if folder is None else StoredTensors(folder)
         self.is_whole = self._stored is None or any(name not in self._stored for name in wanted)
-        self._model = dict(load_causal_lm(config, dtype=torch.float32).state_dict()) if self.is_whole else {}
+        self._model = dict(load_model(config, dtype=torch.float32, seed=seed).state_dict()) if self.is_whole else {}
         self._new = new_tokens(config)
         self._tables = {base_name(name) for name in vocabulary.table_weights(model)}
         absent = sorted(wanted - self._model.keys()) if self.is_whole else []

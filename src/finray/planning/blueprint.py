@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
+from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.errors import FinrayError
-from finray.models import adapters, vocabulary
+from finray.models import adapters
 from finray.models.head import plain_head
+from finray.models.loading import load_model
 from finray.planning.layers import LayerProbe, decoder_layers
-from finray.pretrained.tokenizers import new_ids, new_tokens, not_loaded, silence_transformers, source_options
+from finray.pretrained.tokenizers import new_ids
 from finray.pretrained.weights import StoredWeights, stored_weights
 
 
@@ -131,7 +133,7 @@ def model_shape(model: ModelConfig, adapter: AdapterConfig, *, packs: bool) -> M
         ModelError: the model cannot be built, or the adapter's target modules match nothing.
     """
     built = build_meta_model(model)
-    blueprint = draw_blueprint(built, adapter, new_ids(model))
+    blueprint = draw_blueprint(built, adapter, new_ids(model), task_spec(model.task).peft_type)
     return ModelShape(blueprint, LayerProbe(built, packs=packs), stored_in(model))
 
 
@@ -150,26 +152,9 @@ def build_meta_model(model: ModelConfig) -> Any:
     """The model on the meta device: every module and shape, no weights read and none made.
 
     Raises:
-        ModelError: the configuration cannot be loaded, or is of no causal language model.
+        ModelError: the configuration cannot be loaded, or is of no model for the task.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    silence_transformers()
-    try:
-        config = AutoConfig.from_pretrained(**source_options(model))
-        # Older configurations of GGUF files and quantised checkpoints would start a quantiser.
-        if getattr(config, "quantization_config", None) is not None:
-            del config.quantization_config
-        with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=model.trust_remote_code
-            )
-            added = new_tokens(model)
-            if added is not None:
-                vocabulary.widen(made, added)
-            return made
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise not_loaded("model's configuration", model, error) from error
+    return load_model(model, dtype=torch.float32, on_meta=True)
 
 
 def build_blueprint(model: ModelConfig, adapter: AdapterConfig) -> Blueprint:
@@ -178,10 +163,12 @@ def build_blueprint(model: ModelConfig, adapter: AdapterConfig) -> Blueprint:
     Raises:
         ModelError: the model cannot be built, or the adapter's target modules match nothing.
     """
-    return draw_blueprint(build_meta_model(model), adapter, new_ids(model))
+    return draw_blueprint(build_meta_model(model), adapter, new_ids(model), task_spec(model.task).peft_type)
 
 
-def draw_blueprint(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...] = ()) -> Blueprint:
+def draw_blueprint(
+    model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...] = (), task_type: str = CAUSAL_LM.peft_type
+) -> Blueprint:
     """As :func:`build_blueprint`, of a Transformers model on any device; the adapter is added to this very model.
 
     Raises:
@@ -206,7 +193,7 @@ def draw_blueprint(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ..
     if adapter.method != "none":
         model.requires_grad_(False)
         with torch.device("meta"):
-            wrapped = adapters.add_lora(model, adapter, seed=0, new_tokens=new_tokens)
+            wrapped = adapters.add_lora(model, adapter, seed=0, new_tokens=new_tokens, task_type=task_type)
         total = sum(parameter.numel() for parameter in wrapped.parameters())
     else:
         total = base

@@ -10,6 +10,7 @@ from typing import Any
 
 from finray.config.resolved import Packing
 from finray.config.schema import Config
+from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
 from finray.models.packing_check import check_packing
 from finray.planning.blueprint import Blueprint, ModelShape, build_meta_model, draw_blueprint, stored_in
@@ -145,6 +146,7 @@ def _open(
 
 def _drawn(config: Config, model: Any, new_tokens: tuple[int, ...], found: Findings) -> Blueprint:
     """The blueprint; targets that match nothing are a problem, and an error where none is left that matches."""
+    task_type = task_spec(config.model.task).peft_type
     names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
     try:
         check_targets(config, names)
@@ -153,11 +155,11 @@ def _drawn(config: Config, model: Any, new_tokens: tuple[int, ...], found: Findi
             raise
         found.problem(error)
         try:
-            return draw_blueprint(model, config.adapter, new_tokens)
+            return draw_blueprint(model, config.adapter, new_tokens, task_type)
         except FinrayError:
             # PEFT says again that nothing matches.
             raise error from None
-    return draw_blueprint(model, config.adapter, new_tokens)
+    return draw_blueprint(model, config.adapter, new_tokens, task_type)
 
 
 def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> None:

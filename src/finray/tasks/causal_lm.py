@@ -16,8 +16,8 @@ from finray.config.schema import Config
 from finray.config.tasks import CAUSAL_LM
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.collate import Batch, collate
-from finray.models.build import build_model
 from finray.models.head import loss_sum
+from finray.models.loading import build_model
 from finray.models.packed import PackedModel
 from finray.models.saved_layout import SavedLayout
 

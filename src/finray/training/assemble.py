@@ -17,7 +17,7 @@ from finray.checkpoint.store import Fence
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.config.tasks import TaskSpec, task_class
+from finray.config.tasks import TaskSpec, task_class, task_spec
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.order import Order, derive_key, total_steps
 from finray.data.sampling.packing import one_row_each, plan_packs
@@ -277,6 +277,8 @@ def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved) -> Cal
         "base_model": config.model.name,
         "revision": config.model.revision,
         "rows": dataset.kind(),
+        "task": config.model.task,
+        "auto_class": task_spec(config.model.task).auto_class,
         "new_tokens": config.model.new_tokens,
         "quantization": {None: "none", 4: "4bit", 8: "8bit"}[resolved.bits],
     }

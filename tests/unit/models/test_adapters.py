@@ -14,7 +14,7 @@ from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.artifacts import read_artifact
 from finray.models.export import export
-from finray.models.loading import load_causal_lm
+from finray.models.loading import load_model
 from finray.pretrained.tokenizers import check_exists, load_tokenizer
 from tests.support import tiny
 
@@ -86,7 +86,7 @@ def test_an_unknown_hub_name_is_one_message() -> None:
 @pytest.fixture
 def artifact(tmp_path: Path, tiny_model_dir: Path, tokenizer: Any) -> Path:
     model = adapters.add_lora(
-        load_causal_lm(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32), AdapterConfig(rank=4), seed=1
+        load_model(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32), AdapterConfig(rank=4), seed=1
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -118,7 +118,7 @@ def test_an_export_that_reads_back_differently_is_not_kept(
 ) -> None:
     from finray.models import export as module
 
-    real = module.load_causal_lm
+    real = module.load_model
 
     def broken(model: ModelConfig, **options: Any) -> Any:
         loaded = real(model, **options)
@@ -126,7 +126,7 @@ def test_an_export_that_reads_back_differently_is_not_kept(
             loaded.lm_head.weight += 0.1 * torch.randn_like(loaded.lm_head.weight)
         return loaded
 
-    monkeypatch.setattr(module, "load_causal_lm", broken)
+    monkeypatch.setattr(module, "load_model", broken)
     with pytest.raises(ModelError, match="gives other logits"):
         export(read_artifact(artifact), tmp_path / "merged", merge=True, dtype="fp32")
     assert not (tmp_path / "merged").exists()

@@ -11,7 +11,7 @@ import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models.build import build_model
+from finray.models.loading import build_model
 from finray.planning.blueprint import Blueprint, build_blueprint, build_meta_model
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
