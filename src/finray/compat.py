@@ -7,6 +7,7 @@ engine and of bitsandbytes' optimizers are read in :mod:`finray.parallel.deepspe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -56,14 +57,14 @@ def attention_implementation(model: Any) -> str:
     return name
 
 
-def carries_state(model_class: Any) -> bool:
-    """Whether a model class keeps a recurrent state from token to token (Mamba, RecurrentGemma)."""
-    return bool(model_class._is_stateful)
+def carries_state(model: Any) -> bool:
+    """Whether a model keeps a recurrent state from token to token (Mamba, RecurrentGemma)."""
+    return bool(model._is_stateful)
 
 
-def accepts_attention(model_class: Any) -> bool:
-    """Whether a model class calls Transformers' attention interface, so that its attention can be replaced."""
-    return bool(model_class._can_set_attn_implementation())
+def accepts_attention(model: Any) -> bool:
+    """Whether a model calls Transformers' attention interface, so that its attention can be replaced."""
+    return bool(model._can_set_attn_implementation())
 
 
 @contextmanager
@@ -89,6 +90,34 @@ def compile_chat_template(source: str) -> Any:
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     return _compile_jinja_template(source)
+
+
+# --- peft 0.21.2 ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_bitsandbytes() -> Iterator[None]:
+    """Let PEFT find no bitsandbytes, unless something has imported it already.
+
+    PEFT imports it wherever it is installed, and it imports torch's compiler: 1.3 s at the start of every worker. Only
+    a base model in a file that is quantised has its layers, and Transformers has imported it for that. What PEFT found
+    out it keeps in a cache.
+    """
+    hidden = "bitsandbytes" not in sys.modules
+    if hidden:
+        sys.modules["bitsandbytes"] = None  # type: ignore[assignment]
+    try:
+        from peft import import_utils
+
+        caches = (import_utils.is_bnb_available, import_utils.is_bnb_4bit_available)
+        for cached in caches:
+            cached.cache_clear()
+        yield
+        for cached in caches:
+            cached.cache_clear()
+    finally:
+        if hidden:
+            del sys.modules["bitsandbytes"]
 
 
 # --- datasets 4.5 ---------------------------------------------------------------------------------------------------

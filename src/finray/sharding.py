@@ -68,6 +68,11 @@ def bytes_of(tensor: torch.Tensor | FlatShard) -> int:
     return math.prod(shape_of(tensor)) * dtype.itemsize
 
 
+def rows_of(tensor: torch.Tensor) -> Read:
+    """A function that reads rows of a tensor at hand."""
+    return lambda start, stop: tensor[start:stop]
+
+
 def read_elements(read: Read, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
     """Some elements of a tensor of this shape (1-D), from a function that reads rows of it."""
     if stop <= start:

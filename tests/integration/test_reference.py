@@ -97,7 +97,7 @@ def trained(
     tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path
 ) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
     """finray's twenty steps, and the adapter it started from."""
-    from finray.models.adapters import WEIGHTS, adapter_tensors
+    from finray.models.saved_layout import WEIGHTS
 
     folder = tmp_path_factory.mktemp("reference")
     rows = folder / "rows.jsonl"
@@ -107,7 +107,7 @@ def trained(
     sections = {"data": {"max_length": 128, "packing": False}, "checkpoint.every_steps": 100, "train": train | rate}
     plain = runs.tiny_run(smollm2_dir, rows, folder, {"adapter": {"rank": 8, "alpha": 16}, **sections})
     assembled = runs.assemble_alone(plain, folder / "run")
-    save_file(adapter_tensors(assembled.loop.task.model), folder / WEIGHTS)
+    save_file(assembled.loop.task.layout.tensors(), folder / WEIGHTS)
     start = runs.adapter_weights(folder)
     assembled.loop.run()
     assembled.loop.trackers.finish()

@@ -141,9 +141,9 @@ def import_gguf(
     dtype: Annotated[str, typer.Option(help="Dtype of the weights: fp32 or bf16.")] = "bf16",
 ) -> None:
     """Convert a GGUF file to a model directory with dequantised weights in safetensors."""
-    from finray.models.gguf import convert
+    from finray.models.export import convert_gguf
 
-    convert(file, output, dtype=dtype)
+    convert_gguf(file, output, dtype=dtype)
     show.console().print(f"wrote {output}", highlight=False, soft_wrap=True)
 
 

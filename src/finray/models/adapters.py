@@ -1,31 +1,21 @@
-"""Adapters: PEFT injects them, finray gives them their first values and names them for saving.
-
-A PiSSA adapter (Meng et al. 2024) trains the principal part B A of each weight. PEFT takes that part out of the base
-weight; here the base weights stay as they are, and the part that it began with is a second, frozen adapter that is
-subtracted: ``W x + s B A x - s B0 A0 x``. Both together are one ordinary LoRA of twice the rank, and as such they are
-saved. So it loads in plain PEFT on the untouched base, and a resume reads B0 A0 instead of decomposing again.
-"""
+"""Adapters: PEFT injects them, finray gives them their first values. :mod:`finray.models.saved_layout` saves them."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finray import compat
 from finray.config.schema import AdapterConfig
 from finray.config.tasks import CAUSAL_LM
 from finray.errors import ModelError
-from finray.models.adapter_init import PISSA_RESIDUAL, AdapterInit
-from finray.models.adapter_methods import LORA, adapter_method
-from finray.sharding import load_local, shape_of
-
-WEIGHTS = "adapter_model.safetensors"
-SETTINGS = "adapter_config.json"
-NAME = "default"
+from finray.models.adapter_methods import adapter_method, first_values
+from finray.models.saved_layout import NAME, PISSA_RESIDUAL, SavedLayout
+from finray.sharding import load_local, rows_of, shape_of
 
 
 def add_lora(
@@ -51,34 +41,40 @@ def add_lora(
         ModelError: the target modules match nothing (the message lists what there is), or ``adapter.start_from`` does
             not fit.
     """
-    from peft import get_peft_model
-
-    config = _peft_config(model, adapter, new_tokens, task_type)
     try:
         # What PEFT draws is drawn again below.
-        with torch.random.fork_rng(devices=[]):
+        with compat.without_bitsandbytes(), torch.random.fork_rng(devices=[]):
+            from peft import get_peft_model
+            from peft.tuners.lora.layer import LoraLayer
+
+            config = _lora_config(model, adapter, new_tokens, task_type)
             wrapped = get_peft_model(model, config)
             if adapter_method(adapter.method).is_pissa:
-                _keep_start(wrapped, config)
+                residual = copy.copy(config)
+                residual.lora_dropout, residual.modules_to_save, residual.trainable_token_indices = 0.0, None, None
+                wrapped.add_adapter(PISSA_RESIDUAL, residual)
+                for module in wrapped.modules():
+                    if isinstance(module, LoraLayer):
+                        module.set_adapter([NAME, PISSA_RESIDUAL])
     except ValueError as error:
         raise ModelError(
             f"the adapter cannot be added: {str(error).splitlines()[0]}",
             where="adapter.modules_to_save" if "modules_to_save" in str(error) else "adapter.target_modules",
             repair=f"modules that can be named: {', '.join(linear_names(model))}",
         ) from None
+    modules, on_meta = dict(wrapped.named_modules()), False
     for name, parameter in wrapped.named_parameters():
+        on_meta |= parameter.is_meta
+        if f".{PISSA_RESIDUAL}." in name:
+            parameter.requires_grad_(False)
         if parameter.requires_grad or ".lora_" in name:
             parameter.data = parameter.data.float()
-    if any(parameter.is_meta for parameter in wrapped.parameters()):
-        return wrapped
-    if adapter.start_from is not None:
-        load_start(wrapped, Path(adapter.start_from))
-    else:
-        draw(wrapped, adapter.method, seed=seed)
+    if not on_meta:
+        start(wrapped, adapter, seed=seed, weight_of=lambda name: modules[name].base_layer.weight.detach())
     return wrapped
 
 
-def _peft_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...], task_type: str) -> Any:
+def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...], task_type: str) -> Any:
     from peft import LoraConfig
 
     if adapter.start_from is not None:
@@ -88,6 +84,10 @@ def _peft_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         # No values are drawn or decomposed for it: they come from its file.
         config.init_lora_weights = True
         return config
+    # New rows are trained in the embedding, and in the head where it is not tied to that.
+    tables = [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
+    if tables[-1].weight is tables[0].weight:
+        del tables[1:]
     return LoraConfig(
         task_type=task_type,
         r=adapter.rank,
@@ -96,65 +96,44 @@ def _peft_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         target_modules=adapter.target_modules,
         modules_to_save=list(adapter.modules_to_save) or None,
         **adapter_method(adapter.method).options,
-        trainable_token_indices=_token_rows(model, new_tokens),
+        trainable_token_indices={
+            name: list(new_tokens) for name, module in model.named_modules() if any(module is one for one in tables)
+        }
+        if new_tokens
+        else None,
         # GPT-2 keeps its projections transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
 
 
-def _token_rows(model: Any, new_tokens: tuple[int, ...]) -> dict[str, list[int]] | None:
-    """Rows that are trained, by the name of the table: the embedding, and the head where it is not tied to that."""
-    if not new_tokens:
-        return None
-    tables = [model.get_input_embeddings()]
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is not tables[0].weight:
-        tables.append(head)
-    return {name: list(new_tokens) for name, module in model.named_modules() if any(module is one for one in tables)}
-
-
-def token_rows(model: Any) -> list[int]:
-    """Ids of the new tokens whose rows an adapter trains; all its tables have the same."""
-    indices = model.peft_config[NAME].trainable_token_indices or {}
-    return list(next(iter(indices.values()), []))
-
-
-def _keep_start(wrapped: Any, config: Any) -> None:
-    """Add the frozen adapter that holds what a PiSSA adapter began with."""
-    from peft.tuners.lora.layer import LoraLayer
-
-    second = copy.copy(config)
-    second.lora_dropout, second.modules_to_save, second.trainable_token_indices = 0.0, None, None
-    wrapped.add_adapter(PISSA_RESIDUAL, second)
-    for module in wrapped.modules():
-        if isinstance(module, LoraLayer):
-            module.set_adapter([NAME, PISSA_RESIDUAL])
-    for name, parameter in wrapped.named_parameters():
-        if f".{PISSA_RESIDUAL}." in name:
-            parameter.requires_grad_(False)
-
-
-def adapter_init(model: Any, method: str, *, seed: int, base: Callable[[str], torch.Tensor]) -> AdapterInit:
-    """First values of a model's adapter; ``base`` gives the base weight (out, in) of a module by name."""
-    modules = dict(model.named_modules())
-    # Weights that are all trained begin as they are in their files, and nobody asks for a first value.
-    kind = LORA if method == "none" else adapter_method(method)
-    return AdapterInit(kind, seed=seed, scaling=lambda name: float(modules[name].scaling[NAME]), base=base)
-
-
 @torch.no_grad()
-def draw(model: Any, method: str, *, seed: int) -> None:
-    """Give every tensor of an adapter its first value."""
+def start(model: Any, adapter: AdapterConfig, *, seed: int, weight_of: Callable[[str], torch.Tensor]) -> None:
+    """Give the tensors of an adapter their first values: those that it goes on from, or new ones.
+
+    Args:
+        model: the PEFT model, sharded by any strategy.
+        adapter: the adapter section.
+        seed: of new values.
+        weight_of: the stored base weight of an adapted module, by the module's name.
+
+    Raises:
+        ModelError: ``adapter.start_from`` does not fit.
+    """
+    if adapter.start_from is not None:
+        SavedLayout(model).load(Path(adapter.start_from))
+        return
     modules = dict(model.named_modules())
 
     def base(name: str) -> torch.Tensor:
-        weight: torch.Tensor = modules[name].base_layer.weight.detach()
-        return weight.T if modules[name].fan_in_fan_out else weight
+        return weight_of(name).T if modules[name].fan_in_fan_out else weight_of(name)
 
-    values = adapter_init(model, method, seed=seed, base=base)
+    def scaling(name: str) -> float:
+        return float(modules[name].scaling[NAME])
+
+    value = first_values(adapter_method(adapter.method), seed=seed, scaling=scaling, base=base)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
-            parameter.copy_(values(name, parameter.shape))
+            load_local(parameter, rows_of(value(name, torch.Size(shape_of(parameter)))))
 
 
 def linear_names(model: Any) -> list[str]:
@@ -167,124 +146,13 @@ def linear_names(model: Any) -> list[str]:
     return sorted(kinds)
 
 
-# --- saving and loading ---------------------------------------------------------------------------------------------
-
-
-def adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter, which may be shards, under the names that PEFT gives them in its file.
-
-    Those of the frozen residual of a PiSSA adapter have ``:pissa_residual`` behind their names; :func:`joined` makes a
-    file's tensors of all of them, and :func:`part_of` finds them there.
-    """
-    from peft import get_peft_model_state_dict
-
-    tensors = dict(model.named_parameters())
-    found: dict[str, torch.Tensor] = get_peft_model_state_dict(
-        model, state_dict=tensors, adapter_name=NAME, save_embedding_layers=False
-    )
-    if PISSA_RESIDUAL in model.peft_config:
-        residual: dict[str, torch.Tensor] = get_peft_model_state_dict(
-            model, state_dict=tensors, adapter_name=PISSA_RESIDUAL, save_embedding_layers=False
-        )
-        found = found | {f"{name}:{PISSA_RESIDUAL}": tensor for name, tensor in residual.items()}
-    return found
-
-
-def joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter's file, of whole tensors."""
-    return {
-        name: torch.cat([tensor, tensors[f"{name}:{PISSA_RESIDUAL}"]], dim=_rank_dimension(name))
-        if f"{name}:{PISSA_RESIDUAL}" in tensors
-        else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(f":{PISSA_RESIDUAL}")
-    }
-
-
-def _rank_dimension(name: str) -> int:
-    return 1 if ".lora_B." in name else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Half:
-    """One of the two halves of a tensor in a file, which is read by rows."""
-
-    whole: Any
-    dimension: int
-    number: int
-
-    def get_shape(self) -> list[int]:
-        """Shape of the half."""
-        shape = list(self.whole.get_shape())
-        shape[self.dimension] //= 2
-        return shape
-
-    def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Rows of the half."""
-        start, stop = rows.start, rows.stop
-        size = self.get_shape()[self.dimension]
-        first = self.number * size
-        part: torch.Tensor
-        if self.dimension == 0:
-            part = self.whole[first + start : first + stop]
-        else:
-            part = self.whole[start:stop, first : first + size]
-        return part
-
-
-def part_of(name: str, has_start: bool) -> tuple[str, Callable[[Any], Half] | None]:
-    """Name in the file of a tensor of :func:`adapter_tensors`, and which half of it is meant, if it is one."""
-    own, _, second = name.partition(":")
-    if not has_start or ".lora_" not in own:
-        return own, None
-    return own, lambda whole: Half(whole, _rank_dimension(own), 1 if second else 0)
-
-
-def saved_settings(model: Any) -> Any:
-    """PEFT's configuration of the adapter as it is saved."""
-    config = copy.copy(model.peft_config[NAME])
-    if PISSA_RESIDUAL in model.peft_config:
-        config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
-    return config
-
-
-@torch.no_grad()
-def load_start(model: Any, folder: Path) -> None:
-    """Put the values of a saved adapter into a model's.
-
-    Raises:
-        ModelError: it has other tensors.
-    """
-    from safetensors import safe_open
-
-    tensors = adapter_tensors(model)
-    where = f"adapter.start_from={folder}"
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            if set(file.keys()) != tensors.keys():
-                odd = sorted(set(file.keys()) ^ tensors.keys())
-                raise ModelError(
-                    f"the adapter and the model differ in {len(odd)} tensors, such as {odd[0]}", where=where
-                )
-            for name, tensor in tensors.items():
-                part = file.get_slice(name)
-                if tuple(part.get_shape()) != shape_of(tensor):
-                    raise ModelError(
-                        f"{name} has shape {tuple(part.get_shape())}, the model wants {shape_of(tensor)}",
-                        where=where,
-                        repair="name the base model of that adapter as model.name",
-                    )
-                load_local(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
-    except OSError as error:
-        raise ModelError(f"the adapter cannot be read: {error}", where=where) from None
-
-
 def load_adapter(model: Any, folder: Path) -> Any:
     """Wrap a base model with a saved adapter, for inference."""
-    from peft import PeftModel
-
     try:
-        return PeftModel.from_pretrained(model, str(folder)).eval()
+        with compat.without_bitsandbytes():
+            from peft import PeftModel
+
+            return PeftModel.from_pretrained(model, str(folder)).eval()
     except (ValueError, RuntimeError, OSError) as error:
         raise ModelError(
             f"the adapter does not fit the model: {str(error).splitlines()[0]}", where=str(folder)

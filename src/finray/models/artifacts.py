@@ -12,8 +12,9 @@ import torch
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ModelError
-from finray.models.adapters import SETTINGS, load_adapter
+from finray.models.adapters import load_adapter
 from finray.models.loading import build_model, load_model
+from finray.models.saved_layout import SETTINGS
 from finray.models.sharded import materialise
 
 NOTES = "finray.json"

@@ -107,10 +107,17 @@ def packed_attention(
         # Rotary embeddings may have widened queries and keys; values are as the projection left them.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    kernel = _varlen_kernel() if query.is_cuda else None
+    kernel, known = _varlen() if query.is_cuda else (None, frozenset())
     fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None and query.shape[-1] <= 256
-    if kernel is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
-        return kernel(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
+    if fits and {"scale", "window_size"} <= known and cu_seq_lens_q is not None and max_length_q is not None:
+        options: dict[str, Any] = {"scale": scaling, "window_size": (sliding_window - 1 if sliding_window else -1, 0)}
+        groups = query.shape[1] // key.shape[1]
+        if groups > 1 and "enable_gqa" in known:
+            options["enable_gqa"] = True
+        elif groups > 1:
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return kernel(*flat, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)[None], None
     lengths = segment_lengths.lengths if isinstance(segment_lengths, RowLengths) else segment_lengths
     # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
     rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
@@ -173,38 +180,11 @@ def _attend_explicitly(
     return torch.bmm(weights, value[0]).view(1, heads, length, width)
 
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float | None, int | None], torch.Tensor]
-
-
 @lru_cache(maxsize=1)
-def _varlen_kernel() -> Kernel | None:
-    """torch's variable-length attention with the arguments this version of torch has, or None."""
+def _varlen() -> tuple[Any, frozenset[str]]:
+    """torch's variable-length attention, and the arguments that it has: it gained them one by one."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    if "window_size" not in known or "scale" not in known:
-        return None
-
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        starts: torch.Tensor,
-        longest: int,
-        scaling: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        groups = query.shape[1] // key.shape[1]
-        options: dict[str, Any] = {"scale": scaling, "window_size": (window - 1 if window else -1, 0)}
-        if groups > 1 and "enable_gqa" in known:
-            options["enable_gqa"] = True
-        elif groups > 1:
-            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        attend: Any = varlen_attn
-        output: torch.Tensor = attend(*flat, starts, starts, longest, longest, **options)
-        return output[None]
-
-    return kernel
+        return None, frozenset()
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +16,11 @@ import torch
 
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
-from finray.models.adapters import SETTINGS, WEIGHTS, load_adapter
+from finray.models.adapters import load_adapter
 from finray.models.artifacts import NOTES, Artifact, load_artifact, load_as_trained
 from finray.models.loading import DTYPES, load_model
 from finray.models.quantised import BITS
+from finray.models.saved_layout import SETTINGS, WEIGHTS
 from finray.pretrained.tokenizers import load_tokenizer
 
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
@@ -63,10 +66,78 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError("the output directory is not empty", where=str(output), repair="name a new directory")
+    base, notes = artifact.base, artifact.notes
+    with _scratch(output) as scratch:
+        tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
+        probe = torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
+        trained = load_artifact(artifact, dtype=torch.float32)
+        expected = _logits(trained, probe)
+        if base is not None and not merge:
+            used = "fp32"
+            shutil.copy2(artifact.folder / WEIGHTS, scratch / WEIGHTS)
+            for name, field in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
+                if (artifact.folder / name).is_file():
+                    content = json.loads((artifact.folder / name).read_text(encoding="utf-8"))
+                    _write_json(scratch / name, {**content, field: base.name})
+            again = load_adapter(load_model(base, dtype=torch.float32), scratch)
+        else:
+            used = dtype
+            whole = trained if base is None else trained.merge_and_unload(safe_merge=True)
+            whole.to(DTYPES[dtype]).save_pretrained(str(scratch))
+            written = ModelConfig(name=str(scratch), task=artifact.model.task)
+            again = load_model(written, dtype=torch.float32).eval()
+        tokenizer.save_pretrained(str(scratch))
+        difference = _difference(expected, _logits(again, probe))
+        if not difference <= TOLERANCE[used]:
+            raise ModelError(
+                f"the written model gives other logits than the trained one (relative difference {difference:.2e}, "
+                f"at most {TOLERANCE[used]:.0e} is rounding)",
+                where=str(output),
+                repair="nothing was kept; try --dtype fp32, or report this with the model's name",
+            )
+        if not merge or base is None:
+            return Exported(output, not artifact.is_adapter, used, difference)
+        stored = notes.get("quantization")
+        trained_on = stored if stored in BITS else None
+        rounding = None
+        if trained_on is not None and find_spec("bitsandbytes") is not None:
+            del trained
+            packed = load_as_trained(artifact, bits=BITS[trained_on])
+            rounding = _difference(_logits(packed, probe), _logits(again, probe))
+        said: dict[str, Any] = {name: notes[name] for name in ("rows", "task", "auto_class") if name in notes}
+        said |= {"merged_onto": base.name, "revision": base.revision}
+        said |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
+        _write_json(scratch / NOTES, said)
+        return Exported(output, True, used, difference, base.name, trained_on, rounding)
+
+
+def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
+    """Dequantise a GGUF file into a directory with safetensors, its tokenizer and its chat template.
+
+    Raises:
+        ModelError: the file cannot be read, the `gguf` package is missing, or the output is in the way.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32 or bf16")
+    if output.exists():
+        raise ModelError("the output already exists", where=str(output), repair="name a new directory")
+    if find_spec("gguf") is None:
+        raise ModelError(
+            "reading a GGUF file needs the package gguf, which is not installed", repair="pip install 'finray[gguf]'"
+        )
+    model = ModelConfig(name=str(file))
+    with _scratch(output) as scratch:
+        load_model(model, dtype=DTYPES[dtype]).save_pretrained(str(scratch))
+        load_tokenizer(model).save_pretrained(str(scratch))
+
+
+@contextmanager
+def _scratch(output: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes the output; nothing is kept where that fails."""
     scratch = output.with_name(f".tmp-{output.name}-{os.getpid()}")
     try:
         scratch.mkdir(parents=True)
-        result = _export(artifact, scratch, output, merge=merge and artifact.is_adapter, dtype=dtype)
+        yield scratch
         if output.exists():
             output.rmdir()
         os.replace(scratch, output)
@@ -74,55 +145,10 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
         raise ModelError(f"the model cannot be written: {error.strerror or error}", where=str(output)) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return result
 
 
-def _export(artifact: Artifact, scratch: Path, output: Path, *, merge: bool, dtype: str) -> Exported:
-    tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
-    probe = torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
-    trained = load_artifact(artifact, dtype=torch.float32)
-    expected = _logits(trained, probe)
-    if artifact.base is not None and not merge:
-        shutil.copy2(artifact.folder / WEIGHTS, scratch / WEIGHTS)
-        _copy_with(artifact.folder / SETTINGS, scratch / SETTINGS, base_model_name_or_path=artifact.base.name)
-        _copy_with(artifact.folder / NOTES, scratch / NOTES, base_model=artifact.base.name)
-        again = load_adapter(load_model(artifact.model, dtype=torch.float32), scratch)
-        used = "fp32"
-    else:
-        whole = trained.merge_and_unload(safe_merge=True) if merge else trained
-        used = dtype
-        whole.to(DTYPES[dtype]).save_pretrained(str(scratch))
-        written = ModelConfig(name=str(scratch), task=artifact.model.task)
-        again = load_model(written, dtype=torch.float32).eval()
-    tokenizer.save_pretrained(str(scratch))
-    difference = _difference(expected, _logits(again, probe))
-    if not difference <= TOLERANCE[used]:
-        raise ModelError(
-            f"the written model gives other logits than the trained one (relative difference {difference:.2e}, "
-            f"at most {TOLERANCE[used]:.0e} is rounding)",
-            where=str(output),
-            repair="nothing was kept; try --dtype fp32, or report this with the model's name",
-        )
-    if not merge or artifact.base is None:
-        return Exported(output, not artifact.is_adapter, used, difference)
-    stored = artifact.notes.get("quantization")
-    trained_on = stored if stored in BITS else None
-    rounding = None
-    if trained_on is not None and find_spec("bitsandbytes") is not None:
-        del trained
-        rounding = _difference(_logits(load_as_trained(artifact, bits=BITS[trained_on]), probe), _logits(again, probe))
-    said = {name: artifact.notes.get(name) for name in ("rows", "task", "auto_class") if name in artifact.notes}
-    said |= {"merged_onto": artifact.base.name, "revision": artifact.base.revision}
-    said |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
-    (scratch / NOTES).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
-    return Exported(output, True, used, difference, artifact.base.name, trained_on, rounding)
-
-
-def _copy_with(source: Path, target: Path, **fields: str) -> None:
-    """Copy a JSON file, where there is one, with some fields set."""
-    if source.is_file():
-        content = {**json.loads(source.read_text(encoding="utf-8")), **fields}
-        target.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()

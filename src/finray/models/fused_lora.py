@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from finray.models.adapter_init import PISSA_RESIDUAL
 from finray.models.quantised import QuantisedLinear
+from finray.models.saved_layout import NAME, PISSA_RESIDUAL
 
-ADAPTER = "default"
 # Marks layers whose output must not be written twice.
 _NO_INPLACE = "_finray_no_inplace"
 
@@ -32,7 +31,18 @@ def fuse(model: Any) -> int:
 
     count = 0
     for module in model.modules():
-        if type(module) is Linear and _is_plain(module):
+        if type(module) is not Linear:
+            continue
+        names, dropout = list(module.lora_A), module.lora_dropout[NAME]
+        if (
+            type(module.base_layer) in (torch.nn.Linear, QuantisedLinear)
+            # With dropout, the two adapters of PiSSA read different inputs.
+            and (names == [NAME] or (names == [NAME, PISSA_RESIDUAL] and not getattr(dropout, "p", 0.0)))
+            and not module.use_dora.get(NAME)
+            and not module.fan_in_fan_out
+            and module.lora_A[NAME].bias is None
+            and module.lora_B[NAME].bias is None
+        ):
             module.forward = types.MethodType(_forward, module)
             count += 1
     return count
@@ -45,20 +55,6 @@ def disable_inplace(module: torch.nn.Module) -> None:
             setattr(part, _NO_INPLACE, True)
 
 
-def _is_plain(module: Any) -> bool:
-    names = list(module.lora_A)
-    dropout = module.lora_dropout[ADAPTER]
-    return (
-        type(module.base_layer) in (torch.nn.Linear, QuantisedLinear)
-        # With dropout, the two adapters of PiSSA read different inputs.
-        and (names == [ADAPTER] or (names == [ADAPTER, PISSA_RESIDUAL] and not getattr(dropout, "p", 0.0)))
-        and not module.use_dora.get(ADAPTER)
-        and not module.fan_in_fan_out
-        and module.lora_A[ADAPTER].bias is None
-        and module.lora_B[ADAPTER].bias is None
-    )
-
-
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     if self.disable_adapters or self.merged or args or kwargs:
         output: torch.Tensor = type(self).forward(self, x, *args, **kwargs)
@@ -66,10 +62,10 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     device = x.device.type
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
-    dropout = self.lora_dropout[ADAPTER]
+    dropout = self.lora_dropout[NAME]
     dropped = F.dropout(x, dropout.p) if isinstance(dropout, torch.nn.Dropout) and self.training else None
     base = self.base_layer
-    down, up = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+    down, up = self.lora_A[NAME].weight, self.lora_B[NAME].weight
     if PISSA_RESIDUAL in self.lora_A:
         down = torch.cat([down, self.lora_A[PISSA_RESIDUAL].weight])
         up = torch.cat([up, self.lora_B[PISSA_RESIDUAL].weight], dim=1)
@@ -81,7 +77,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
             base.bias,
             down,
             up,
-            self.scaling[ADAPTER],
+            self.scaling[NAME],
             base.unpack if isinstance(base, QuantisedLinear) else None,
             getattr(self, _NO_INPLACE, False),
         )

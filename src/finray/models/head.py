@@ -122,8 +122,11 @@ class _ChunkedLoss(torch.autograd.Function):
             low = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(low, weight, out=grad_hidden[span])
-            if grad_weight is not None:
-                _add_product(grad_weight, low.T, hidden)
+            if grad_weight is not None and low.dtype == grad_weight.dtype:
+                # Without a tensor for the product.
+                grad_weight.addmm_(low.T, hidden)
+            elif grad_weight is not None:
+                grad_weight += low.T @ hidden
         ctx.gradients = [grad_hidden, grad_weight, grad_bias]
         ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         return total
@@ -144,11 +147,3 @@ class _ChunkedLoss(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add a matrix product to a sum in fp32; without a tensor of its own where the factors are in fp32 too."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

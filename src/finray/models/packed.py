@@ -105,7 +105,18 @@ class PackedModel:
         used from then on. An unknown model costs memory, not correctness.
         """
         if self._has_plain_head is None:
-            self._has_plain_head = plain_head(self.inner) is not None and self._agrees(batch)
+            self._has_plain_head = plain_head(self.inner) is not None
+            if self._has_plain_head:
+                training = self.model.training
+                self.model.eval()
+                with torch.no_grad():
+                    probe = _OneRow(batch.tokens_1T[:, : min(batch.lengths[0], _HEAD_CHECK_TOKENS)])
+                    theirs = self._call(self.inner, probe).logits[0].float()
+                    hidden = self.hidden_TH(probe)
+                    ours = self.head().logits(hidden)
+                self.model.train(training)
+                alike = theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=2e-2, atol=2e-2)
+                self._has_plain_head = alike
         return self._has_plain_head
 
     def head(self) -> Head:
@@ -113,17 +124,6 @@ class PackedModel:
         head = plain_head(self.inner)
         assert head is not None
         return head
-
-    @torch.no_grad()
-    def _agrees(self, batch: PackedRows) -> bool:
-        probe = _OneRow(batch.tokens_1T[:, : min(batch.lengths[0], _HEAD_CHECK_TOKENS)])
-        training = self.model.training
-        self.model.eval()
-        theirs = self._call(self.inner, probe).logits[0].float()
-        hidden = self.hidden_TH(probe)
-        ours = self.head().logits(hidden)
-        self.model.train(training)
-        return theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=2e-2, atol=2e-2)
 
     def _call(self, module: Any, batch: PackedRows, **options: Any) -> Any:
         if self._attention is None:

@@ -16,6 +16,7 @@ import torch
 from finray import compat
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
+from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.models import attention
 from finray.pretrained.tokenizers import check_exists, not_loaded, silence_transformers, source_options
 
@@ -45,6 +46,7 @@ _SIZES = {
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 _LAYERS = 8
+_NO_SIZE = ("model_type", "transformers_version", "architectures", "quantization_config", "dtype")
 
 
 def check_packing(model: ModelConfig) -> Packing:
@@ -67,124 +69,100 @@ def check_packing(model: ModelConfig) -> Packing:
         config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise not_loaded("model's configuration", model, error) from None
-    return check_packing_of(config, trust_remote_code=model.trust_remote_code)
+    spec = task_spec(model.task)
+    return check_packing_of(config, auto_class=spec.auto_class, trust_remote_code=model.trust_remote_code)
 
 
 @torch.no_grad()
-def check_packing_of(config: Any, *, trust_remote_code: bool = False) -> Packing:
+def check_packing_of(
+    config: Any, *, auto_class: str = CAUSAL_LM.auto_class, trust_remote_code: bool = False
+) -> Packing:
     """As :func:`check_packing`, of a Transformers configuration; no random state is used up."""
+    import transformers
+
+    def first_line(error: Exception) -> str:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
     family = str(config.model_type)
-    known = _by_class(config)
-    if known:
-        return Packing(False, family, known)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
         try:
-            torch.manual_seed(0)
-            small = _build(shrunk(config), trust_remote_code)
+            small = getattr(transformers, auto_class).from_config(
+                shrunk(config), dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="eager"
+            )
+            if compat.carries_state(small):
+                return Packing(False, family, "it carries a state from token to token")
+            if not compat.accepts_attention(small):
+                return Packing(False, family, "its attention is its own and cannot be told where rows end")
+            for parameter in small.parameters():
+                if parameter.ndim >= 2:
+                    # New weights are so small that attention is nearly uniform, and a wrong position would hardly show.
+                    parameter.mul_(4.0)
+            small.eval()
             rows = [torch.randint(3, _VOCABULARY, (1, length)) for length in _LENGTHS]
-            expected = torch.cat([small(input_ids=row, use_cache=False).logits[0] for row in rows])
+            expected = torch.cat([_each_token(small, input_ids=row) for row in rows])
         except Exception as error:
-            return Packing(False, family, f"no small model of its kind can be tried out ({_first_line(error)})")
+            return Packing(False, family, f"no small model of its kind can be tried out ({first_line(error)})")
         attention.register()
+        starts = torch.tensor([0, *_LENGTHS]).cumsum(0).int()
         try:
             small.set_attn_implementation(attention.NAME)
-            found = small(**_joined(rows), use_cache=False).logits[0]
+            found = _each_token(
+                small,
+                input_ids=torch.cat(rows, dim=1),
+                position_ids=torch.cat([torch.arange(length) for length in _LENGTHS])[None],
+                segment_lengths=_LENGTHS,
+                cu_seq_lens_q=starts,
+                cu_seq_lens_k=starts,
+                max_length_q=max(_LENGTHS),
+                max_length_k=max(_LENGTHS),
+            )
         except Exception as error:
-            return Packing(False, family, f"it refuses joined rows ({_first_line(error)})")
+            return Packing(False, family, f"it refuses joined rows ({first_line(error)})")
     size = float(expected.abs().max())
     apart = float((found - expected).abs().max()) / size if expected.isfinite().all() else float("nan")
     if apart <= _TOLERANCE:
         return Packing(True, family)
-    return Packing(
-        False,
-        family,
-        f"its logits for joined rows are not those of the rows alone (apart by {apart:.1%} of the largest)",
-    )
+    reason = f"its logits for joined rows are not those of the rows alone (apart by {apart:.1%} of the largest)"
+    return Packing(False, family, reason)
+
+
+def _each_token(model: Any, **inputs: Any) -> torch.Tensor:
+    """Logits of each token; hidden states where the head has one result for a whole row."""
+    if model.get_output_embeddings() is None:
+        hidden: torch.Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state[0]
+        return hidden
+    logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
+    return logits
 
 
 def shrunk(config: Any) -> Any:
     """A configuration of the same kind with small sizes; everything that is not a size stays."""
-    plain = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in ("model_type", "transformers_version", "architectures", "quantization_config", "dtype")
-    }
+    plain = {name: value for name, value in config.to_dict().items() if name not in _NO_SIZE}
     depth = next((int(plain[name]) for name in _DEPTHS if isinstance(plain.get(name), int)), _LAYERS)
-    layers = min(depth, _enough_layers(plain.get("layer_types")))
+    kinds = list(plain.get("layer_types") or [])
+    # So many layers that each kind is among them.
+    layers = min(depth, max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else _LAYERS)
     for name, value in plain.items():
-        plain[name] = _smaller(name, value, layers=layers, depth=depth)
+        if value is None or isinstance(value, bool):
+            continue
+        if name in _DEPTHS:
+            plain[name] = layers
+        elif name in _WINDOWS:
+            plain[name] = _WINDOW
+        elif name in _SIZES and isinstance(value, int):
+            plain[name] = _SIZES[name]
+        elif name.endswith("_token_id"):
+            plain[name] = 1
+        elif isinstance(value, list | tuple) and len(value) == depth:
+            plain[name] = value[:layers]
+        elif isinstance(value, dict):
+            # Factors for each frequency of a rotary embedding.
+            lists = {key: part[: _HEAD // 2] for key, part in value.items() if isinstance(part, list | tuple)}
+            plain[name] = value | lists
     heads = getattr(config, "num_attention_heads", None)
     for name in ("num_key_value_heads", "num_kv_heads"):
         shared = plain.get(name)
         if isinstance(shared, int) and shared:
             plain[name] = _HEADS if shared == heads else min(2, shared)
     return type(config)(**plain)
-
-
-def _smaller(name: str, value: Any, *, layers: int, depth: int) -> Any:
-    """One entry of a configuration, as it is in the small one."""
-    if value is None or isinstance(value, bool):
-        return value
-    if name in _DEPTHS:
-        return layers
-    if name in _WINDOWS:
-        return _WINDOW
-    if name in _SIZES and isinstance(value, int):
-        return _SIZES[name]
-    if name.endswith("_token_id"):
-        return 1
-    if isinstance(value, list | tuple) and len(value) == depth:
-        return value[:layers]
-    if isinstance(value, dict):
-        # Factors for each frequency of a rotary embedding.
-        return {key: part[: _HEAD // 2] if isinstance(part, list | tuple) else part for key, part in value.items()}
-    return value
-
-
-def _enough_layers(kinds: Any) -> int:
-    """So many layers that each kind is among them."""
-    if not kinds:
-        return _LAYERS
-    return max(2, *(list(kinds).index(kind) + 1 for kind in set(kinds)))
-
-
-def _build(config: Any, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="eager"
-    )
-    for parameter in model.parameters():
-        if parameter.ndim >= 2:
-            # New weights are so small that attention is nearly uniform, and a wrong position would hardly show.
-            parameter.mul_(4.0)
-    return model.eval()
-
-
-def _joined(rows: list[torch.Tensor]) -> dict[str, Any]:
-    starts = torch.tensor([0, *_LENGTHS]).cumsum(0).int()
-    return {
-        "input_ids": torch.cat(rows, dim=1),
-        "position_ids": torch.cat([torch.arange(length) for length in _LENGTHS])[None],
-        "segment_lengths": _LENGTHS,
-        "cu_seq_lens_q": starts,
-        "cu_seq_lens_k": starts,
-        "max_length_q": max(_LENGTHS),
-        "max_length_k": max(_LENGTHS),
-    }
-
-
-def _by_class(config: Any) -> str:
-    """What Transformers says of the model's class: a recurrent state, or attention that cannot be replaced."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:
-        return ""
-    if compat.carries_state(kind):
-        return "it carries a state from token to token"
-    return "" if compat.accepts_attention(kind) else "its attention is its own and cannot be told where rows end"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

@@ -133,11 +133,6 @@ def _per_element(bits: int, dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits // bits
 
 
-def _can_be_packed(layer: torch.nn.Linear, bits: int, dtype: torch.dtype) -> bool:
-    row = layer.in_features if bits == 8 else layer.in_features * layer.out_features
-    return row % _per_element(bits, dtype) == 0
-
-
 def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence[str] = ()) -> int:
     """Replace the linear layers of a model on the meta device by packed ones; returns how many there were.
 
@@ -152,6 +147,7 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
             where="model.quantization",
             repair="pip install 'finray[quantization]'",
         )
+    fill = _per_element(bits, dtype)
     head, body = model.get_output_embeddings(), {id(module) for module in model.base_model.modules()}
     found = [
         (name, module)
@@ -159,7 +155,7 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
         if type(module) is torch.nn.Linear
         and id(module) in body
         and module is not head
-        and _can_be_packed(module, bits, dtype)
+        and (module.in_features if bits == 8 else module.weight.numel()) % fill == 0
         and not any(name == one or name.endswith(f".{one}") for one in keep)
     ]
     if not found:

@@ -13,20 +13,15 @@ def roles_of(model: Any) -> dict[str, str]:
     head = inner.get_output_embeddings()
     found: dict[str, str] = {}
     for path, module in model.named_modules():
-        role = _role(module, head)
-        if role is not None:
-            for name, _ in module.named_parameters(prefix=path):
-                found.setdefault(name, role)
+        if head is not None and module is head:
+            role = "head"
+        elif isinstance(getattr(module, "base_layer", module), torch.nn.Embedding):
+            role = "embedding"
+        # Norms share no class; they share a name, and weights of their own.
+        elif "norm" in type(module).__name__.lower() and any(True for _ in module.parameters(recurse=False)):
+            role = "norm"
+        else:
+            continue
+        for name, _ in module.named_parameters(prefix=path):
+            found.setdefault(name, role)
     return found
-
-
-def _role(module: torch.nn.Module, head: torch.nn.Module | None) -> str | None:
-    if head is not None and module is head:
-        return "head"
-    kind = getattr(module, "base_layer", module)
-    if isinstance(kind, torch.nn.Embedding):
-        return "embedding"
-    # Norms share no class; they share a name, and weights of their own.
-    if "norm" in type(module).__name__.lower() and any(True for _ in module.parameters(recurse=False)):
-        return "norm"
-    return None

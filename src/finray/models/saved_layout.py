@@ -1,15 +1,31 @@
-"""What is saved of a model, under which names, and where a tensor of it is found in a file."""
+"""What is saved of a model, under which names, and putting it back.
+
+A PiSSA adapter (Meng et al. 2024) trains the principal part B A of each weight. PEFT takes that part out of the base
+weight; here the base weights stay as they are, and the part that it began with is a second, frozen adapter that is
+subtracted: ``W x + s B A x - s B0 A0 x``. Both together are one ordinary LoRA of twice the rank, and as such they are
+saved. So it loads in plain PEFT on the untouched base, and a resume reads B0 A0 instead of decomposing again, which
+would have to be the same to the bit, of weights that no rank holds whole. The price is a second low-rank product.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finray.models import adapters
-from finray.models.adapter_init import PISSA_RESIDUAL
+from finray.errors import ModelError
+from finray.pretrained.weights import stored_weights
+from finray.sharding import load_local, rows_of, shape_of
+
+# PEFT's names of the files of an adapter.
+WEIGHTS = "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+# Names of adapters in a model: the one that is trained, and what a PiSSA adapter began with.
+NAME = "default"
+PISSA_RESIDUAL = "pissa_residual"
 
 
 class SavedLayout:
@@ -22,32 +38,76 @@ class SavedLayout:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._is_adapter = hasattr(model, "get_base_model")
-        self.stem = Path(adapters.WEIGHTS).stem if self._is_adapter else "model"
+        self._has_residual = self._is_adapter and PISSA_RESIDUAL in model.peft_config
+        self.stem = Path(WEIGHTS).stem if self._is_adapter else "model"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is saved, by name; tensors may be shards."""
-        if self._is_adapter:
-            return adapters.adapter_tensors(self._model)
-        kept = self._model.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
-        return {**dict(self._model.named_parameters()), **buffers}
+        """What is saved, by name; tensors may be shards. Those of a residual have ``:pissa_residual`` behind it."""
+        named = dict(self._model.named_parameters())
+        if not self._is_adapter:
+            kept = self._model.state_dict().keys()
+            return named | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
+        from peft import get_peft_model_state_dict
+
+        names = partial(get_peft_model_state_dict, self._model, state_dict=named, save_embedding_layers=False)
+        found: dict[str, torch.Tensor] = names(adapter_name=NAME)
+        if self._has_residual:
+            residual = names(adapter_name=PISSA_RESIDUAL)
+            found = found | {f"{name}:{PISSA_RESIDUAL}": tensor for name, tensor in residual.items()}
+        return found
 
     def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What is written, given full tensors of :meth:`tensors`."""
-        return adapters.joined(tensors) if self._is_adapter else tensors
+        written = {}
+        for name, tensor in tensors.items():
+            residual = tensors.get(f"{name}:{PISSA_RESIDUAL}")
+            if not name.endswith(f":{PISSA_RESIDUAL}"):
+                written[name] = tensor if residual is None else torch.cat([tensor, residual], dim=_rank_dimension(name))
+        return written
 
-    def place_of(self, name: str) -> tuple[str, Callable[[Any], Any] | None]:
-        """Name in the file of a tensor of :meth:`tensors`, and which slice of what is there, if not all."""
-        if not self._is_adapter:
-            return name, None
-        return adapters.part_of(name, PISSA_RESIDUAL in self._model.peft_config)
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Put saved weights into the model, sharded by any strategy: each rank reads the rows that it holds.
+
+        Raises:
+            ModelError: they are damaged, or of another model or adapter.
+        """
+        repair = "name the base model, adapter method and target modules that they were trained with"
+        stored = stored_weights(folder, self.stem)
+        tensors = self.tensors()
+        there = set() if stored is None else set(stored.tensors)
+        odd = sorted(there ^ {name.partition(":")[0] for name in tensors})
+        if stored is None or odd:
+            raise ModelError(
+                f"the saved weights and the model differ in {len(odd)} tensors, such as {odd[0]}",
+                where=str(folder),
+                repair=repair,
+            )
+        for name, tensor in tensors.items():
+            place, _, second = name.partition(":")
+            shape, read = stored.tensors[place].shape, partial(stored.read, place)
+            if self._has_residual and ".lora_" in place:
+                half = stored.read(place).chunk(2, dim=_rank_dimension(place))[bool(second)]
+                shape, read = tuple(half.shape), rows_of(half)
+            if shape != shape_of(tensor):
+                raise ModelError(
+                    f"{name} has shape {shape}, the model wants {shape_of(tensor)}", where=str(folder), repair=repair
+                )
+            load_local(tensor, read)
 
     def save_settings(self, folder: Path) -> None:
         """Write what PEFT or Transformers needs beside the weights."""
         if self._is_adapter:
-            adapters.saved_settings(self._model).save_pretrained(str(folder))
+            config = copy.copy(self._model.peft_config[NAME])
+            if self._has_residual:
+                config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
+            config.save_pretrained(str(folder))
             return
         self._model.config.save_pretrained(str(folder))
         generation = getattr(self._model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(str(folder))
+
+
+def _rank_dimension(name: str) -> int:
+    return 1 if ".lora_B." in name else 0

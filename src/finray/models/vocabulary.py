@@ -6,12 +6,12 @@ vocabulary are used before the tables grow, and are not part of the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from finray.pretrained.tokenizers import NewTokens
+from finray.pretrained.weights import StoredWeights
 
 
 def table_weights(model: Any) -> list[str]:
@@ -42,21 +42,16 @@ def widen(model: Any, added: NewTokens) -> None:
             table[list(added.ids)] = table[:known].mean(dim=0, dtype=torch.float32).to(table.dtype)
 
 
-def with_new_rows(
-    read: Callable[[int, int], torch.Tensor], stored: int, added: NewTokens
-) -> Callable[[int, int], torch.Tensor]:
-    """As ``read``, of a table that has ``stored`` rows, with the rows of new words."""
-    mean: list[torch.Tensor] = []
-
-    def wider(start: int, stop: int) -> torch.Tensor:
-        found = read(min(start, stored), min(stop, stored))
-        rows = torch.empty((stop - start, *found.shape[1:]), dtype=found.dtype)
-        rows[: len(found)] = found
-        for number in added.ids:
-            if start <= number < stop:
-                if not mean:
-                    mean.append(read(0, min(added.known, stored)).mean(dim=0, dtype=torch.float32).to(found.dtype))
-                rows[number - start] = mean[0]
-        return rows
-
-    return wider
+def read_with_new_rows(
+    stored: StoredWeights, name: str, start: int, stop: int | None, added: NewTokens
+) -> torch.Tensor:
+    """Rows of a table in files that has none for new words yet, with theirs."""
+    there = stored.tensors[name].shape[0]
+    stop = max(there, added.rows) if stop is None else stop
+    found = stored.read(name, min(start, there), min(stop, there))
+    rows = torch.empty((stop - start, *found.shape[1:]), dtype=found.dtype)
+    rows[: len(found)] = found
+    new = [number - start for number in added.ids if start <= number < stop]
+    if new:
+        rows[new] = stored.read(name, 0, min(added.known, there)).mean(dim=0, dtype=torch.float32).to(found.dtype)
+    return rows

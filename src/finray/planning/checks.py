@@ -193,7 +193,7 @@ def check_stored_model(config: Config) -> None:
     if not (folder / "config.json").is_file():
         return
     stored = stored_weights(folder)
-    plain = stored is not None and not any("experts" in name for name in stored.names)
+    plain = stored is not None and not any("experts" in name for name in stored.tensors)
     if stored is not None and plain and isinstance(config.adapter.target_modules, list):
         # A head that is tied to the embedding is in no file.
         check_targets(config, [*stored.modules, "lm_head"])

@@ -63,20 +63,16 @@ def check_exists(name: str) -> None:
         ModelError: the name is a path, and no model is there.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(
-                "the directory holds no `config.json`", where=f"model.name={name}", repair="name a model directory"
-            )
-    elif _is_path(name, path) and not path.is_file():
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(
+            "the directory holds no `config.json`", where=f"model.name={name}", repair="name a model directory"
+        )
+    # Hub ids have one slash at most, and no dots in front: a name is else a path.
+    is_path = path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if is_path and not path.exists():
         raise ModelError(
             "the model does not exist", where=f"model.name={name}", repair="check the path and the working directory"
         )
-
-
-def _is_path(name: str, path: Path) -> bool:
-    """Whether a name can only be a path: Hub ids have one slash at most, and no dots in front."""
-    return path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
 
 
 def source_options(model: ModelConfig) -> dict[str, Any]:

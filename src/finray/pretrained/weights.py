@@ -1,18 +1,36 @@
-"""What the headers of a model directory's safetensors files say; no weight is read, and torch is not imported."""
+"""The safetensors files of a directory: what their headers say, and rows of their tensors.
+
+Nothing else in finray reads such headers, but for the pieces of an optimizer's state. ``huggingface_hub`` can read them
+too, but does not see that a file is cut off; ``safe_open`` does. Torch is imported to read rows only.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import struct
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 from finray.errors import ModelError
 
+if TYPE_CHECKING:
+    import torch
+
 INDEX = "model.safetensors.index.json"
-_MOST_HEADER = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies, its kind of elements as safetensors names them (``BF16``), and its shape."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,30 +38,68 @@ class StoredWeights:
     """The weights of a directory.
 
     Attributes:
-        names: of the tensors.
-        dtypes: kinds of elements, as safetensors names them (``BF16``), the most frequent first.
-        elements: in all tensors.
+        tensors: by name.
         size: bytes of the files.
     """
 
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    elements: int
+    tensors: Mapping[str, StoredTensor]
     size: int
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Kinds of elements, the most frequent first."""
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            counts[tensor.dtype] += math.prod(tensor.shape)
+        return tuple(dtype for dtype, _ in counts.most_common())
+
+    @property
+    def elements(self) -> int:
+        """In all tensors."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
     @property
     def modules(self) -> list[str]:
         """Names of the modules that have a ``weight``."""
-        return sorted({name.removesuffix(".weight") for name in self.names if name.endswith(".weight")})
+        return sorted(name.removesuffix(".weight") for name in self.tensors if name.endswith(".weight"))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows of a tensor; the whole of one without dimensions."""
+        held = self.tensors[name]
+        with safe_open(held.file, framework="pt") as file:
+            if not held.shape:
+                whole: torch.Tensor = file.get_tensor(name)
+                return whole
+            rows: torch.Tensor = file.get_slice(name)[start : held.shape[0] if stop is None else stop]
+            return rows
 
 
-def stored_weights(folder: Path) -> StoredWeights | None:
+def stored_weights(folder: Path, stem: str = "model") -> StoredWeights | None:
     """The headers of a directory's safetensors files; None where it has weights of another kind only.
+
+    Args:
+        folder: the directory.
+        stem: how the names of its files begin.
 
     Raises:
         ModelError: there are no weights, or a file is missing or cut off.
     """
-    files = _files(folder)
+    index = folder / INDEX
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else None
+    except (ValueError, KeyError, AttributeError):
+        raise ModelError("the index of the weights cannot be read", where=str(index)) from None
+    if named is None or stem != "model":
+        files = sorted(folder.glob(f"{stem}*.safetensors"))
+    else:
+        files = sorted(folder / name for name in named)
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(
+                f"{len(missing)} of {len(files)} files of weights are missing, such as {missing[0]}",
+                where=f"model.name={folder}",
+                repair="fetch the model again",
+            )
     if not files:
         if any(folder.glob("*.bin")) or any(folder.glob("*.gguf")):
             return None
@@ -52,50 +108,15 @@ def stored_weights(folder: Path) -> StoredWeights | None:
             where=f"model.name={folder}",
             repair="fetch the `.safetensors` files of the model as well",
         )
-    names: list[str] = []
-    counts: dict[str, int] = {}
-    for file in files:
-        for name, tensor in _header(file).items():
-            names.append(name)
-            elements = math.prod(tensor["shape"])
-            counts[tensor["dtype"]] = counts.get(tensor["dtype"], 0) + elements
-    dtypes = tuple(sorted(counts, key=lambda dtype: -counts[dtype]))
-    return StoredWeights(tuple(names), dtypes, sum(counts.values()), sum(file.stat().st_size for file in files))
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.is_file():
-        return sorted(folder.glob("model*.safetensors"))
-    try:
-        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError):
-        raise ModelError("the index of the weights cannot be read", where=str(index)) from None
-    missing = [name for name in named if not (folder / name).is_file()]
-    if missing:
-        raise ModelError(
-            f"{len(missing)} of {len(named)} files of weights are missing, such as {missing[0]}",
-            where=f"model.name={folder}",
-            repair="fetch the model again",
-        )
-    return [folder / name for name in named]
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Name to dtype, shape and offsets (https://huggingface.co/docs/safetensors)."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > min(size, _MOST_HEADER):
-                raise ValueError("the header is longer than the file")
-            header: dict[str, Any] = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        if end > size:
-            raise ValueError(f"{end - size} bytes are missing at the end")
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise ModelError(
-            f"the weights are damaged: {error}", where=str(file), repair="fetch the file again; it may be cut off"
-        ) from None
-    return header
+    tensors: dict[str, StoredTensor] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118
+                    part = file.get_slice(name)
+                    tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"the weights are damaged: {error}", where=str(path), repair="fetch the file again; it may be cut off"
+            ) from None
+    return StoredWeights(tensors, sum(file.stat().st_size for file in files))

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from finray.checkpoint import Checkpoint, CheckpointStore, manifest
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.config.schema import CheckpointConfig
-from finray.errors import CheckpointError
+from finray.errors import CheckpointError, ModelError
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.sharding import (
     FlatShard,
@@ -30,9 +29,7 @@ from finray.sharding import (
     full_tensor,
     is_first_replica,
     is_sharded,
-    load_local,
     local_rows,
-    shape_of,
 )
 from finray.training.state import COUNTERS, FOLDER, TrainState
 from finray.training.task import SavedLayout
@@ -282,24 +279,9 @@ def restore(folder: Path, layout: SavedLayout, optimizer: NamedOptimizer) -> Tra
         CheckpointError: it belongs to another model, or lacks something.
     """
     state = TrainState.load(folder)
-    where: dict[str, Path] = {}
-    for path in sorted(folder.glob(f"{layout.stem}*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            where |= dict.fromkeys(file.keys(), path)
-    tensors = layout.tensors()
-    places = {name: layout.place_of(name) for name in tensors}
-    if where.keys() != {place for place, _ in places.values()}:
-        raise CheckpointError(
-            f"the checkpoint has {len(where)} tensors, the model wants {len(tensors)}",
-            where=str(folder),
-            repair="adapter.method and adapter.target_modules must be as they were when it was written",
-        )
-    for name, tensor in tensors.items():
-        place, view = places[name]
-        with safe_open(where[place], framework="pt") as file:
-            part = file.get_slice(place) if view is None else view(file.get_slice(place))
-            if tuple(part.get_shape()) != shape_of(tensor):
-                raise CheckpointError(f"{name} has another shape than in the model", where=str(folder))
-            load_local(tensor, lambda start, stop, part=part: part[start:stop])  # type: ignore[misc]
+    try:
+        layout.load(folder)
+    except ModelError as error:
+        raise CheckpointError(error.message, where=error.where, repair=error.repair) from None
     optimizer.load_sharded_state(PieceReader(folder / FOLDER, MOMENTS))
     return state

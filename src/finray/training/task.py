@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -40,10 +41,14 @@ class SavedLayout(Protocol):
     def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What is written, given full tensors of :meth:`tensors`."""
 
-    def place_of(self, name: str) -> tuple[str, Any | None]:
-        """Name in the file of a tensor of :meth:`tensors`, and which slice of what is there, if not all."""
+    def load(self, folder: Path) -> None:
+        """Put saved weights into the model, sharded or not.
 
-    def save_settings(self, folder: Any) -> None:
+        Raises:
+            ModelError: they are of another model.
+        """
+
+    def save_settings(self, folder: Path) -> None:
         """Write the configuration files that belong beside the weights."""
 
 

@@ -15,6 +15,7 @@ from finray.models import adapters
 from finray.models.artifacts import read_artifact
 from finray.models.export import export
 from finray.models.loading import load_model
+from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.pretrained.tokenizers import check_exists, load_tokenizer
 from tests.support import tiny
 
@@ -24,8 +25,9 @@ def lora(seed: int = 1, **fields: Any) -> Any:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    save_file(adapters.adapter_tensors(model), folder / adapters.WEIGHTS)
-    model.peft_config[adapters.NAME].save_pretrained(str(folder))
+    layout = SavedLayout(model)
+    save_file(layout.tensors(), folder / WEIGHTS)
+    layout.save_settings(folder)
 
 
 def trained(model: Any) -> dict[str, torch.Tensor]:

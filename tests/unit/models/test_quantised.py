@@ -15,6 +15,7 @@ from finray.models import adapters
 from finray.models.artifacts import Artifact, load_as_trained
 from finray.models.loading import load_model
 from finray.models.quantised import QuantisedLinear, quantise_layers, resolve_bits
+from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.planning.blueprint import build_blueprint
 from finray.planning.estimate import Setup, adapter_bytes, weight_bytes
 from tests.support import tiny
@@ -76,8 +77,9 @@ def test_memory_of_a_real_model_is_what_the_estimate_says(smollm2_dir: Path, tmp
     adapter = AdapterConfig(rank=2, target_modules=["q_proj"])
     blueprint = build_blueprint(base, adapter)
     whole = adapters.add_lora(load_model(base, dtype=torch.float32), adapter, seed=1)
-    save_file(adapters.adapter_tensors(whole), tmp_path / adapters.WEIGHTS)
-    whole.peft_config[adapters.NAME].save_pretrained(str(tmp_path))
+    layout = SavedLayout(whole)
+    save_file(layout.tensors(), tmp_path / WEIGHTS)
+    layout.save_settings(tmp_path)
     model = load_as_trained(Artifact(tmp_path, base, {}), bits=4)
     setup = Setup(storage_bits=4)
     expected = weight_bytes(blueprint, setup) + adapter_bytes(blueprint, setup)
