@@ -107,12 +107,13 @@ def packed_attention(
         # Rotary embeddings may have widened queries and keys; values are as the projection left them.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    kernel, known = _varlen() if query.is_cuda else (None, frozenset())
+    varlen = _varlen() if query.is_cuda else None
     fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None and query.shape[-1] <= 256
-    if fits and {"scale", "window_size"} <= known and cu_seq_lens_q is not None and max_length_q is not None:
+    if varlen is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
+        kernel, takes_groups = varlen
         options: dict[str, Any] = {"scale": scaling, "window_size": (sliding_window - 1 if sliding_window else -1, 0)}
         groups = query.shape[1] // key.shape[1]
-        if groups > 1 and "enable_gqa" in known:
+        if groups > 1 and takes_groups:
             options["enable_gqa"] = True
         elif groups > 1:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -181,10 +182,11 @@ def _attend_explicitly(
 
 
 @lru_cache(maxsize=1)
-def _varlen() -> tuple[Any, frozenset[str]]:
-    """torch's variable-length attention, and the arguments that it has: it gained them one by one."""
+def _varlen() -> tuple[Any, bool] | None:
+    """torch's variable-length attention, and whether it takes heads that share keys; None where it is too old."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None, frozenset()
-    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return (varlen_attn, "enable_gqa" in known) if {"window_size", "scale"} <= known.keys() else None

@@ -66,8 +66,11 @@ def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
 
 
 def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    contexts = functools.partial(create_selective_checkpoint_contexts, _policy) if selective else None
-    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
+        return CheckpointPolicy.MUST_SAVE if is_kept(str(operation)) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    options: dict[str, Any] = {"context_fn": contexts} if selective else {}
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -76,10 +79,6 @@ def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *, select
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return run
-
-
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
-    return CheckpointPolicy.MUST_SAVE if is_kept(str(operation)) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(operation: str) -> bool:

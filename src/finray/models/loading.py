@@ -75,7 +75,11 @@ def load_model(
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                loaded = forget_gguf(auto_class.from_pretrained(**source_options(model), **options))
+                loaded = auto_class.from_pretrained(**source_options(model), **options)
+            if model.name.endswith(".gguf") and getattr(loaded.config, "quantization_config", None) is not None:
+                # It is dequantised, yet still calls itself quantised and refuses to be saved.
+                del loaded.config.quantization_config
+                loaded.hf_quantizer, loaded.is_quantized = None, False
         if (added := new_tokens(model)) is not None:
             vocabulary.widen(loaded, added)
     except (OSError, ValueError, ImportError, KeyError) as error:
@@ -126,21 +130,6 @@ def build_model(
         fused_lora.fuse(loaded)
     loaded.config.use_cache = False
     return loaded if on_meta else loaded.to(device)
-
-
-def forget_gguf(model: Any) -> Any:
-    """A model read from GGUF is dequantised, yet still calls itself quantised and refuses to be saved; mend that."""
-    quantization = getattr(model.config, "quantization_config", None)
-    method = (
-        quantization.get("quant_method")
-        if isinstance(quantization, dict)
-        else getattr(quantization, "quant_method", None)
-    )
-    if quantization is not None and str(getattr(method, "value", method)) == "gguf":
-        del model.config.quantization_config
-        model.hf_quantizer = None
-        model.is_quantized = False
-    return model
 
 
 def choose_attention(model: ModelConfig, device: torch.device, *, precision: str) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from finray.errors import ModelError
 from finray.pretrained.weights import stored_weights
-from finray.sharding import load_local, rows_of, shape_of
+from finray.sharding import Read, load_local, rows_of, shape_of
 
 # PEFT's names of the files of an adapter.
 WEIGHTS = "adapter_model.safetensors"
@@ -85,7 +85,8 @@ class SavedLayout:
             )
         for name, tensor in tensors.items():
             place, _, second = name.partition(":")
-            shape, read = stored.tensors[place].shape, partial(stored.read, place)
+            shape = stored.tensors[place].shape
+            read: Read = partial(stored.read, place)
             if self._has_residual and ".lora_" in place:
                 half = stored.read(place).chunk(2, dim=_rank_dimension(place))[bool(second)]
                 shape, read = tuple(half.shape), rows_of(half)

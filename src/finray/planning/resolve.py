@@ -202,5 +202,5 @@ def _packing_key(model: ModelConfig) -> str | None:
     models = Path(__file__).parents[1] / "models"
     for part in ("packing_check.py", "attention.py"):
         digest.update((models / part).read_bytes())
-    digest.update(f"{version('torch')} {version('transformers')}".encode())
+    digest.update(f"{version('torch')} {version('transformers')} {model.task}".encode())
     return digest.hexdigest()[:32]

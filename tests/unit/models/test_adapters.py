@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters
@@ -47,6 +51,23 @@ def test_new_adapters_depend_on_the_seed_alone() -> None:
 def test_all_linear_layers_but_the_head_are_adapted() -> None:
     names = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained(lora())}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_peft_imports_no_bitsandbytes_unless_something_else_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take every worker more than a second at its start."""
+    from peft import import_utils
+
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    model = lora()
+    assert "bitsandbytes" not in sys.modules
+    assert type(model.get_base_model().model.layers[0].mlp.up_proj).__module__ == "peft.tuners.lora.layer"
+    assert import_utils.is_bnb_available(), "others still find it"
+    found = ModuleType("bitsandbytes")
+    found.__spec__ = ModuleSpec("bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", found)
+    with compat.without_bitsandbytes():
+        assert import_utils.is_bnb_available()
+    assert sys.modules["bitsandbytes"] is found
 
 
 def test_plain_peft_reads_what_was_saved(tmp_path: Path) -> None:
