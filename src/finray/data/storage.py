@@ -150,27 +150,8 @@ def find(url: str) -> list[str]:
         return sorted(fs.unstrip_protocol(item) for item in found)
 
 
-def content_digest(name: str, *, cache: DigestCache | None = None) -> str:
-    """A digest that changes when the content does: SHA-256 of local files, else what the storage keeps (ETag, ...).
-
-    Raises:
-        DataError: the file cannot be read.
-        FileNotFoundError: it is local and does not exist.
-    """
-    if not is_url(name):
-        return (cache or DigestCache(None)).file(Path(name))
-    with storage_errors(name):
-        fs, path = filesystem(name)
-        info = fs.info(path)
-    for key in ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime"):
-        if info.get(key):
-            return hashlib.sha256(json.dumps([str(info[key]), info.get("size")]).encode()).hexdigest()
-    with opened(name) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-class DigestCache:
-    """Remembers the SHA-256 of files by size, times and inode, so that an unchanged file is not read again.
+class Digests:
+    """Digests of files. SHA-256 of local ones is remembered by size, times and inode, and not worked out again.
 
     Args:
         path: JSON file to keep them in; None remembers nothing.
@@ -183,8 +164,26 @@ class DigestCache:
             with suppress(OSError, ValueError):
                 self._known = json.loads(path.read_text(encoding="utf-8"))
 
-    def file(self, path: Path) -> str:
-        """SHA-256 of a file, in hexadecimal."""
+    def of(self, name: str | Path) -> str:
+        """A digest that changes with the content: SHA-256 of a local file, else what the storage keeps (ETag, ...).
+
+        Raises:
+            DataError: the file cannot be read.
+            FileNotFoundError: it is local and does not exist.
+        """
+        if not is_url(str(name)):
+            return self._of_local(Path(name))
+        url = str(name)
+        with storage_errors(url):
+            fs, path = filesystem(url)
+            info = fs.info(path)
+        for key in ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime"):
+            if info.get(key):
+                return hashlib.sha256(json.dumps([str(info[key]), info.get("size")]).encode()).hexdigest()
+        with opened(url) as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()  # type: ignore[arg-type]
+
+    def _of_local(self, path: Path) -> str:
         before = path.stat()
         key = str(path.resolve())
         signature = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]

@@ -242,6 +242,20 @@ def test_what_is_unusual_but_right(preparing: Preparing, put: Write) -> None:
     assert preparing.texts(put("b.json", b"[" + large + b"," + large + b"]")) == ["one", "one"]
 
 
+@pytest.mark.parametrize("on_bad_row", ["error", "drop"])
+def test_a_row_of_an_array_that_never_ends_is_refused_before_it_fills_the_memory(
+    preparing: Preparing, put: Write, on_bad_row: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "_WINDOW", 1000)
+    monkeypatch.setattr(readers, "CHUNK", 100)
+    for end in (b'"}]', b""):
+        source = put("a.json", b'[{"text": "one"}, {"text": "' + b"x" * 5000 + end)
+        error = preparing.refused(source, on_bad_row=on_bad_row, prepare={"max_row_bytes": 100})
+        assert error.where == f"{source}:2"
+        assert "its end is not in sight" in error.message
+        assert "write the file as .jsonl" in str(error.repair)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
 def test_the_limit_is_of_the_row_without_its_line_end(preparing: Preparing, put: Write, name: str) -> None:
     row = b'{"text": "one"}'

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finray.data.formats.conversations import messages_of
+from finray.data.formats.convert import messages_of
 from finray.data.formats.examples import Chat, Message
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError

@@ -205,6 +205,19 @@ def test_a_prompt_of_messages_is_not_learned() -> None:
     assert "at the border" in refused({"prompt": [user, answer], "completion": [answer]})
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "user"}, r"messages[0] has no text"),
+        ({"content": "x"}, r"messages[0] must be an object"),
+        ({"role": "user", "content": "x", "train": "no"}, "messages[0].train must be true or false"),
+        ({"role": "user", "content": {"a": 1}}, "holds dict"),
+    ],
+)
+def test_a_message_that_is_none_is_named(message: dict[str, Any], reason: str) -> None:
+    assert reason in refused({"messages": [message]})
+
+
 # --- which format, which columns ------------------------------------------------------------------------------------
 
 TABLE = [
@@ -217,6 +230,7 @@ TABLE = [
     (["instruction", "response", "history"], "alpaca (instruction, output from response, history)"),
     (["input", "output"], "prompt_completion (prompt from input, completion from output)"),
     (["query", "response"], "alpaca (instruction from query, output from response)"),
+    (["question", "answer"], "alpaca (instruction from question, output from answer)"),
     (["prompt", "answer"], "alpaca (instruction from prompt, output from answer)"),
     (["label", "text"], "text (text); not read: label"),
     (["content"], "text (text from content)"),
@@ -226,6 +240,11 @@ TABLE = [
 @pytest.mark.parametrize(("columns", "wanted"), TABLE)
 def test_the_format_that_columns_speak_for(columns: list[str], wanted: str) -> None:
     assert detect(columns, {}).describe() == wanted
+
+
+def test_columns_that_fit_no_format_are_listed() -> None:
+    assert "(q, a)" in refused({"q": "", "a": ""})
+    assert "not those of `alpaca` (text)" in refused({"text": ""}, format="alpaca")
 
 
 def test_columns_under_other_names() -> None:

@@ -19,7 +19,7 @@ from finray.data.sources import hub
 from finray.data.sources.pieces import bad_row, count_rows, plan_parts, read_piece
 from finray.data.sources.readers import ByteRange, Reading
 from finray.data.sources.resolve import Source, resolve
-from finray.data.storage import DigestCache, content_digest
+from finray.data.storage import Digests
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from finray.pretrained.tokenizers import load_tokenizer, tokenizer_files
@@ -144,7 +144,7 @@ def _share_rows(one: Source, other: Source, reading: Reading) -> bool:
     return max(start, begin) < min(stop, end)
 
 
-def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, digests: DigestCache) -> dict[str, Any]:
+def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, digests: Digests) -> dict[str, Any]:
     """Everything that shapes a prepared dataset, as it is kept in its manifest.
 
     Args:
@@ -158,7 +158,7 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
     for stream in streams:
         source = stream.source
         if source.is_files:
-            files = [[source.short(file), content_digest(file, cache=digests)] for file in source.files]
+            files = [[source.short(file), digests.of(file)] for file in source.files]
             content = _sha256(files)
         else:
             content = hub.digest(source)
@@ -184,7 +184,7 @@ def fingerprint(shape: Mapping[str, Any]) -> str:
     return _sha256(shape)[:24]
 
 
-def tokenizer_identity(config: ModelConfig, digests: DigestCache) -> str:
+def tokenizer_identity(config: ModelConfig, digests: Digests) -> str:
     """A digest of everything about a tokenizer that changes tokens: for a local model that of its files, which are not
     loaded, and else that of its parts.
 
@@ -199,7 +199,7 @@ def tokenizer_identity(config: ModelConfig, digests: DigestCache) -> str:
         digest.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
         return digest.hexdigest()
     try:
-        contents = [[file.name, content_digest(str(file), cache=digests)] for file in files]
+        contents = [[file.name, digests.of(file)] for file in files]
     except FileNotFoundError as error:
         raise DataError("the chat template does not exist", where=f"model.chat_template={error.filename}") from None
     # New tokens only where there are some, so that what is prepared already stays good.

@@ -36,7 +36,7 @@ from finray.data.dataset.plan import (
     tokenizer_identity,
 )
 from finray.data.dataset.prepared import BAD_ROWS, MANIFEST
-from finray.data.storage import DigestCache, Folder
+from finray.data.storage import Digests, Folder
 from finray.errors import ClusterError, DataError, FinrayError
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, without_torch
 from finray.records import Note, PrepareProgress, Record
@@ -104,7 +104,7 @@ def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
     """
     check_exists(config.model.name)
     root = root or prepared_dir(config)
-    digests = DigestCache(None if is_url(root) else Path(root) / _DIGESTS)
+    digests = Digests(None if is_url(root) else Path(root) / _DIGESTS)
     settings = Settings.of(config)
     streams = plan_streams(config.data, settings.reading)
     shape = shaped_by(settings, streams, tokenizer=tokenizer_identity(config.model, digests), digests=digests)

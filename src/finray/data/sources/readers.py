@@ -154,7 +154,7 @@ def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
     """
     most = max(2 * reading.max_row_bytes, _WINDOW)
     with opened(piece.file) as stream:
-        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         while text.read(1) not in ("[", ""):
             pass
         window, at, number = "", 0, 1
