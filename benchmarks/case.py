@@ -120,7 +120,7 @@ class Aim:
 class Case:
     """Contenders that are run in turn, each in processes of its own, and what is read from their runs."""
 
-    group: str  # of the command line, and by `cases.GROUPS` the section of RESULTS.md
+    group: str  # of the command line, and by `run.GROUPS` the section of RESULTS.md
     name: str  # for `--case`
     title: str
     what: str  # is measured on what

@@ -12,6 +12,8 @@ Not measured: quantised weights, evaluation, and what Ray itself takes. `run.py 
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -242,3 +244,10 @@ CASES = [
         most_pairs=1,
     )
 ]
+
+
+if __name__ == "__main__":
+    # One setting by itself, on the model in a directory: python benchmarks/memory.py smollm2-lora DIR
+    with tempfile.TemporaryDirectory(prefix="finray_memory_") as made:
+        wanted = {one.name: one for one in SETTINGS}[sys.argv[1]]
+        print(measure(Bench(model=Path(sys.argv[2]), folder=Path(made), peer_python=sys.executable), wanted))

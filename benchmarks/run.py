@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import shlex
@@ -29,13 +30,29 @@ from statistics import mean
 from typing import Any
 
 from case import Bench, Blocks, Case
-from cases import GROUPS, cases
 from report import machine, say, write
 from rows import count_tokens
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("finray", "ray", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers")
+# Group to the heading of its section in RESULTS.md and the modules that hold its cases.
+GROUPS = {
+    "cpu": ("LoRA on a CPU: finray and its peers", ("cpu",)),
+    "scaling": ("LoRA on a CPU: finray and its peers", ("cpu",)),
+    "start": ("Start-up", ("start", "prepare")),
+    "prepare": ("Preparing data", ("prepare",)),
+    "memory": ("Peak memory: the estimate of finray plan", ("memory",)),
+    "checkpoints": ("Checkpoints behind the training", ("start",)),
+    "gpu": ("One GPU: finray's training step, and Trainer", ("gpu",)),
+    "against": ("Another checkout", ("start",)),
+}
 ALL = [group for group in GROUPS if group not in ("gpu", "against")]
+
+
+def cases(group: str) -> list[Case]:
+    """The cases of a group. Its modules are imported when it is asked for: a GPU's machine has less."""
+    modules = [importlib.import_module(name) for name in GROUPS[group][1]]
+    return [case for module in modules for case in module.CASES if case.group == group]
 
 
 def versions(bench: Bench, results: Blocks) -> str:
