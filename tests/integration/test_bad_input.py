@@ -187,7 +187,7 @@ def test_an_output_directory_that_cannot_be_written(plain: Plain, tmp_path: Path
     """Below a file no directory can be made, not even by root."""
     (tmp_path / "file").write_text("")
     plain["run"]["output_dir"] = str(tmp_path / "file" / "out")
-    refused(*finray("train", runs.write_config(plain, tmp_path / "run.yaml")), "cannot be written", "run.output_dir")
+    refused(finray("train", runs.write_config(plain, tmp_path / "run.yaml")), "cannot be written", "run.output_dir")
 
 
 def test_every_checkpoint_damaged_ends_the_run_with_the_workers_error(
@@ -196,7 +196,7 @@ def test_every_checkpoint_damaged_ends_the_run_with_the_workers_error(
     path = finished_run / "checkpoint-000002" / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     refused(
-        *finray("train", runs.write_config(plain, tmp_path / "run.yaml")),
+        finray("train", runs.write_config(plain, tmp_path / "run.yaml")),
         "every checkpoint of the run is damaged",
         "--fresh",
     )
@@ -235,6 +235,6 @@ def test_generate_and_evaluate_and_export(tmp_path: Path, finished_run: Path) ->
     refused(finray("evaluate", tmp_path), "not a finray run")
     refused(finray("evaluate", finished_run), "holds no rows out", "data.eval_ratio")
     refused(finray("export", finished_run, "--output", finished_run), "not empty")
-    refused(*finray("export", finished_run, "--output", str(tmp_path / "x"), "--dtype", "int3"), "cannot be stored as")
+    refused(finray("export", finished_run, "--output", str(tmp_path / "x"), "--dtype", "int3"), "cannot be stored as")
     refused(finray("generate", finished_run, "--file", tmp_path / "none.txt"), "does not exist")
     refused(finray("init", finished_run / "config.yaml"), "exists already")

@@ -13,8 +13,10 @@ import torch.multiprocessing as mp
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # Compilers in processes of their own take longer to start than these few kernels to compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-PRELOADED = ["deepspeed", "torch.distributed.fsdp", "finray.training.assemble", "finray.planning.resolve"]
-multiprocessing.set_forkserver_preload([*PRELOADED, "tests.support.tiny"])
+# All that a small run imports, or each process of each group takes three seconds of a core to import it.
+PRELOADED = ["deepspeed", "peft", "torch.distributed.fsdp", "torch._inductor.compile_fx"]
+PRELOADED += ["transformers.models.llama.modeling_llama", "finray.training.assemble", "finray.planning.resolve"]
+multiprocessing.set_forkserver_preload([*PRELOADED, "tests.support.runs", "tests.support.tiny"])
 
 
 def start(function: Callable[..., None], arguments: tuple[Any, ...], *, processes: int) -> None:
