@@ -14,7 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # Compilers in processes of their own take longer to start than these few kernels to compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # All that a small run imports, or each process of each group takes three seconds of a core to import it.
-PRELOADED = ["deepspeed", "peft", "torch.distributed.fsdp", "torch._inductor.compile_fx"]
+PRELOADED = ["deepspeed", "pandas", "peft", "torch.distributed.fsdp", "torch._inductor.compile_fx"]
 PRELOADED += ["transformers.models.llama.modeling_llama", "finray.training.assemble", "finray.planning.resolve"]
 multiprocessing.set_forkserver_preload([*PRELOADED, "tests.support.runs", "tests.support.tiny"])
 
