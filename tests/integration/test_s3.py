@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finray.config.schema import Config
 from finray.data.dataset.fetch import DatasetFiles
 from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
@@ -27,7 +26,6 @@ from finray.data.dataset.prepared import MANIFEST, PreparedDataset
 from finray.data.storage import Folder
 from finray.errors import DataError
 from tests.support import runs, s3, tiny
-from tests.support.runs import Plain, changed
 
 ROWS = 120
 
@@ -37,32 +35,16 @@ def rows(tmp_path: Path) -> Path:
     return tiny.write_chat_rows(tmp_path, ROWS)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources of a few kilobytes make several parts, which begin in the middle of objects."""
     monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 4096)
 
 
-@pytest.fixture
-def local(tiny_model_dir: Path, rows: Path, tmp_path: Path) -> Plain:
-    """A run on the rows, all of it on this machine."""
-    return runs.tiny_run(tiny_model_dir, rows, tmp_path)
-
-
-@pytest.fixture
-def remote(local: Plain, tmp_path: Path, bucket: s3.Bucket) -> Plain:
-    """The same with its prepared dataset in the bucket, which is read through a local directory."""
-    return changed(local, {"prepare": {"dir": bucket.url("prepared"), "local_dir": str(tmp_path / "fetched")}})
-
-
-def config_of(plain: Plain, source: str | None = None) -> Config:
-    return runs.config_of(plain if source is None else changed(plain, {"data.source": source}))
-
-
-def content(folder: str | Path) -> dict[str, bytes]:
-    """The files below a directory."""
-    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+def on_s3(model: Path, source: str | Path, folder: Path, bucket: s3.Bucket) -> runs.Plain:
+    """A run whose prepared dataset lies in the bucket, and is read through a local directory."""
+    prepare = {"prepare.dir": bucket.url("prepared"), "prepare.local_dir": str(folder / "fetched")}
+    return runs.tiny_run(model, source, folder, prepare)
 
 
 def read_all(location: str, local_dir: Path | None = None) -> list[tuple[str, list[int], list[int]]]:
@@ -111,27 +93,32 @@ def halves(rows: Path, folder: Path, names: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("make", [one_file, compressed, parquet, glob, directory])
 def test_a_source_gives_the_same_rows_as_on_disk(
-    make: Callable[[Path, Path], str], local: Plain, rows: Path, tmp_path: Path, bucket: s3.Bucket
+    make: Callable[[Path, Path], str],
+    tiny_model_dir: Path,
+    rows: Path,
+    tmp_path: Path,
+    bucket: s3.Bucket,
+    small_pieces: None,
 ) -> None:
     source = tmp_path / "source"
     source.mkdir()
     (source / "rows.jsonl").write_bytes(rows.read_bytes())
     name = make(rows, source)
     bucket.upload(source, "data")
-    here, remote = (
-        prepare_here(config_of(local, place), root=tmp_path / kind)
-        for kind, place in (("here", f"{source}/{name}"), ("remote", bucket.url(f"data/{name}")))
+    local, remote = (
+        prepare_here(runs.config_of(runs.tiny_run(tiny_model_dir, place, tmp_path)), root=tmp_path / kind)
+        for kind, place in (("local", f"{source}/{name}"), ("remote", bucket.url(f"data/{name}")))
     )
     found = read_all(remote)
     assert len(found) == ROWS
-    assert found == read_all(here)
+    assert found == read_all(local)
     if make is not compressed:
         assert len(list(Path(remote).glob("train/tokens-*"))) > 1
 
 
-def test_another_object_is_another_source(local: Plain, rows: Path, tmp_path: Path, bucket: s3.Bucket) -> None:
+def test_another_object_is_another_source(tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket) -> None:
     """Negative control of being prepared once: what lies behind the name counts, and not the name."""
-    config = config_of(local, bucket.upload(rows, "rows.jsonl"))
+    config = runs.config_of(runs.tiny_run(tiny_model_dir, bucket.upload(rows, "rows.jsonl"), tmp_path))
     first = prepare_here(config)
     assert is_prepared(config) == first
     tiny.write_chat_rows(tmp_path, ROWS, start=1)
@@ -142,10 +129,10 @@ def test_another_object_is_another_source(local: Plain, rows: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["data/rows.jsonl", "data/*.jsonl", "data"])
 def test_a_source_that_changes_meanwhile_is_noticed(
-    name: str, local: Plain, rows: Path, tmp_path: Path, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
+    name: str, tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.upload(rows, "data/rows.jsonl")
-    config = config_of(local, bucket.url(name))
+    config = runs.config_of(runs.tiny_run(tiny_model_dir, bucket.url(name), tmp_path))
     write = PartWriter.write
 
     def write_and_change(self: PartWriter, part: Any) -> PartResult:
@@ -159,19 +146,21 @@ def test_a_source_that_changes_meanwhile_is_noticed(
     assert list((tmp_path / "prepared").rglob("*.arrow")) == []
 
 
-def test_a_bad_row_is_named_by_object_and_row(local: Plain, rows: Path, bucket: s3.Bucket) -> None:
+def test_a_bad_row_is_named_by_object_and_row(
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
+) -> None:
     lines = rows.read_bytes().splitlines(keepends=True)
     lines[100] = b"{broken\n"
     url = bucket.put("rows.jsonl", b"".join(lines))
     with pytest.raises(DataError, match="not JSON") as refused:
-        prepare_here(config_of(local, url))
+        prepare_here(runs.config_of(runs.tiny_run(tiny_model_dir, url, tmp_path)))
     assert refused.value.where == f"{url}:101"
 
 
-def test_a_cut_off_archive_is_one_message(local: Plain, rows: Path, bucket: s3.Bucket) -> None:
+def test_a_cut_off_archive_is_one_message(tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket) -> None:
     url = bucket.put("rows.jsonl.gz", gzip.compress(rows.read_bytes())[:-200])
     with pytest.raises(DataError, match="cannot be decompressed") as refused:
-        prepare_here(config_of(local, url))
+        prepare_here(runs.config_of(runs.tiny_run(tiny_model_dir, url, tmp_path)))
     assert refused.value.where == url
 
 
@@ -191,14 +180,14 @@ def test_a_cut_off_archive_is_one_message(local: Plain, rows: Path, bucket: s3.B
 def test_one_clear_message(
     change: dict[str, str],
     expected: list[str],
-    remote: Plain,
+    tiny_model_dir: Path,
     rows: Path,
     tmp_path: Path,
     bucket: s3.Bucket,
 ) -> None:
     source = change.get("source", bucket.upload(rows, "rows.jsonl")).format(bucket=bucket.name)
-    prepared = change.get("dir", remote["prepare"]["dir"])
-    plain = changed(remote, {"data.source": source, "prepare.dir": prepared})
+    plain = on_s3(tiny_model_dir, source, tmp_path, bucket)
+    plain["prepare"]["dir"] = change.get("dir", plain["prepare"]["dir"])
     config = runs.write_config(plain, tmp_path / "run.yaml")
     if "credentials" in change:
         # Clients keep the credentials that they were made with.
@@ -219,24 +208,28 @@ def test_one_clear_message(
 
 
 def test_a_prepared_dataset_is_the_same_on_s3_and_on_disk(
-    local: Plain, remote: Plain, tmp_path: Path, bucket: s3.Bucket
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
 ) -> None:
-    here, config = prepare_here(config_of(local)), config_of(remote)
-    there = prepare_here(config)
-    files = content(here)
+    local = prepare_here(runs.config_of(runs.tiny_run(tiny_model_dir, rows, tmp_path)))
+    config = runs.config_of(on_s3(tiny_model_dir, rows, tmp_path, bucket))
+    remote = prepare_here(config)
+    files = {path.relative_to(local).as_posix(): path.read_bytes() for path in Path(local).rglob("*") if path.is_file()}
     assert len(files) > 5
-    assert bucket.content(f"prepared/{Path(here).name}/") == files
-    assert read_all(there, tmp_path / "fetched") == read_all(here)
+    assert bucket.content(f"prepared/{Path(local).name}/") == files
+    assert read_all(remote, tmp_path / "fetched") == read_all(local)
     mark = bucket.mark()
-    assert prepare_here(config) == there
+    assert prepare_here(config) == remote
     assert bucket.asked("PUT", mark) == []
-    assert read_all(there, tmp_path / "fetched") == read_all(here)
+    assert read_all(remote, tmp_path / "fetched") == read_all(local)
     assert [key for key in bucket.asked("GET", mark) if key.endswith(".arrow")] == []
 
 
 @pytest.mark.parametrize("damage", ["changed", "cut off", "missing"])
-def test_a_damaged_object_is_refused_by_name(damage: str, remote: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
-    location = prepare_here(config_of(remote))
+def test_a_damaged_object_is_refused_by_name(
+    damage: str, tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
+) -> None:
+    plain = on_s3(tiny_model_dir, rows, tmp_path, bucket)
+    location = prepare_here(runs.config_of(plain))
     key = next(key for key in bucket.keys("prepared") if key.endswith("train/tokens-00002.arrow"))
     content = bytearray(bucket.get(key))
     content[len(content) // 2] ^= 1
@@ -245,16 +238,16 @@ def test_a_damaged_object_is_refused_by_name(damage: str, remote: Plain, tmp_pat
     else:
         bucket.put(key, bytes(content) if damage == "changed" else bucket.get(key)[:-1])
     # What another size shows is seen before anything is read.
-    read = PreparedDataset if damage != "changed" else lambda location: runs.run_alone(remote, tmp_path / "run")
+    read = PreparedDataset if damage != "changed" else lambda location: runs.run_alone(plain, tmp_path / "run")
     with pytest.raises(DataError, match=r"missing or (damaged|cut off)") as refused:
         read(location)
     assert refused.value.where == bucket.url(key)
 
 
 def test_what_is_fetched_ahead_keeps_nobody_waiting_and_may_fail_once(
-    remote: Plain, tmp_path: Path, bucket: s3.Bucket
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
 ) -> None:
-    location = prepare_here(config_of(remote))
+    location = prepare_here(runs.config_of(on_s3(tiny_model_dir, rows, tmp_path, bucket)))
     prefix = f"prepared/{location.rsplit('/', 1)[1]}/"
     names = [name for name, _ in PreparedDataset(location).files() if "tokens" in name]
     bad = names[0]
@@ -287,11 +280,12 @@ prepare_here(load_config(Path(sys.argv[1]), []))
 
 
 def test_a_killed_preparation_leaves_nothing_that_is_accepted_and_is_gone_on_with(
-    remote: Plain, tmp_path: Path, bucket: s3.Bucket
+    tiny_model_dir: Path, rows: Path, tmp_path: Path, bucket: s3.Bucket, small_pieces: None
 ) -> None:
-    config = config_of(remote)
+    plain = on_s3(tiny_model_dir, rows, tmp_path, bucket)
+    config = runs.config_of(plain)
     name = Path(prepare_here(config, root=tmp_path / "undisturbed")).name
-    file = runs.write_config(remote, tmp_path / "run.yaml")
+    file = runs.write_config(plain, tmp_path / "run.yaml")
     process = subprocess.Popen([sys.executable, "-c", _PREPARE, str(file)], start_new_session=True)
     prefix = f"prepared/{name}/"
     deadline = time.monotonic() + 60
@@ -310,7 +304,11 @@ def test_a_killed_preparation_leaves_nothing_that_is_accepted_and_is_gone_on_wit
     written = {key for key in bucket.asked("PUT", mark) if key.endswith(".arrow")}
     assert written
     assert not {key for key in written if key.split("-")[-1].split(".")[0] in done}
-    assert bucket.content(prefix) == content(tmp_path / "undisturbed" / name)
+    undisturbed = tmp_path / "undisturbed" / name
+    expected = {
+        path.relative_to(undisturbed).as_posix(): path.read_bytes() for path in undisturbed.rglob("*") if path.is_file()
+    }
+    assert bucket.content(prefix) == expected
 
 
 def finished(bucket: s3.Bucket, prefix: str) -> set[str]:
@@ -322,8 +320,7 @@ def finished(bucket: s3.Bucket, prefix: str) -> set[str]:
 
 
 def test_training_from_s3_is_training_from_disk(
-    local: Plain,
-    remote: Plain,
+    tiny_model_dir: Path,
     rows: Path,
     tmp_path: Path,
     bucket: s3.Bucket,
@@ -331,9 +328,9 @@ def test_training_from_s3_is_training_from_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     held_out = {"data.eval_ratio": 0.1, "evaluation.every_steps": 4}
-    local = changed(local, held_out, {"run.output_dir": str(tmp_path / "local")})
-    there = {"run.output_dir": str(tmp_path / "remote"), "prepare.local_dir": str(tmp_path / "remote" / "fetched")}
-    remote = changed(remote, held_out, there, {"data.source": bucket.upload(rows, "rows.jsonl")})
+    local = runs.tiny_run(tiny_model_dir, rows, tmp_path / "local", held_out)
+    remote = on_s3(tiny_model_dir, bucket.upload(rows, "rows.jsonl"), tmp_path / "remote", bucket)
+    remote = runs.changed(remote, held_out)
     runs.run_alone(local, tmp_path / "local" / "run")
 
     config = runs.write_config(remote, tmp_path / "remote.yaml")
@@ -363,10 +360,16 @@ def test_training_from_s3_is_training_from_disk(
 
 
 def test_a_storage_that_is_too_slow_shows_as_waiting(
-    remote: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Path,
+    rows: Path,
+    tmp_path: Path,
+    bucket: s3.Bucket,
+    small_pieces: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Negative control of the time that is not waited above."""
-    prepare_here(config_of(remote))
+    plain = on_s3(tiny_model_dir, rows, tmp_path, bucket)
+    prepare_here(runs.config_of(plain))
     read = Folder.read
 
     def slowly(self: Folder, name: str) -> bytes | None:
@@ -374,7 +377,7 @@ def test_a_storage_that_is_too_slow_shows_as_waiting(
         return read(self, name)
 
     monkeypatch.setattr(Folder, "read", slowly)
-    runs.run_alone(remote, tmp_path / "run")
+    runs.run_alone(plain, tmp_path / "run")
     assert max(runs.values(tmp_path / "run", "data_wait_s")) > 0.1
-    runs.run_alone(remote, tmp_path / "again")
+    runs.run_alone(plain, tmp_path / "again")
     assert median(runs.values(tmp_path / "again", "data_wait_s")) < 0.005
