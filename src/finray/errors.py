@@ -6,6 +6,8 @@ command line prints the message without a traceback and exits with :attr:`Finray
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -16,19 +18,24 @@ class FinrayError(Exception):
         message: what happened, in one sentence.
         where: a dotted config path, ``file:row`` or a directory.
         repair: what to do about it.
+        problems: what is wrong in detail, one line each.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, *, where: str | None = None, repair: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, where: str | None = None, repair: str | None = None, problems: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.where = where
         self.repair = repair
+        self.problems = problems
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.message}" if self.where else self.message
-        return f"{head}\n  repair: {self.repair}" if self.repair else head
+        repair = [f"  repair: {self.repair}"] if self.repair else []
+        return "\n".join([head, *repair, *(f"  - {problem}" for problem in self.problems)])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ray sends errors between processes. The default protocol would lose the keyword-only arguments.
@@ -36,29 +43,17 @@ class FinrayError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """The error as plain JSON types; :func:`from_dict` reads it back."""
-        return {"kind": type(self).__name__, "message": self.message, "where": self.where, "repair": self.repair}
+        return {
+            "kind": type(self).__name__,
+            "message": self.message,
+            "where": self.where,
+            "repair": self.repair,
+            "problems": list(self.problems),
+        }
 
 
 class ConfigError(FinrayError):
     """The configuration is not valid; ``problems`` lists every problem."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        where: str | None = None,
-        repair: str | None = None,
-        problems: tuple[str, ...] = (),
-    ) -> None:
-        super().__init__(message, where=where, repair=repair)
-        self.problems = problems
-
-    def __str__(self) -> str:
-        return "\n".join([super().__str__(), *(f"  - {problem}" for problem in self.problems)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """As :meth:`FinrayError.to_dict`, with the problems."""
-        return {**super().to_dict(), "problems": list(self.problems)}
 
 
 class DataError(FinrayError):
@@ -81,10 +76,7 @@ class TrainingError(FinrayError):
     """Training cannot continue: the loss is not finite, or workers keep failing."""
 
 
-_KINDS: dict[str, type[FinrayError]] = {
-    kind.__name__: kind
-    for kind in (FinrayError, ConfigError, DataError, ModelError, CheckpointError, ClusterError, TrainingError)
-}
+_KINDS: dict[str, type[FinrayError]] = {kind.__name__: kind for kind in FinrayError.__subclasses__()}
 
 
 def from_dict(data: dict[str, Any]) -> FinrayError:
@@ -93,5 +85,10 @@ def from_dict(data: dict[str, Any]) -> FinrayError:
 
 
 def _rebuild(kind: type[FinrayError], data: dict[str, Any]) -> FinrayError:
-    extra = {"problems": tuple(data["problems"])} if issubclass(kind, ConfigError) else {}
-    return kind(data["message"], where=data["where"], repair=data["repair"], **extra)
+    return kind(data["message"], where=data["where"], repair=data["repair"], problems=tuple(data["problems"]))
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """`` (did you mean `x`?)`` with the known name that is most like ``name``; empty if none is."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean `{close[0]}`?)" if close else ""

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from finray.config.load import build_config
 from finray.errors import DataError
-from finray.inspection.measure import Header, Inspection, Inspector
+from finray.inspection.measure import Inspection, Inspector
 from finray.inspection.prompt_parity import PromptParity, ServedRow, compare_prompts
 from finray.inspection.tokens import special_tokens
 
@@ -80,6 +81,18 @@ def inspect_rows(
     chosen: Sequence[str] = (),
 ) -> Inspection:
     """An inspection of rows in memory."""
-    header = Header("tiny", "rows.jsonl", "messages", train_on, max_length, True, kind, "prepared")
-    inspector = Inspector(header, splits, counters or {}, tokenizer, special_tokens(tokenizer, stops=stops))
-    return inspector.inspect(parity or PromptParity(), examples=examples, chosen=chosen)
+    plain = {"model": {"name": "tiny"}, "data": {"source": "rows.jsonl", "train_on": train_on}}
+    config = build_config(plain, source="test")
+    # Shorter than a config may say.
+    config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": max_length})})
+    inspector = Inspector(config.data, splits, counters or {}, tokenizer, special_tokens(tokenizer, stops=stops))
+    return Inspection(
+        config=config,
+        format="messages",
+        prepared="prepared",
+        splits=inspector.split_views(),
+        duplicates=inspector.duplicates(),
+        checks=inspector.checks(kind=kind),
+        parity=parity or PromptParity(),
+        examples=inspector.examples(examples, chosen),
+    )

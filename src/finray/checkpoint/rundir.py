@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ class RunDir:
 
     def keep_resolved(self, resolved: Resolved) -> None:
         """Write what every ``auto`` of the config came to, for a later start of the run and for what comes after it."""
-        replace_text(self.path / RESOLVED_FILE, json.dumps(resolved.plain(), indent=2) + "\n")
+        replace_text(self.path / RESOLVED_FILE, json.dumps(asdict(resolved), indent=2) + "\n")
 
     def resolved(self) -> Resolved | None:
         """What every ``auto`` came to when the run was last started; None for a run that never came so far.
@@ -72,7 +72,7 @@ class RunDir:
         """
         path = self.path / RESOLVED_FILE
         try:
-            return Resolved.from_plain(json.loads(path.read_text(encoding="utf-8")))
+            return Resolved(**json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:

@@ -21,10 +21,8 @@ app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 
 @app.command("show")
 def show_config(
-    config: Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)
-    ] = None,
+    config: show.ConfigFile,
+    overrides: show.Overrides = None,
 ) -> None:
     """Print the whole configuration, defaults included, secrets masked."""
     plain = redact(load_config(config, overrides or []).plain())

@@ -30,10 +30,8 @@ _SHOWN_TOKENS = 400
 
 
 def inspect(
-    config: Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)
-    ] = None,
+    config: show.ConfigFile,
+    overrides: show.Overrides = None,
     html: Annotated[Path | None, typer.Option(help="Write everything as one HTML page here.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="Examples shown, spread over the training rows.")] = 3,
     row: Annotated[
@@ -69,14 +67,14 @@ def print_inspection(console: Console, found: Inspection) -> None:
     brackets = None if console.is_terminal and not console.no_color else ("⟦", "⟧") if unicode else ("[[", "]]")
     checks = findings(found)
     level, sentence = verdict(checks)
-    header = found.header
+    data = found.config.data
     facts = Table.grid(padding=(0, 2))
     for label, value in (
-        ("source", header.sources),
-        ("model", header.model),
-        ("format", header.format),
-        ("train_on", header.train_on),
-        ("max_length", f"{header.max_length:,}"),
+        ("source", found.sources),
+        ("model", found.config.model.name),
+        ("format", found.format),
+        ("train_on", data.train_on),
+        ("max_length", f"{data.max_length:,}"),
     ):
         facts.add_row(Text(label, style="dim"), Text(value))
     console.print(facts)

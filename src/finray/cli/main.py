@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from finray.cli import cache, data, show
 from finray.cli import config as config_commands
+from finray.cli import data, show
 from finray.cli import inspect as inspect_command
 from finray.cli import plan as plan_command
 from finray.config.load import load_config
@@ -32,20 +32,27 @@ app.command("init")(config_commands.init)
 app.command("plan")(plan_command.plan)
 app.command("prepare")(data.prepare)
 app.command("inspect")(inspect_command.inspect)
-app.add_typer(cache.app, name="cache")
+app.add_typer(data.cache, name="cache")
 
 _INTERRUPTED = 130
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
 RunPath = Annotated[Path, typer.Argument(help="Run, checkpoint or model directory.", show_default=False)]
+
+
+def _storable(dtype: str) -> str:
+    if dtype not in ("fp32", "bf16"):
+        raise ConfigError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32 or bf16")
+    return dtype
+
+
+Dtype = Annotated[str, typer.Option(callback=_storable, help="Dtype of the written weights: fp32 or bf16.")]
 BaseModel = Annotated[str | None, typer.Option(help="Base model of an adapter, if it is no longer where it was.")]
 
 
 @app.command()
 def train(
-    config: ConfigFile,
-    overrides: Overrides = None,
+    config: show.ConfigFile,
+    overrides: show.Overrides = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move an earlier run of this name aside and start over.")
     ] = False,
@@ -78,8 +85,7 @@ def generate(
     base: BaseModel = None,
 ) -> None:
     """Answer prompts with a trained model."""
-    from finray.evaluation.engines.base import Sampling
-    from finray.evaluation.generate import generate_text
+    from finray.evaluation.generate import Sampling, generate_text
     from finray.evaluation.prompts import read_prompts
 
     asked = read_prompts(prompts or [], file, system=system, lines=() if sys.stdin.isatty() else sys.stdin)
@@ -98,8 +104,8 @@ def evaluate(
     from finray.evaluation.compare import evaluate as run_evaluation
 
     console = show.console()
-    with show.Steps(console) as steps:
-        comparison = run_evaluation(run, max_rows=max_rows, progress=steps.update)
+    with show.steps(console) as update:
+        comparison = run_evaluation(run, max_rows=max_rows, progress=update)
     show.comparison(console, comparison, samples=samples)
 
 
@@ -110,14 +116,12 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge/--adapter", help="Merge the adapter into the model, or write the adapter alone.")
     ] = True,
-    dtype: Annotated[str, typer.Option(help="Dtype of the merged weights: fp32 or bf16.")] = "bf16",
+    dtype: Dtype = "bf16",
     base: BaseModel = None,
 ) -> None:
     """Write a model that Transformers or PEFT loads, and check it by loading it."""
     from finray.evaluation.artifacts import export_model
 
-    if dtype not in ("fp32", "bf16"):
-        raise ConfigError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32 or bf16")
     exported = export_model(run, output, merge=merge, dtype=dtype, base=base)
     what = f"model in {exported.dtype}" if exported.merged else "adapter"
     lines = [
@@ -138,7 +142,7 @@ def export(
 def import_gguf(
     file: Annotated[Path, typer.Argument(help="GGUF file.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
-    dtype: Annotated[str, typer.Option(help="Dtype of the weights: fp32 or bf16.")] = "bf16",
+    dtype: Dtype = "bf16",
 ) -> None:
     """Convert a GGUF file to a model directory with dequantised weights in safetensors."""
     from finray.models.export import convert_gguf

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,12 +15,11 @@ from rich.table import Table
 from finray.cli import show
 from finray.config.load import load_config
 from finray.config.redact import redact, redact_text
-from finray.errors import ConfigError
+from finray.errors import ConfigError, FinrayError
 from finray.tracking.console import duration
 
 if TYPE_CHECKING:
     # At run time these would import torch before the config is known to be right.
-    from finray.planning.findings import Finding
     from finray.planning.memory import MemoryPlan
     from finray.planning.plan import Plan
 
@@ -29,10 +27,8 @@ _GIB = 2**30
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)
-    ] = None,
+    config: show.ConfigFile,
+    overrides: show.Overrides = None,
     gpu: Annotated[str | None, typer.Option(help="GPU of each worker, such as h100-80gb.", show_default=False)] = None,
     offline: Annotated[
         bool, typer.Option("--offline", help="Do not use the network; list what was not checked.")
@@ -68,19 +64,23 @@ def plan(
 
 def show_plan(target: Console, result: Plan) -> None:
     """The plan in tables, warnings and problems, and the verdict."""
-    facts = Table(title="plan", show_header=False, title_justify="left", box=_box(target))
+    # Lines around tables on a terminal, none elsewhere.
+    box = HEAVY_HEAD if target.is_terminal else None
+    facts = Table(title="plan", show_header=False, title_justify="left", box=box)
     for name, text in _facts(result):
         facts.add_row(name, text)
     target.print(facts)
     if result.memory is not None:
-        target.print(memory_table(result.memory, box=_box(target)))
+        target.print(memory_table(result.memory, box=box))
     for kind, style, found in (
         ("warning", "bold yellow", result.warnings),
         ("not checked", "bold yellow", result.unchecked),
         ("problem", "bold red", result.problems),
     ):
-        for line in finding_lines(kind, found):
-            target.print(redact_text(line), style=style, highlight=False, markup=False, soft_wrap=True)
+        for one in found:
+            # An error prints as where, message and repair.
+            text = f"{kind}: {FinrayError(one.message, where=one.where, repair=one.repair)}"
+            target.print(redact_text(text), style=style, highlight=False, markup=False, soft_wrap=True)
     count = len(result.problems)
     verdict, style = "the run would start", "bold green"
     if count:
@@ -90,22 +90,7 @@ def show_plan(target: Console, result: Plan) -> None:
     target.print(verdict, style=style, highlight=False)
 
 
-def finding_lines(kind: str, found: Iterable[Finding]) -> list[str]:
-    """Each finding as one or two lines: what and where, and the repair."""
-    lines = []
-    for one in found:
-        lines.append(f"{kind}: {f'{one.where}: ' if one.where else ''}{one.message}")
-        if one.repair:
-            lines.append(f"  repair: {one.repair}")
-    return lines
-
-
-def _box(target: Console) -> Box | None:
-    """Lines around tables on a terminal, none elsewhere."""
-    return HEAVY_HEAD if target.is_terminal else None
-
-
-def memory_table(memory: MemoryPlan, *, box: Box | None = None) -> Table:
+def memory_table(memory: MemoryPlan, *, box: Box | None) -> Table:
     """Memory by part, largest first."""
     table = Table(title="peak memory of a worker (estimate)", title_justify="left", box=box)
     table.add_column("part")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -18,9 +19,13 @@ from finray.tracking.console import ConsoleTracker, PrepareView, duration
 
 if TYPE_CHECKING:
     # At run time these would import torch, which `finray config show` has no use for.
-    from finray.evaluation.compare import Comparison
+    from finray.evaluation.compare import Comparison, Progress
     from finray.evaluation.prompts import Prompt
     from finray.runtime.driver import TrainResult
+
+# Arguments of several commands.
+ConfigFile = Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
 
 
 def console() -> Console:
@@ -39,13 +44,10 @@ class RunView:
     def __enter__(self) -> RunView:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.close()
-        if self._preparing is not None:
-            self._preparing.close()
+    def __exit__(self, *error: object) -> None:
+        for view in (self._progress, self._preparing):
+            if view is not None:
+                view.close()
 
     def handle(self, record: Record) -> None:
         """Show one record."""
@@ -112,30 +114,19 @@ def training_summary(target: Console, result: TrainResult) -> None:
         target.print(f"next: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
-class Steps:
+@contextmanager
+def steps(target: Console) -> Iterator[Progress]:
     """One line of progress for each part of an evaluation."""
+    status = target.status("evaluating") if target.is_terminal else None
 
-    def __init__(self, target: Console) -> None:
-        self._console = target
-        self._status = target.status("evaluating") if target.is_terminal else None
-
-    def __enter__(self) -> Steps:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def update(self, what: str, done: int, *, total: int) -> None:
-        """Show how far a part has come."""
-        if self._status is not None:
-            self._status.update(f"{what}: {done}/{total}")
+    def update(what: str, done: int, *, total: int) -> None:
+        if status is not None:
+            status.update(f"{what}: {done}/{total}")
         elif done == total:
-            self._console.print(f"{what}: {total} rows", highlight=False)
+            target.print(f"{what}: {total} rows", highlight=False)
+
+    with status or nullcontext():
+        yield update
 
 
 def comparison(target: Console, result: Comparison, *, samples: int) -> None:

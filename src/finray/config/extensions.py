@@ -7,15 +7,14 @@ shows one of each.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from finray.errors import ConfigError
+from finray.errors import ConfigError, did_you_mean
 
 # What can be extended: group of entry points, and finray's own by name. A new one is a file and a line here.
 TABLES: dict[str, dict[str, str]] = {
@@ -67,11 +66,9 @@ def load_named(group: str, name: str, *, where: str) -> Any:
 
 
 def named(group: str, *others: str) -> Callable[[str], str]:
-    """A validator of a field that names an extension: nothing is imported, so that loading a config stays quick.
+    """A validator of a field that names an extension, or one of the ``others``, which stand for no code.
 
-    Args:
-        group: of :data:`TABLES`.
-        others: values that stand for no code, such as ``auto``.
+    Nothing is imported, so that loading a config stays quick.
     """
 
     def check(value: str) -> str:
@@ -85,7 +82,6 @@ def named(group: str, *others: str) -> Callable[[str], str]:
     return check
 
 
-def _unknown(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    hint = f" (did you mean `{close[0]}`?)" if close else ""
-    return f"unknown name `{name}`{hint}; known are {', '.join(known)}, and your own as package.module:Name"
+def _unknown(name: str, known: Iterable[str]) -> str:
+    hint = did_you_mean(name, known)
+    return f"unknown name `{name}`{hint}; known names are {', '.join(known)}, or your own as package.module:Name"

@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finray.config.schema import Config, SourceConfig, sections
-from finray.config.section import Section, section_of
-from finray.errors import ConfigError
+from finray.config.schema import Config, Section, SourceConfig, section_of, sections
+from finray.errors import ConfigError, did_you_mean
 
 PRESET_KEY = "preset"
 # Fields that describe one particular source: a configuration that names its own source does not inherit them.
@@ -57,11 +56,7 @@ def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Confi
 
 
 def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
-    """The configuration with other values for some of its fields; ``config`` itself is not changed.
-
-    Args:
-        config: the configuration.
-        overrides: as for :func:`load_config`.
+    """The configuration with other values for some of its fields, as for :func:`load_config`.
 
     Raises:
         ConfigError: with every problem found, each with its dotted path.
@@ -71,12 +66,7 @@ def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
 
 
 def build_config(raw: Mapping[str, Any], *, source: str, overrides: Iterable[str] = ()) -> Config:
-    """Validate plain data.
-
-    Args:
-        raw: the content of a config file; it may name a preset.
-        source: where the data comes from, for messages.
-        overrides: as for :func:`load_config`.
+    """Validate the content of a config file, which may name a preset; ``source`` is its name in messages.
 
     Raises:
         ConfigError: with every problem found, each with its dotted path.
@@ -142,7 +132,7 @@ def preset_text(name: str) -> str:
     """The YAML text of a preset, comments included."""
     if name not in preset_names():
         raise ConfigError(
-            f"there is no preset `{name}`{_suggest(name, preset_names())}",
+            f"there is no preset `{name}`{did_you_mean(name, preset_names())}",
             where=PRESET_KEY,
             repair=f"use one of: {', '.join(preset_names())}",
         )
@@ -204,7 +194,7 @@ def _problems(error: ValidationError) -> list[str]:
             case "extra_forbidden":
                 key = str(item["loc"][-1])
                 path = ".".join([*keys, key])
-                reason = f"unknown key{_suggest(key, kind.model_fields) or _suggest_owner(key)}"
+                reason = f"unknown key{did_you_mean(key, kind.model_fields) or _suggest_owner(key)}"
             case "missing":
                 reason = f"missing ({field.description})" if field is not None and len(keys) > 1 else "missing"
             case "model_type" | "dict_type":
@@ -218,11 +208,6 @@ def _problems(error: ValidationError) -> list[str]:
             reasons[path].append(reason)
     # The branches of a union fail one by one.
     return [f"{path}: {', or '.join(found)}" if path else ", or ".join(found) for path, found in reasons.items()]
-
-
-def _suggest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f" (did you mean `{close[0]}`?)" if close else ""
 
 
 def _suggest_owner(name: str) -> str:

@@ -67,17 +67,17 @@ S = TypeVar("S", bound=Section)
 
 
 def _absolute(section: S, *fields: str) -> S:
-    return section.model_copy(update={name: _where_it_exists(getattr(section, name)) for name in fields})
-
-
-def _where_it_exists(value: str | None) -> str | None:
-    if value is None or is_url(value):
-        return value
-    # `directory:inside` and globs are paths too.
-    path = Path(value).expanduser()
-    parent = value.rpartition(":")[0]
-    there = path.exists() or set("*?[") & set(value) or (parent and Path(parent).expanduser().is_dir())
-    return str(path.absolute()) if there else value
+    """The section with paths made absolute in fields that may name something else, if they exist."""
+    changed = {}
+    for name in fields:
+        value = getattr(section, name)
+        if value is not None and not is_url(value):
+            path = Path(value).expanduser()
+            # `directory:inside` and globs are paths too.
+            parent = value.rpartition(":")[0]
+            if path.exists() or set("*?[") & set(value) or (parent and Path(parent).expanduser().is_dir()):
+                changed[name] = str(path.absolute())
+    return section.model_copy(update=changed)
 
 
 def _resolved(value: str | None) -> str | None:

@@ -11,8 +11,7 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from finray.config.identity import is_free
-from finray.config.schema import Config, Section, sections
-from finray.config.section import section_of
+from finray.config.schema import Section, section_of, sections
 
 
 def reference_markdown() -> str:
@@ -24,7 +23,7 @@ def reference_markdown() -> str:
         "A field marked *free* may change when a run is continued; changing any other makes it a different run.",
     ]
     for name, model in sections().items():
-        lines += ["", f"## {name}", "", Config.model_fields[name].description or "", ""]
+        lines += ["", f"## {name}", "", model.__doc__ or "", ""]
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
         for path, info in _fields(name, model):
             free = " *(free)*" if is_free(path) else ""
@@ -39,7 +38,7 @@ def starter_yaml(*, model: str, source: str) -> str:
     required = {("model", "name"): model, ("data", "source"): source}
     lines = ["# A finray run. `finray train <this file>` starts it; the same command continues it.", ""]
     for name, section in sections().items():
-        lines += [f"# {Config.model_fields[name].description}", f"{name}:"]
+        lines += [f"# {section.__doc__}", f"{name}:"]
         for field, info in section.model_fields.items():
             value = required.get((name, field))
             shown = info.get_default(call_default_factory=True) if value is None else value

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -32,19 +32,6 @@ class Resolved:
     strategy: str
     world_size: int
     use_gpu: bool
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON types; :meth:`from_plain` reads it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Resolved:
-        """From what :meth:`plain` gave.
-
-        Raises:
-            TypeError: it has other fields.
-        """
-        return cls(**plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What an adapter to go on from says of itself, in the place of what the configuration leaves open."""
+"""Continuing from an adapter: its settings take the place of what the configuration leaves open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finray.errors import ConfigError
 # As in finray.models, which would import torch.
 _SETTINGS = "adapter_config.json"
 _NOTES = "finray.json"
-# Ways to begin an adapter that change the base weights too.
+# Initialisations of an adapter that change the base weights too.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 
 
@@ -25,30 +25,45 @@ def with_start(config: Config) -> Config:
     """
     if config.adapter.start_from is None:
         return config
-    folder = _folder(Path(config.adapter.start_from))
+    path = Path(config.adapter.start_from).expanduser().absolute()
+    folder = next((one for one in (path, path / "final") if (one / _SETTINGS).is_file()), None)
+    if folder is None:
+        raise ConfigError(
+            "there is no adapter",
+            where=f"adapter.start_from={path}",
+            repair=f"name a directory with `{_SETTINGS}`, or a finished run",
+        )
     settings = _read(folder / _SETTINGS)
-    _require_plain(settings, folder)
+    _require_plain_lora(settings, where=f"adapter.start_from={folder}")
     notes = _read(folder / _NOTES) if (folder / _NOTES).is_file() else {}
+    targets = settings["target_modules"]
     theirs = {
-        "method": _method(settings),
+        "method": "dora" if settings.get("use_dora") else "rslora" if settings.get("use_rslora") else "lora",
         "rank": settings["r"],
         "alpha": float(settings["lora_alpha"]),
-        "target_modules": _sorted(settings["target_modules"]),
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
         "modules_to_save": settings.get("modules_to_save") or [],
     }
-    problems = [
-        _contradiction(f"adapter.{name}", getattr(config.adapter, name), value, folder / _SETTINGS)
-        for name, value in theirs.items()
-        if name in config.adapter.model_fields_set and not _agree(getattr(config.adapter, name), value)
-    ]
     words = list(notes.get("new_tokens") or [])
-    if "new_tokens" in config.model.model_fields_set and config.model.new_tokens != words:
-        problems.append(_contradiction("model.new_tokens", config.model.new_tokens, words, folder / _NOTES))
+    compared = [(f"adapter.{name}", getattr(config.adapter, name), theirs[name], _SETTINGS) for name in theirs]
+    compared.append(("model.new_tokens", config.model.new_tokens, words, _NOTES))
+    written = {f"adapter.{name}" for name in config.adapter.model_fields_set}
+    written |= {f"model.{name}" for name in config.model.model_fields_set}
+    problems = [
+        ConfigError(
+            f"the configuration says {ours}, the adapter to continue from says {their}",
+            where=f"{field}, {folder / file}",
+            repair=f"leave out {field}, or start a new adapter",
+        )
+        for field, ours, their, file in compared
+        # PEFT writes the names that `all-linear` came to.
+        if field in written and ours != "all-linear" and _ordered(field, ours) != _ordered(field, their)
+    ]
     if len(problems) == 1:
         raise problems[0]
     if problems:
         raise ConfigError(
-            f"{len(problems)} fields contradict the adapter to go on from",
+            f"{len(problems)} fields contradict the adapter to continue from",
             problems=tuple(str(problem) for problem in problems),
         )
     adapter = config.adapter.model_copy(update={**theirs, "start_from": str(folder)})
@@ -57,16 +72,9 @@ def with_start(config: Config) -> Config:
     )
 
 
-def _folder(path: Path) -> Path:
-    path = path.expanduser().absolute()
-    for folder in (path, path / "final"):
-        if (folder / _SETTINGS).is_file():
-            return folder
-    raise ConfigError(
-        "there is no adapter",
-        where=f"adapter.start_from={path}",
-        repair=f"name a directory with `{_SETTINGS}`, or a finished run",
-    )
+def _ordered(field: str, value: Any) -> Any:
+    """The order of names of modules means nothing, that of new tokens does."""
+    return sorted(value) if isinstance(value, list) and field != "model.new_tokens" else value
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -77,41 +85,15 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _require_plain(settings: dict[str, Any], folder: Path) -> None:
-    where = f"adapter.start_from={folder}"
+def _require_plain_lora(settings: dict[str, Any], *, where: str) -> None:
     if settings.get("peft_type") != "LORA":
-        raise ConfigError(f"an adapter of kind {settings.get('peft_type')} cannot be continued", where=where)
-    begun = settings.get("init_lora_weights")
-    if isinstance(begun, str) and begun.startswith(_CHANGES_BASE):
+        raise ConfigError(f"an adapter of type {settings.get('peft_type')} cannot be continued", where=where)
+    initialised = settings.get("init_lora_weights")
+    if isinstance(initialised, str) and initialised.startswith(_CHANGES_BASE):
         raise ConfigError(
-            f"the adapter belongs to base weights that {begun} has changed",
+            f"the adapter was initialised by {initialised}, which changes the base weights",
             where=where,
             repair="convert it to a plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
         )
     if settings.get("bias", "none") != "none":
         raise ConfigError("an adapter that trains biases cannot be continued", where=where)
-
-
-def _method(settings: dict[str, Any]) -> str:
-    if settings.get("use_dora"):
-        return "dora"
-    return "rslora" if settings.get("use_rslora") else "lora"
-
-
-def _sorted(targets: str | list[str]) -> str | list[str]:
-    return targets if isinstance(targets, str) else sorted(targets)
-
-
-def _agree(ours: Any, theirs: Any) -> bool:
-    if ours == "all-linear":
-        # PEFT writes down the names that this came to.
-        return True
-    return sorted(ours) == sorted(theirs) if isinstance(ours, list) and isinstance(theirs, list) else ours == theirs
-
-
-def _contradiction(path: str, ours: Any, theirs: Any, file: Path) -> ConfigError:
-    return ConfigError(
-        f"the configuration says {ours}, the adapter to go on from says {theirs}",
-        where=f"{path}, {file}",
-        repair=f"leave out {path}, or begin a new adapter",
-    )

@@ -1,70 +1,543 @@
-"""The configuration: all sections together, and the rules that hold between them.
+"""The configuration: its sections, and the rules that hold in them and between them.
 
-The reference page and ``finray init`` are generated from the ``description`` of each field, so every field has one.
+The reference page and ``finray init`` are generated from the docstrings of the sections and the ``description`` of each
+field, so every field has one.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import typing
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from finray.config.adapter import AdapterConfig
-from finray.config.checkpoint import CheckpointConfig
-from finray.config.cluster import ClusterConfig
-from finray.config.data import FIELDS, DataConfig, Format, SourceConfig
-from finray.config.evaluation import EarlyStoppingConfig, EvaluationConfig
-from finray.config.model import ModelConfig
-from finray.config.parallel import ParallelConfig
-from finray.config.prepare import PrepareConfig
-from finray.config.run import RunConfig
-from finray.config.section import Section, section_of
-from finray.config.tracking import TrackingConfig
-from finray.config.train import ProfileConfig, TrainConfig
+from finray.config.extensions import named
+from finray.config.redact import is_secret_name
 
-__all__ = [
-    "FIELDS",
-    "AdapterConfig",
-    "CheckpointConfig",
-    "ClusterConfig",
-    "Config",
-    "DataConfig",
-    "EarlyStoppingConfig",
-    "EvaluationConfig",
-    "Format",
-    "ModelConfig",
-    "ParallelConfig",
-    "PrepareConfig",
-    "ProfileConfig",
-    "RunConfig",
-    "Section",
-    "SourceConfig",
-    "TrackingConfig",
-    "TrainConfig",
-    "sections",
-]
+PositiveInt = Annotated[int, Field(ge=1)]
+Ratio = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A group of fields: frozen, unknown keys are errors, numbers must be finite."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
+    )
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section inside an annotation such as ``ProfileConfig | None`` or ``list[SourceConfig]``, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(section_of, typing.get_args(annotation))), None)
+
+
+class RunConfig(Section):
+    """The name of the run and where it is kept."""
+
+    name: str = Field("run", description="Name of the run. Its directory is `<run.output_dir>/<run.name>`.")
+    output_dir: str = Field("runs", description="Directory of runs and prepared datasets.")
+    seed: int = Field(
+        17, ge=0, lt=2**63, description="Seed of everything random: data order, splits, dropout, new weights."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_path_segment(cls, value: str) -> str:
+        if not re.match(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", value):
+            raise ValueError(
+                "becomes a directory name: use letters, digits, '.', '_' and '-', and start with a letter or a digit"
+            )
+        return value
+
+
+class ModelConfig(Section):
+    """Which model is trained."""
+
+    name: str = Field(description="A model directory, a `.gguf` file, or a Hugging Face model id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
+    task: Annotated[str, AfterValidator(named("finray.tasks"))] = Field(
+        "causal_lm",
+        description="What the model is trained to do: `causal_lm`, or your own task as `package.module:Class`.",
+    )
+    chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template.")
+    chat_template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables passed to the chat template, in training and in serving, such as `enable_thinking`.",
+    )
+    attention: Literal["auto", "packed", "flash_attention_2"] = Field(
+        "auto",
+        description="Attention over packed rows. `auto` is FlashAttention 2 on a GPU where it is installed, else "
+        "finray's own (`packed`).",
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run code that comes with the model. Leave it off unless you have read that code."
+    )
+    quantization: Literal["none", "8bit", "4bit", "auto"] = Field(
+        "none",
+        description="Storage of the frozen linear layers under an adapter: unchanged (`none`), int8 with one scale per "
+        "row (`8bit`), or NF4 with double quantisation (`4bit`). `auto` is `8bit` on a single GPU, else `none`.",
+    )
+    new_tokens: list[str] = Field(
+        default_factory=list,
+        description="Tokens added to the vocabulary. Their embeddings start as the mean of the others, and are trained "
+        "and saved.",
+    )
+
+    @field_validator("new_tokens")
+    @classmethod
+    def _words(cls, value: list[str]) -> list[str]:
+        if any(not word.strip() for word in value) or len(set(value)) < len(value):
+            raise ValueError("tokens must not be blank, and none may be listed twice")
+        return value
+
+    @field_validator("chat_template_arguments")
+    @classmethod
+    def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        ours = sorted(set(value) & {"messages", "tools", "documents", "add_generation_prompt"})
+        if ours:
+            raise ValueError(f"finray sets {', '.join(ours)} itself")
+        return value
+
+
+class AdapterConfig(Section):
+    """Which weights are trained."""
+
+    method: Annotated[str, AfterValidator(named("finray.adapter_methods", "none"))] = Field(
+        "lora",
+        description="Which weights are trained: all of them (`none`), or an adapter: LoRA, rank-stabilised LoRA "
+        "(`rslora`), weight-decomposed LoRA (`dora`), or LoRA initialised from the principal singular vectors of the "
+        "weights (`pissa`).",
+    )
+    rank: PositiveInt = Field(16, description="Rank r of the LoRA matrices.")
+    alpha: float = Field(
+        32.0,
+        gt=0,
+        description="LoRA scaling numerator: updates are scaled by alpha / rank (`rslora`: by alpha / sqrt(rank)).",
+    )
+    dropout: Ratio = Field(0.0, description="Dropout probability on the input of the LoRA matrices.")
+    target_modules: str | list[str] = Field(
+        "all-linear",
+        description="Layers that get an adapter: `all-linear`, a regular expression, or a list of module name "
+        "suffixes.",
+    )
+    modules_to_save: list[str] = Field(
+        default_factory=list, description="Name suffixes of modules that are trained in full beside the adapter."
+    )
+    start_from: str | None = Field(
+        None,
+        description="Directory of a PEFT adapter, or of a finray run, to continue training from. Method, rank, alpha "
+        "and target modules are read from it.",
+    )
+    lora_plus_ratio: float = Field(
+        1.0,
+        ge=1.0,
+        description="LoRA+: learning rate of the B matrices as a multiple of `train.learning_rate`.",
+    )
+
+
+Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template"]
+
+# Fields that `field_mapping` may map a column to, besides the placeholders of `input_template` and `output_template`.
+FIELDS = frozenset(("messages", "conversations", "tools", "system", "prompt", "completion")).union(
+    ("instruction", "input", "output", "history", "text", "label")
+)
+
+
+class SourceConfig(Section):
+    """One of several sources that are mixed. A field that is not set has the value of the data section."""
+
+    source: str = Field(description="As `data.source`.")
+    subset: str | None = Field(None, description="As `data.subset`.")
+    revision: str | None = Field(None, description="As `data.revision`.")
+    split: str | None = Field(None, description="As `data.train_split`.")
+    format: Format | None = Field(None, description="As `data.format`.")
+    field_mapping: dict[str, str] | None = Field(None, description="As `data.field_mapping`.")
+    input_template: str | None = Field(None, description="As `data.input_template`.")
+    output_template: str | None = Field(None, description="As `data.output_template`.")
+    weight: float | None = Field(None, gt=0, description="Share of the mixed rows, relative to the other weights.")
+    count: PositiveInt | None = Field(None, description="Rows of this source per epoch, instead of `weight`.")
+
+    @model_validator(mode="after")
+    def _one_size(self) -> SourceConfig:
+        if self.weight is not None and self.count is not None:
+            raise ValueError("set weight or count, not both")
+        if (self.input_template is None) != (self.output_template is None):
+            raise ValueError("input_template and output_template go together")
+        return self
+
+
+class DataConfig(Section):
+    """Where examples come from and how they become tokens."""
+
+    source: str | None = Field(
+        None,
+        description="A file, directory, glob, URL (`s3://`, `gs://`, `https://`), or Hugging Face dataset "
+        "(`org/name`, or `org/name:data_dir`).",
+    )
+    mix: list[SourceConfig] = Field(
+        default_factory=list, description="Several sources instead of `data.source`, mixed by `weight` or `count`."
+    )
+    subset: str | None = Field(None, description="Subset (configuration) of a Hugging Face dataset.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face dataset.")
+    train_split: str = Field(
+        "train", description="Named split used for training, optionally a slice: `train[:1%]`, `train[100:200]`."
+    )
+    eval_source: str | None = Field(None, description="A second source that is used for evaluation only.")
+    eval_split: str | None = Field(
+        None,
+        description="Named split used for evaluation, of `data.eval_source` if that is set, else of `data.source`.",
+    )
+    eval_ratio: Ratio = Field(
+        0.0, description="Share of the training rows held out for evaluation, chosen by `run.seed`."
+    )
+    test_split: str | None = Field(None, description="Named split held out for tests after training.")
+    test_ratio: Ratio = Field(0.0, description="Share of the training rows held out for tests after training.")
+    group_by: str | None = Field(
+        None,
+        description="Column (a user, a document): rows with equal values stay on the same side of a ratio split.",
+    )
+    format: Format = Field(
+        "auto", description="Format of a row. `auto` detects it from the columns and prints what it detected."
+    )
+    field_mapping: dict[str, str] = Field(
+        default_factory=dict,
+        description="Field to column (`prompt: question`). A dot reaches into nested columns (`data.question`).",
+    )
+    input_template: str | None = Field(
+        None,
+        description="Prompt built from columns, such as `Question: {question}\\n`. Requires `data.output_template`.",
+    )
+    output_template: str | None = Field(None, description="Completion built from columns, such as `{answer}`.")
+    converter: str | None = Field(
+        None,
+        description="Your own function, `package.module:function`, that turns a row into a row of one of the formats.",
+    )
+    train_on: Literal["completion", "assistant", "last_assistant", "all"] = Field(
+        "completion",
+        description="Supervised tokens: the completion (in a chat, every assistant message that is not part of a "
+        "prompt), every assistant message, only the last one, or all tokens. A message with `train: false` is never "
+        "supervised.",
+    )
+    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Maximum tokens of a row, and of a pack.")
+    on_too_long: Literal["truncate", "drop", "error"] = Field(
+        "truncate",
+        description="What to do with a conversation longer than `data.max_length`. Plain text is cut into pieces.",
+    )
+    packing: bool = Field(
+        True,
+        description="Join rows into packs of up to `data.max_length` tokens. Rows do not attend to each other.",
+    )
+    on_bad_row: Literal["error", "drop"] = Field(
+        "error", description="Stop at a row that cannot be used, or drop it and list it in `bad-rows.jsonl`."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DataConfig:
+        if (self.source is None) == (not self.mix):
+            raise ValueError("data.source: set either data.source or data.mix (`data.source: null` unsets it)")
+        if (self.input_template is None) != (self.output_template is None):
+            raise ValueError("data.input_template and data.output_template go together")
+        if self.converter is not None and (self.input_template or self.field_mapping or self.format != "auto"):
+            raise ValueError(
+                "data.converter: a converter replaces format, field_mapping and the templates; leave these out"
+            )
+        if self.input_template is not None and self.format not in ("auto", "template"):
+            raise ValueError(f"data.input_template has no effect with format {self.format}")
+        for place, mapping, template in [
+            ("data.field_mapping", self.field_mapping, self.input_template),
+            *(
+                (f"data.mix.{number}.field_mapping", one.field_mapping or {}, one.input_template or self.input_template)
+                for number, one in enumerate(self.mix)
+            ),
+        ]:
+            unknown = sorted(set(mapping) - FIELDS)
+            if unknown and template is None:
+                known = ", ".join(sorted(FIELDS))
+                raise ValueError(f"{place}: unknown field {', '.join(unknown)}; use {known}")
+        if self.format == "template" and self.input_template is None:
+            raise ValueError("data.format: template requires data.input_template and data.output_template")
+        if self.group_by is not None and not (self.eval_ratio or self.test_ratio):
+            raise ValueError("data.group_by has no effect without data.eval_ratio or data.test_ratio")
+        if self.eval_ratio + self.test_ratio >= 1:
+            raise ValueError("data.eval_ratio and data.test_ratio leave nothing for training")
+        if self.test_split is not None and self.test_ratio:
+            raise ValueError("data.test_split and data.test_ratio both choose the test rows; keep one")
+        return self
+
+
+class PrepareConfig(Section):
+    """How and where data is prepared."""
+
+    num_workers: PositiveInt | None = Field(
+        None,
+        description="Processes that tokenise: the one that was started, and Ray workers beside it. 1 never uses Ray; "
+        "null adds a worker for each spare CPU where so much is left to do that it is worth starting them.",
+    )
+    dir: str | None = Field(
+        None,
+        description="Directory or URL (`s3://bucket/path`) of prepared datasets. null is `<run.output_dir>/.prepared`.",
+    )
+    local_dir: str | None = Field(
+        None,
+        description="Where workers cache files of a remote `prepare.dir`. null is the cache directory of the user.",
+    )
+    max_row_bytes: PositiveInt = Field(
+        8_000_000, description="Largest row of a JSON or CSV file. A larger row is treated as a bad row."
+    )
+    text_rows: Literal["file", "paragraph", "line"] = Field(
+        "file", description="What one row of a text or source file is: the whole file, a paragraph, or a line."
+    )
+    chunk_overlap: int = Field(
+        0,
+        ge=0,
+        description="Plain text that is cut into pieces: tokens of the previous piece repeated, unsupervised, at the "
+        "start of the next.",
+    )
+
+
+class ProfileConfig(Section):
+    """Steps to profile."""
+
+    steps: tuple[PositiveInt, PositiveInt] = Field(description="The first and the last step to profile.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ProfileConfig:
+        if self.steps[0] > self.steps[1]:
+            raise ValueError("train.profile: steps are the first and the last, in this order")
+        return self
+
+
+class TrainConfig(Section):
+    """Optimisation."""
+
+    epochs: float | None = Field(
+        None, gt=0, description="Passes over the data. 1 if neither `epochs` nor `max_steps` is set."
+    )
+    max_steps: PositiveInt | None = Field(None, description="Number of optimizer steps, instead of `epochs`.")
+    global_batch_size: PositiveInt = Field(
+        8,
+        description="Packs (without packing: rows) per optimizer step, over all workers and accumulation steps.",
+    )
+    micro_batch_size: PositiveInt = Field(
+        1,
+        description="Packs (without packing: rows) per forward pass of a worker. Gradient accumulation follows from "
+        "it.",
+    )
+    learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay after warm-up.")
+    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up, instead of `warmup_ratio`.")
+    warmup_ratio: Ratio = Field(0.03, description="Share of all steps used for warm-up.")
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = Field(
+        "adamw",
+        description="`adamw`; `adamw_8bit`: with 8-bit state (bitsandbytes); `paged_adamw_8bit`: 8-bit state that is "
+        "paged to CPU memory when a GPU is full; `adafactor`: factored second moments; `muon`: Muon for hidden "
+        "matrices, AdamW for the rest.",
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Weight decay. Never applied to norms and biases.")
+    adam_beta1: Ratio = Field(0.9, description="AdamW: decay rate of the first moment.")
+    adam_beta2: Ratio = Field(0.999, description="AdamW: decay rate of the second moment.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW: epsilon.")
+    max_grad_norm: float | None = Field(
+        1.0, gt=0, description="Clip the global gradient norm to this value. null turns clipping off."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="Precision of forward and backward pass. `auto` is bf16 if the hardware supports it, else fp32. "
+        "`fp16` scales the loss and skips steps whose gradients overflow.",
+    )
+    # Files written before there were two kinds say true or false.
+    gradient_checkpointing: Annotated[
+        Literal["none", "selective", "full"],
+        BeforeValidator(lambda value: ("full" if value else "none") if isinstance(value, bool) else value),
+    ] = Field(
+        "none",
+        description="Recompute activations in the backward pass to save memory: `full` recomputes whole layers, "
+        "`selective` everything but matrix products and attention. `true` and `false` mean `full` and `none`.",
+    )
+    activation_offload: bool = Field(
+        False, description="Keep activations in CPU memory between forward and backward pass. For GPUs."
+    )
+    compile: bool = Field(
+        False,
+        description="Compile each layer with `torch.compile`. The first steps take much longer, the others less. With "
+        "`selective` checkpointing a compiled layer is recomputed as a whole.",
+    )
+    liger: Literal["auto"] | bool = Field(
+        "auto",
+        description="Use Liger's kernels for norms, rotary embeddings and gated MLPs. `auto` uses them on a GPU if "
+        "they are installed. The loss is always finray's own.",
+    )
+    profile: ProfileConfig | None = Field(
+        None,
+        description="Write a trace of these steps, and a table of where their time went, to `<run>/profile/`: "
+        "`{steps: [10, 15]}`.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainConfig:
+        if self.epochs is not None and self.max_steps is not None:
+            raise ValueError("set epochs or max_steps, not both")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError("min_learning_rate is larger than learning_rate")
+        return self
+
+
+class ParallelConfig(Section):
+    """How the work is divided between workers."""
+
+    strategy: Annotated[str, AfterValidator(named("finray.strategies", "auto"))] = Field(
+        "ddp",
+        description="`ddp`: a full copy of the model on each worker, gradients all-reduced. `fsdp`: weights, gradients "
+        "and optimizer state sharded across the workers (FSDP2). `deepspeed`: sharded by DeepSpeed ZeRO. `auto`: "
+        "`ddp` if the run fits into memory, else `fsdp`. Or your own as `package.module:Class`.",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="`fsdp`: free the gathered weights of a layer after its forward pass and gather them again for the "
+        "backward pass.",
+    )
+    shard_size: PositiveInt | None = Field(
+        None,
+        description="`fsdp`: number of workers that the weights are sharded across (hybrid sharding). null is all.",
+    )
+    cpu_offload: bool = Field(
+        False,
+        description="`fsdp`, `deepspeed`: keep the optimizer state, and the weights if they are sharded, in CPU "
+        "memory.",
+    )
+    zero_stage: Literal[1, 2, 3] | None = Field(
+        None,
+        description="`deepspeed`: what is sharded: 1 the optimizer state, 2 gradients too, 3 weights too. null takes "
+        "the stage of `parallel.deepspeed_config`, else 2.",
+    )
+    deepspeed_config: str | None = Field(
+        None,
+        description='`deepspeed`: your own JSON file. What it leaves out or sets to `"auto"` follows from this '
+        "configuration; a value that contradicts it is an error.",
+    )
+    keep_deepspeed_shards: bool = Field(
+        True,
+        description="`deepspeed`: also keep DeepSpeed's own files in every checkpoint, with `zero_to_fp32.py`. finray "
+        "does not read them.",
+    )
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> ParallelConfig:
+        for name in ("zero_stage", "deepspeed_config"):
+            if getattr(self, name) is not None and self.strategy != "deepspeed":
+                raise ValueError(f"parallel.{name} has no effect with parallel.strategy {self.strategy}")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are saved and how long they are kept."""
+
+    every_steps: PositiveInt = Field(
+        100, description="Optimizer steps between checkpoints. The last step is always saved."
+    )
+    keep_last: PositiveInt = Field(2, description="How many of the newest checkpoints are kept.")
+    asynchronous: bool = Field(
+        True,
+        description="Write checkpoints in the background, from a copy in CPU memory, while training continues. An "
+        "error is raised at the next save.",
+    )
+    keep_best: bool = Field(
+        True,
+        description="Also save a checkpoint at every evaluation with a new lowest loss, and keep the best one.",
+    )
+
+
+class EarlyStoppingConfig(Section):
+    """When a run stops before its last step."""
+
+    patience: PositiveInt = Field(3, description="Stop after this many consecutive evaluations without improvement.")
+    min_gain: float = Field(
+        0.0, ge=0, description="How far below its lowest value the loss must fall to count as an improvement."
+    )
+
+
+class EvaluationConfig(Section):
+    """Evaluation during training, and `finray evaluate` after it."""
+
+    every_steps: PositiveInt | None = Field(
+        None, description="Optimizer steps between evaluations. null evaluates at the end only."
+    )
+    early_stopping: EarlyStoppingConfig | None = Field(
+        None,
+        description="Stop the run when the evaluation loss no longer improves: `{patience: 3, min_gain: 0.001}`.",
+    )
+    metrics: list[Annotated[str, AfterValidator(named("finray.metrics"))]] = Field(
+        default_factory=lambda: ["exact_match"],
+        description="Scores of the answers in `finray evaluate`, by name or as `package.module:function`.",
+    )
+    max_rows: PositiveInt | None = Field(None, description="Evaluate at most this many rows.")
+    max_new_tokens: PositiveInt = Field(128, description="`finray evaluate`: maximum tokens generated per answer.")
+    batch_size: PositiveInt = Field(16, description="`finray evaluate`: prompts per batch.")
+
+
+class TrackingConfig(Section):
+    """Where metrics are written. `metrics.jsonl` is always written."""
+
+    tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
+    trackers: list[Annotated[str, AfterValidator(named("finray.trackers"))]] = Field(
+        default_factory=list,
+        description="Further trackers, by name or as `package.module:Class`.",
+    )
+    log_every: PositiveInt = Field(
+        1, description="Optimizer steps between records. Metrics are averaged over these steps."
+    )
+    record_samples: bool = Field(
+        False, description="Record the ids of the rows of every step. A digest of them is always recorded."
+    )
+
+
+class ClusterConfig(Section):
+    """Resources that the run asks Ray for."""
+
+    address: str | None = Field(
+        None,
+        description="Address of a Ray cluster. null joins the cluster named by `RAY_ADDRESS`, or starts Ray on this "
+        "machine.",
+    )
+    num_workers: PositiveInt = Field(1, description="Number of training workers.")
+    cpus_per_worker: PositiveInt | None = Field(
+        None, description="CPUs per worker. null shares the CPUs of the cluster evenly."
+    )
+    use_gpu: bool | Literal["auto"] = Field(
+        "auto", description="One GPU per worker. `auto` uses GPUs if the cluster has enough of them."
+    )
+    max_failures: int = Field(3, ge=0, description="How often Ray may restart the workers from the last checkpoint.")
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of the workers. Secrets are refused."
+    )
+
+    @field_validator("env")
+    @classmethod
+    def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
+        secret = sorted(name for name in value if is_secret_name(name))
+        if secret:
+            raise ValueError(f"{', '.join(secret)} looks like a secret; set it in the environment of the nodes instead")
+        return value
 
 
 class Config(Section):
     """The whole configuration of a run."""
 
-    run: RunConfig = Field(default_factory=RunConfig, description="The name of the run and where it is kept.")
-    model: ModelConfig = Field(description="Which model is trained.")
-    adapter: AdapterConfig = Field(default_factory=AdapterConfig, description="Which weights are trained.")
-    data: DataConfig = Field(description="Where examples come from and how they become tokens.")
-    prepare: PrepareConfig = Field(default_factory=PrepareConfig, description="How and where data is prepared.")
-    train: TrainConfig = Field(default_factory=TrainConfig, description="Optimisation.")
-    parallel: ParallelConfig = Field(
-        default_factory=ParallelConfig, description="How the work is divided between workers."
-    )
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description="When checkpoints are saved and how long they are kept."
-    )
-    evaluation: EvaluationConfig = Field(
-        default_factory=EvaluationConfig, description="Evaluation during and after training."
-    )
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="Where metrics are written.")
-    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="Resources that the run asks Ray for.")
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    adapter: AdapterConfig = AdapterConfig()
+    data: DataConfig
+    prepare: PrepareConfig = PrepareConfig()
+    train: TrainConfig = TrainConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
@@ -111,5 +584,4 @@ class Config(Section):
 
 def sections() -> dict[str, type[Section]]:
     """Section name to its model, in the order of the file."""
-    kinds = {name: section_of(field.annotation) for name, field in Config.model_fields.items()}
-    return {name: kind for name, kind in kinds.items() if kind is not None}
+    return {name: kind for name, field in Config.model_fields.items() if (kind := section_of(field.annotation))}

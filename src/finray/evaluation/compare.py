@@ -18,8 +18,7 @@ from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.errors import CheckpointError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
-from finray.evaluation.engines.base import Sampling
-from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.generate import Sampling, generate
 from finray.evaluation.metrics import Row, Scores, is_exact, mean_loss
 from finray.models.artifacts import load_artifact
 from finray.models.loading import load_model
@@ -34,10 +33,6 @@ class Progress(Protocol):
 
     def __call__(self, what: str, done: int, *, total: int) -> None:
         """``done`` of ``total`` rows of the part ``what``."""
-
-
-def _silent(what: str, done: int, *, total: int) -> None:
-    """No progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +58,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Base against tuned model on held-out rows.
-
-    Attributes:
-        base: scores of the model that training started from.
-        tuned: scores of the trained model.
-        predictions: one for each row.
-        folder: where scores and predictions were written.
-    """
+    """Scores of the model that training started from and of the trained one; ``folder`` is where they were written."""
 
     base: Scores
     tuned: Scores
@@ -83,7 +71,9 @@ class Comparison:
         return len(self.predictions)
 
 
-def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress = _silent) -> Comparison:
+def evaluate(
+    run_path: Path, *, max_rows: int | None = None, progress: Progress = lambda what, done, *, total: None
+) -> Comparison:
     """Generate on a run's held-out rows with the base and the tuned model, and score both.
 
     Rows are read from the prepared dataset, so that a prompt is the very tokens of training up to the last answer.
@@ -114,13 +104,15 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
         """Mean loss and answers."""
         told = partial(progress, total=len(rows))
         loss = mean_loss(model, [one.row for one in rows], packs=packs, progress=partial(told, f"{name} loss"))
-        answers = TransformersEngine(model, tokenizer).generate(
+        answers = generate(
+            model,
+            tokenizer,
             [one.prompt for one in rows],
             sampling=Sampling(max_new_tokens=config.evaluation.max_new_tokens),
             batch_size=config.evaluation.batch_size,
             progress=partial(told, f"{name} answers"),
         )
-        return loss, [text(answer) for answer in answers]
+        return loss, answers
 
     def text(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -145,17 +137,19 @@ def evaluate(run_path: Path, *, max_rows: int | None = None, progress: Progress 
         predictions,
         run.path / "evaluation",
     )
-    _write(found)
+    lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in found.predictions)
+    table = {"rows": found.rows, "base": found.base.json(), "tuned": found.tuned.json()}
+    try:
+        found.folder.mkdir(exist_ok=True)
+        (found.folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
+        (found.folder / "scores.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise FinrayError(f"the scores cannot be written: {error.strerror}", where=str(found.folder)) from None
     return found
 
 
 def held_out_rows(run: RunDir, config: Config, max_rows: int | None) -> list[HeldOut]:
     """The test split of a run, or its evaluation split where it has no test split.
-
-    Args:
-        run: the run.
-        config: that it was started with.
-        max_rows: at most this many; None for all.
 
     Raises:
         DataError: the run holds no rows out, they have no answer apart from their prompt, or the data has changed.
@@ -206,14 +200,3 @@ def _require_same_data(run: RunDir, config: Config, dataset: PreparedDataset) ->
         where=str(run.path),
         repair="keep a checkpoint beside `final`: without one, held-out rows cannot be told from learned ones",
     )
-
-
-def _write(found: Comparison) -> None:
-    lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in found.predictions)
-    table = {"rows": found.rows, "base": found.base.json(), "tuned": found.tuned.json()}
-    try:
-        found.folder.mkdir(exist_ok=True)
-        (found.folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
-        (found.folder / "scores.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise FinrayError(f"the scores cannot be written: {error.strerror}", where=str(found.folder)) from None

@@ -26,13 +26,7 @@ Metric = Callable[[Sequence[str], Sequence[str]], float]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a model did.
-
-    Attributes:
-        metrics: by the name in ``evaluation.metrics``, that of a function of your own without its module.
-        loss: of the references, nats per target.
-        perplexity: its exponential.
-    """
+    """How a model did: metrics by name, a function of your own without its module; loss in nats per target."""
 
     metrics: Mapping[str, float]
     loss: float

@@ -35,45 +35,34 @@ def read_prompts(
         DataError: the file cannot be read, or there is no prompt.
     """
     prompts = [Prompt.of(text, system) for text in arguments]
-    if file is not None:
-        prompts += _from_file(file, system)
-    elif not arguments:
-        prompts += [Prompt.of(line.rstrip("\n"), system) for line in lines if line.strip()]
+    if file is not None and not file.is_file():
+        raise DataError("the file does not exist", where=str(file))
+    if file is not None and file.suffix.lower() in (".jsonl", ".json"):
+        for row in read_file(file):
+            if isinstance(row.value.get("messages"), list):
+                # A row of training data is a question up to its last user message.
+                messages = [message for message in row.value["messages"] if isinstance(message, dict)]
+                while messages and messages[-1].get("role") == "assistant":
+                    messages.pop()
+                prompts.append(Prompt(messages=tuple(messages)))
+            elif isinstance(row.value.get("prompt"), str):
+                prompts.append(Prompt.of(row.value["prompt"], system))
+            else:
+                raise DataError(
+                    f"the row has neither `prompt` nor `messages` (columns: {', '.join(row.value)})", where=row.where
+                )
+    else:
+        if file is not None:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        if file is not None or not arguments:
+            prompts += [Prompt.of(line.rstrip("\n"), system) for line in lines if line.strip()]
     if not prompts:
         raise DataError("there is no prompt", repair='`finray generate RUN "your prompt"`, or --file')
     return prompts
 
 
-def _from_file(file: Path, system: str | None) -> list[Prompt]:
-    if not file.is_file():
-        raise DataError("the file does not exist", where=str(file))
-    if file.suffix.lower() not in (".jsonl", ".json"):
-        lines = file.read_text(encoding="utf-8").splitlines()
-        return [Prompt.of(line, system) for line in lines if line.strip()]
-    prompts = []
-    for row in read_file(file):
-        if isinstance(row.value.get("messages"), list):
-            # A row of training data is a question up to its last user message.
-            messages = [message for message in row.value["messages"] if isinstance(message, dict)]
-            while messages and messages[-1].get("role") == "assistant":
-                messages.pop()
-            prompts.append(Prompt(messages=tuple(messages)))
-        elif isinstance(row.value.get("prompt"), str):
-            prompts.append(Prompt.of(row.value["prompt"], system))
-        else:
-            raise DataError(
-                f"the row has neither `prompt` nor `messages` (columns: {', '.join(row.value)})", where=row.where
-            )
-    return prompts
-
-
 def prompt_ids(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:
-    """Token ids of a prompt, up to where the answer begins.
-
-    Args:
-        tokenizer: of the model.
-        prompt: what to answer.
-        raw: give text to the model without its chat template.
+    """Token ids of a prompt, up to where the answer begins; ``raw`` gives text without the chat template.
 
     Raises:
         ModelError: there is no chat template, and the prompt needs one.

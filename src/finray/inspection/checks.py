@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -44,15 +44,7 @@ _COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        name: short name.
-        level: ``ok``, ``note`` (worth knowing), ``warning`` or ``problem``.
-        finding: what was found, in a sentence.
-        count: how many of ``of`` are affected.
-        where: some of the rows.
-    """
+    """The result of one check: a sentence, how many of how many are affected, and where some of these are."""
 
     name: str
     level: Level
@@ -78,11 +70,7 @@ class Tally:
 class TokenScan:
     """Counts special tokens in every row: ends of learned spans, BOS, unknown tokens, special tokens inside answers.
 
-    Args:
-        tokens: the special tokens.
-        tokenizer: the Transformers tokenizer.
-        max_length: ``data.max_length``.
-        whole: whether all tokens are learned, so that only the last token of a row ends a span.
+    Where all tokens are learned (``whole``), only the last token of a row ends a span.
     """
 
     def __init__(self, tokens: SpecialTokens, tokenizer: Any, *, max_length: int, whole: bool) -> None:
@@ -164,104 +152,94 @@ class TokenScan:
             kind: ``chat``, where a chat template writes BOS and not the tokenizer; ``text``, where long rows are cut
                 into pieces of which only the last has an end.
         """
-        tokens = self._tokens
-        ends = _listed(self.ends, tokens) or "none"
+        tokens, rows, spans = self._tokens, self.rows, self.spans
         stops = ", ".join(tokens.name(token) for token in sorted(tokens.stops)) or "none"
         others = Counter({token: count for token, count in self.ends.items() if token not in tokens.stops})
-        unmatched = Tally(others.total())
+        bos = "BOS" if tokens.bos is None else tokens.name(tokens.bos)
+        with_bos = f"every row begins with {bos} once" if tokens.puts_bos else f"no row begins with {bos} twice"
+        unk = "" if self.unk is None else tokens.name(self.unk)
+        none = Tally()
         return (
             _check(
                 "Learned text ends with an end token",
-                self.spans,
-                f"every learned span that was not cut off ends with one: {ends}",
-                (
-                    "problem",
+                spans,
+                f"every learned span that was not cut off ends with one: {_listed(self.ends, tokens) or 'none'}",
+                problem=(
                     self.open,
                     "learned spans end without an end-of-turn or EOS token: the model does not learn to stop there",
                 ),
             ),
             _check(
                 "Serving stops at these tokens",
-                self.spans,
+                spans,
                 f"a server stops at {stops}",
-                (
-                    "problem",
-                    unmatched,
-                    f"answers end with {_listed(others, tokens)}, but a server stops only at {stops}: there it "
-                    "would run on",
+                problem=(
+                    Tally(others.total()),
+                    f"answers end with {_listed(others, tokens)}, but a server stops only at {stops}: it would keep "
+                    "generating",
                 ),
             ),
             _check(
                 "Learned text that is cut off",
-                self.spans,
-                "no learned span is cut off at data.max_length",
-                ("ok", self.cut if kind == "text" else Tally(), "pieces of long texts continue in another row"),
-                ("warning", self.cut, "learned spans are cut off at data.max_length, so their end is not learned"),
+                spans,
+                f"{self.cut.count:,} pieces of long texts continue in another row"
+                if kind == "text" and self.cut.count
+                else "no learned span is cut off at data.max_length",
+                warning=(
+                    none if kind == "text" else self.cut,
+                    "learned spans are cut off at data.max_length, so their end is not learned",
+                ),
             ),
-            *self._special_checks(kind),
-        )
-
-    def _special_checks(self, kind: str) -> tuple[Check, ...]:
-        tokens = self._tokens
-        inside = _listed(self.inside, tokens)
-        bos = "BOS" if tokens.bos is None else tokens.name(tokens.bos)
-        unk = "" if self.unk is None else tokens.name(self.unk)
-        shared = tokens.pad is not None and tokens.pad == tokens.eos
-        return (
             _check(
                 "BOS",
-                self.rows,
-                "the tokenizer has no BOS"
-                if tokens.bos is None
-                else f"every row begins with {bos} once"
-                if tokens.puts_bos
-                else f"no row begins with {bos} twice",
-                ("problem", self.doubled_bos, f"rows begin with {bos} twice: the text has one, and another was added"),
-                (
-                    "note",
-                    self.no_bos if kind == "chat" else Tally(),
+                rows,
+                "the tokenizer has no BOS" if tokens.bos is None else with_bos,
+                problem=(self.doubled_bos, f"rows begin with {bos} twice: the text has one, and another was added")
+                if self.doubled_bos.count or kind == "chat"
+                else (self.no_bos, f"rows do not begin with {bos}, which the tokenizer puts before a prompt"),
+                note=(
+                    self.no_bos,
                     f"rows do not begin with {bos}: the chat template writes none, and neither does a chat server that "
                     "renders the template",
-                ),
-                (
-                    "problem",
-                    self.no_bos,
-                    f"rows do not begin with {bos}, which the tokenizer puts in front of a prompt",
                 ),
             ),
             _check(
                 "Special tokens inside learned text",
-                self.rows,
+                rows,
                 "none, except at its end",
-                ("warning", self.inside_rows, f"rows have special tokens inside their learned text: {inside}"),
+                warning=(
+                    self.inside_rows,
+                    f"rows have special tokens inside their learned text: {_listed(self.inside, tokens)}",
+                ),
             ),
             _check(
                 "Unknown tokens",
-                self.rows,
+                rows,
                 f"no row contains {unk}" if unk else "the tokenizer has no unknown token: it can encode every text",
-                ("warning", self.unknown, f"rows contain {unk}: text that the tokenizer cannot encode is lost"),
+                warning=(self.unknown, f"rows contain {unk}: text that the tokenizer cannot encode is lost"),
             ),
-            Check(
-                "Padding and EOS",
-                "note" if shared else "ok",
-                f"both are {tokens.name(tokens.pad or 0)}. finray does not pad, so EOS is learned all the same; a tool "
-                "that masks the padding token in the loss would mask EOS too"
-                if shared
-                else "the tokenizer has no padding token, and finray needs none"
-                if tokens.pad is None
-                else f"padding is {tokens.name(tokens.pad)}, EOS is another token",
-            ),
+            self._padding(),
         )
 
+    def _padding(self) -> Check:
+        tokens = self._tokens
+        if tokens.pad is None:
+            return Check("Padding and EOS", "ok", "the tokenizer has no padding token, and finray needs none")
+        pad = tokens.name(tokens.pad)
+        if tokens.pad != tokens.eos:
+            return Check("Padding and EOS", "ok", f"padding is {pad}, EOS is another token")
+        finding = (
+            f"both are {pad}. finray does not pad, so EOS is learned all the same; a tool that masks the padding token "
+            "in the loss would mask EOS too"
+        )
+        return Check("Padding and EOS", "note", finding)
 
-def _check(name: str, of: int, otherwise: str, *cases: tuple[Level, Tally, str]) -> Check:
-    """The first case that was counted, or ``ok`` with the words for none."""
-    for level, tally, text in cases:
+
+def _check(name: str, of: int, otherwise: str, **cases: tuple[Tally, str]) -> Check:
+    """The first case that was counted, by its level; ``ok`` with the words for none."""
+    for level, (tally, text) in cases.items():
         if tally.count:
-            faults = 0 if level == "ok" else tally.count
-            return Check(
-                name, level, f"{tally.count:,} {text}", faults, of, () if level == "ok" else tuple(tally.where)
-            )
+            return Check(name, cast(Level, level), f"{tally.count:,} {text}", tally.count, of, tuple(tally.where))
     return Check(name, "ok", otherwise, 0, of)
 
 

@@ -21,7 +21,7 @@ from finray.data.formats.examples import Chat, Completion, Example
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError, FinrayError
 from finray.inspection.checks import Check
-from finray.inspection.measure import Header, Inspection, Inspector
+from finray.inspection.measure import Inspection, Inspector
 from finray.inspection.prompt_parity import ServedPrompt, ServedRow, compare_prompts
 from finray.inspection.tokens import special_tokens
 from finray.pretrained.tokenizers import load_tokenizer
@@ -64,9 +64,8 @@ def inspect(
         if not parity.differences:
             raise
         form = source.parts("train")[0].row_format.describe()
-        header = _header(config, form, kind="chat", prepared="none: the data was refused")
         check = Check("Preparation", "problem", error.message, 0, 0, () if error.where is None else (error.where,))
-        return Inspection(header, (), (), (check,), parity, (), refusal=error)
+        return Inspection(config, form, "none: the data was refused", (), (), (check,), parity, (), refusal=error)
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     found = dataset.splits(config.data, seed=config.run.seed)
     splits = {
@@ -88,8 +87,17 @@ def inspect(
         tokenizer=tokenizer,
         special=tokens.special,
     )
-    header = _header(config, form, kind=dataset.kind(), prepared=location)
-    return Inspector(header, splits, counters, tokenizer, tokens).inspect(parity, examples=examples, chosen=chosen)
+    inspector = Inspector(config.data, splits, counters, tokenizer, tokens)
+    return Inspection(
+        config=config,
+        format=form,
+        prepared=location,
+        splits=inspector.split_views(),
+        duplicates=inspector.duplicates(),
+        checks=inspector.checks(kind=dataset.kind()),
+        parity=parity,
+        examples=inspector.examples(examples, chosen),
+    )
 
 
 def generation_stops(model: ModelConfig) -> tuple[int, ...]:
@@ -105,21 +113,6 @@ def generation_stops(model: ModelConfig) -> tuple[int, ...]:
     if stops is None:
         return ()
     return tuple(stops) if isinstance(stops, list) else (int(stops),)
-
-
-def _header(config: Config, form: str, *, kind: str, prepared: str) -> Header:
-    data = config.data
-    sources = [data.source, *(one.source for one in data.mix), data.eval_source]
-    return Header(
-        model=config.model.name,
-        sources=", ".join(source for source in sources if source is not None),
-        format=form,
-        train_on=data.train_on,
-        max_length=data.max_length,
-        packing=data.packing,
-        kind=kind,
-        prepared=prepared,
-    )
 
 
 def _served_rows(

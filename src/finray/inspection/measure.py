@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from finray.config.schema import Config, DataConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.packing import plan_packs
 from finray.errors import DataError
@@ -31,31 +32,6 @@ _PREVIEW_TOKENS = 64
 _PREVIEW_CHARACTERS = 100
 _ANSWERING_ROLES = ("assistant", "model")
 _AROUND_ROLES = "<|>[]#: \n"
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What was inspected, as text.
-
-    Attributes:
-        model: model name.
-        sources: sources of the rows.
-        format: formats of the sources, and whether they were detected.
-        train_on: ``data.train_on``.
-        max_length: ``data.max_length``.
-        packing: ``data.packing``.
-        kind: what rows are: ``chat``, ``completion`` or ``text``.
-        prepared: directory of the prepared dataset.
-    """
-
-    model: str
-    sources: str
-    format: str
-    train_on: str
-    max_length: int
-    packing: bool
-    kind: str
-    prepared: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +143,18 @@ class RowView:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """Everything that ``finray inspect`` shows; ``refusal`` is why preparation refused the data, if it did."""
+    """Everything that ``finray inspect`` shows.
 
-    header: Header
+    Attributes:
+        config: what was inspected.
+        format: formats of the sources, and whether they were detected.
+        prepared: directory of the prepared dataset.
+        refusal: why preparation refused the data, if it did.
+    """
+
+    config: Config
+    format: str
+    prepared: str
     splits: tuple[SplitView, ...]
     duplicates: tuple[Duplicates, ...]
     checks: tuple[Check, ...]
@@ -177,72 +162,81 @@ class Inspection:
     examples: tuple[RowView, ...]
     refusal: DataError | None = None
 
+    @property
+    def sources(self) -> str:
+        """Sources of the rows."""
+        data = self.config.data
+        named = [data.source, *(one.source for one in data.mix), data.eval_source]
+        return ", ".join(source for source in named if source is not None)
+
 
 @dataclass(frozen=True)
 class Inspector:
     """Measures the splits of a prepared dataset.
 
     Args:
-        header: what is inspected.
+        data: the data section of the config.
         splits: name to rows; the first is trained on.
         counters: split name to the counters of its preparation.
         tokenizer: the Transformers tokenizer.
         tokens: its special tokens.
     """
 
-    header: Header
+    data: DataConfig
     splits: Mapping[str, PreparedSplit]
     counters: Mapping[str, Mapping[str, int]]
     tokenizer: Any
     tokens: SpecialTokens
 
-    def inspect(self, parity: PromptParity, *, examples: int, chosen: Sequence[str] = ()) -> Inspection:
-        """Measure everything.
+    def checks(self, *, kind: str) -> tuple[Check, ...]:
+        """Checks of the tokens of every row of this kind (``chat``, ``completion`` or ``text``)."""
+        whole = self.data.train_on == "all"
+        scan = TokenScan(self.tokens, self.tokenizer, max_length=self.data.max_length, whole=whole)
+        for rows in self.splits.values():
+            scan.add(rows)
+        return scan.checks(kind=kind)
 
-        Args:
-            parity: the comparison with what a server renders.
-            examples: number of rows shown, spread over the training rows, if none is chosen.
-            chosen: rows to show, by index in the training split or by ``file:row``.
+    def examples(self, count: int, chosen: Sequence[str]) -> tuple[RowView, ...]:
+        """So many rows spread over the training rows; or those chosen, by index in them or by ``file:row``.
 
         Raises:
             DataError: a chosen row does not exist.
         """
-        header, names = self.header, list(self.splits)
-        scan = TokenScan(self.tokens, self.tokenizer, max_length=header.max_length, whole=header.train_on == "all")
-        for rows in self.splits.values():
-            scan.add(rows)
-        train = self.splits[names[0]]
-        count = min(examples, len(train))
-        found = [(names[0], number * len(train) // count) for number in range(count)]
+        name, train = next(iter(self.splits.items()))
+        count = min(count, len(train))
+        found = [(name, number * len(train) // count) for number in range(count)]
         if chosen:
             found = [pair for wanted in chosen for pair in self._find(wanted)]
-        inside = [self._duplicates(name) for name in names]
-        across = [self._shared(first, second) for first, second in combinations(names, 2)]
-        return Inspection(
-            header=header,
-            splits=tuple(self._split(name, packed=name == names[0] and header.packing) for name in names),
-            duplicates=(*inside, *across),
-            checks=scan.checks(kind=header.kind),
-            parity=parity,
-            examples=tuple(self._view(split, number) for split, number in found),
-        )
+        views = []
+        for split, number in found:
+            rows = self.splits[split]
+            ids, mask = rows.row(number)
+            tokens = token_views(ids.tolist(), mask.tolist(), self.tokenizer, self.tokens.special)
+            views.append(RowView(split, number, rows.where(number), tokens))
+        return tuple(views)
 
-    def _split(self, name: str, *, packed: bool) -> SplitView:
-        rows = self.splits[name]
-        low, median, high, top = np.quantile(rows.lengths, [0, 0.5, 0.95, 1], method="lower").tolist()
-        longest, shortest = (np.argsort(key, kind="stable")[:_EXTREMES] for key in (-rows.lengths, rows.lengths))
-        return SplitView(
-            name=name,
-            rows=len(rows),
-            tokens=int(rows.lengths.sum()),
-            supervised=int(rows.supervised.sum()),
-            quantiles=(low, median, high, top),
-            counts=dict(self.counters.get(name, {})),
-            histogram=histogram(rows.lengths),
-            packing=packing(rows.lengths, self.header.max_length) if packed else None,
-            longest=tuple(self._summary(rows, int(number)) for number in longest),
-            shortest=tuple(self._summary(rows, int(number)) for number in shortest),
-        )
+    def split_views(self) -> tuple[SplitView, ...]:
+        """Each split in numbers."""
+        views: list[SplitView] = []
+        for name, rows in self.splits.items():
+            low, median, high, top = np.quantile(rows.lengths, [0, 0.5, 0.95, 1], method="lower").tolist()
+            longest, shortest = (np.argsort(key, kind="stable")[:_EXTREMES] for key in (-rows.lengths, rows.lengths))
+            # Only the first split is trained on.
+            packed = self.data.packing and not views
+            view = SplitView(
+                name=name,
+                rows=len(rows),
+                tokens=int(rows.lengths.sum()),
+                supervised=int(rows.supervised.sum()),
+                quantiles=(low, median, high, top),
+                counts=dict(self.counters.get(name, {})),
+                histogram=histogram(rows.lengths),
+                packing=packing(rows.lengths, self.data.max_length) if packed else None,
+                longest=tuple(self._summary(rows, int(number)) for number in longest),
+                shortest=tuple(self._summary(rows, int(number)) for number in shortest),
+            )
+            views.append(view)
+        return tuple(views)
 
     def _summary(self, rows: PreparedSplit, number: int) -> RowSummary:
         ids, mask = rows.row(number)
@@ -263,21 +257,23 @@ class Inspector:
             after if len(after) <= _PREVIEW_CHARACTERS else f"{after[: _PREVIEW_CHARACTERS - 1]}…",
         )
 
-    def _duplicates(self, name: str) -> Duplicates:
-        rows = self.splits[name]
-        # A mix may repeat a row on purpose: a row is not a duplicate of itself.
-        pairs = np.unique(np.stack([rows.digests, rows.source_rows], axis=1), axis=0)
-        digests, counts = np.unique(pairs[:, 0], return_counts=True)
-        copied = digests[counts > 1]
-        extra = int((counts[counts > 1] - 1).sum())
-        return Duplicates((name,), extra, len(copied), len(pairs), self._groups([rows], copied))
-
-    def _shared(self, first: str, second: str) -> Duplicates:
-        known, asked = self.splits[first], self.splits[second]
-        found = np.isin(asked.digests, known.digests)
-        shared = np.unique(asked.digests[found])
-        examples = self._groups([known, asked], shared)
-        return Duplicates((first, second), int(found.sum()), len(shared), len(asked), examples)
+    def duplicates(self) -> tuple[Duplicates, ...]:
+        """Copies inside each split, then rows of each split that are also in one before it."""
+        found = []
+        for name, rows in self.splits.items():
+            # A mix may repeat a row on purpose: a row is not a duplicate of itself.
+            pairs = np.unique(np.stack([rows.digests, rows.source_rows], axis=1), axis=0)
+            digests, counts = np.unique(pairs[:, 0], return_counts=True)
+            copied = digests[counts > 1]
+            extra = int((counts[counts > 1] - 1).sum())
+            found.append(Duplicates((name,), extra, len(copied), len(pairs), self._groups([rows], copied)))
+        for first, second in combinations(self.splits, 2):
+            known, asked = self.splits[first], self.splits[second]
+            both = np.isin(asked.digests, known.digests)
+            shared = np.unique(asked.digests[both])
+            groups = self._groups([known, asked], shared)
+            found.append(Duplicates((first, second), int(both.sum()), len(shared), len(asked), groups))
+        return tuple(found)
 
     def _groups(self, splits: list[PreparedSplit], digests: IntArray) -> tuple[DuplicateGroup, ...]:
         """The largest groups of rows with one of these digests; places are taken from every split in turn."""
@@ -318,12 +314,6 @@ class Inspector:
                 repair="give FILE:NUMBER as in messages (rows count from 1); the row may have been dropped",
             )
         return found
-
-    def _view(self, split: str, number: int) -> RowView:
-        rows = self.splits[split]
-        ids, mask = rows.row(number)
-        views = token_views(ids.tolist(), mask.tolist(), self.tokenizer, self.tokens.special)
-        return RowView(split, number, rows.where(number), views)
 
 
 def last_question(prompt: str, special: Iterable[str]) -> str:

@@ -26,11 +26,10 @@ def page(inspection: Inspection) -> str:
     """The whole page."""
     checks = findings(inspection)
     level, sentence = verdict(checks)
-    limit = inspection.header.max_length
+    limit = inspection.config.data.max_length
     return render(
         resources.files("finray.inspection").joinpath("page.html.j2").read_text(encoding="utf-8"),
         inspection=inspection,
-        header=inspection.header,
         checks=checks,
         level=level,
         verdict=sentence,

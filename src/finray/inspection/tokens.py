@@ -16,14 +16,7 @@ _KINDS = {" ": "space", "\n": "line", "\t": "tab"}
 
 @dataclass(frozen=True, slots=True)
 class TokenView:
-    """One token as it is shown.
-
-    Attributes:
-        id: token id.
-        text: what the token adds to the text; empty for a part of a character that a later token completes.
-        learned: whether the token is a target of the loss.
-        special: whether it is a special token of the tokenizer.
-    """
+    """One token as it is shown; its text is empty where a later token completes the character."""
 
     id: int
     text: str
@@ -33,12 +26,10 @@ class TokenView:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive tokens of a row or of two aligned prompts; a ``gap`` stands for tokens that are not shown.
+    """Consecutive tokens of a row or of two aligned prompts.
 
-    Attributes:
-        kind: ``same``; ``trained`` or ``served`` for tokens that only that prompt has; ``gap``.
-        tokens: the tokens; none of a gap.
-        left_out: length of a gap.
+    Its kind is ``same``, ``trained`` or ``served`` for tokens that only that prompt has, or ``gap``, which stands for
+    ``left_out`` tokens that are not shown.
     """
 
     kind: str
@@ -100,14 +91,7 @@ def special_tokens(tokenizer: Any, *, stops: Iterable[int] = ()) -> SpecialToken
 def token_views(
     ids: Sequence[int], mask: Sequence[int], tokenizer: Any, special: frozenset[int]
 ) -> tuple[TokenView, ...]:
-    """Each token with the text that it adds (:func:`token_texts`).
-
-    Args:
-        ids: token ids.
-        mask: 1 for each token that is a target of the loss.
-        tokenizer: the Transformers tokenizer.
-        special: ids of its special tokens.
-    """
+    """Each token with the text that it adds (:func:`token_texts`); those of ``mask`` 1 are targets of the loss."""
     texts = token_texts(ids, tokenizer)
     return tuple(
         TokenView(int(token), text, bool(learned), int(token) in special)

@@ -117,8 +117,6 @@ def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
     Raises:
         ModelError: the file cannot be read, the `gguf` package is missing, or the output is in the way.
     """
-    if dtype not in DTYPES:
-        raise ModelError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32 or bf16")
     if output.exists():
         raise ModelError("the output already exists", where=str(output), repair="name a new directory")
     if find_spec("gguf") is None:

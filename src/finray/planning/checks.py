@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
 from finray.config.schema import Config
 from finray.data.dataset.prepare import check_inputs
-from finray.errors import ConfigError, FinrayError, ModelError
+from finray.errors import ConfigError, FinrayError, ModelError, did_you_mean
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.pretrained.weights import stored_weights
 
@@ -233,15 +232,10 @@ def check_targets(config: Config, names: list[str]) -> None:
     if missing:
         raise ModelError(
             f"{'these match' if len(missing) > 1 else 'this matches'} no module: "
-            + ", ".join(f"`{one}`{_near(one, endings)}" for one in missing),
+            + ", ".join(f"`{one}`{did_you_mean(one.rpartition('.')[2], endings, cutoff=0.5)}" for one in missing),
             where="adapter.target_modules",
             repair=f"modules that can be named: {', '.join(endings)}",
         )
-
-
-def _near(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name.rpartition(".")[2], known, n=1, cutoff=0.5)
-    return f" (did you mean `{close[0]}`?)" if close else ""
 
 
 def _example(names: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from finray.errors import ConfigError, FinrayError
+from finray.errors import FinrayError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,7 @@ class Finding:
     @classmethod
     def of(cls, error: FinrayError) -> Finding:
         """The finding that an error is; problems that it lists become part of the message."""
-        listed = error.problems if isinstance(error, ConfigError) else ()
-        return cls("; ".join([error.message, *listed]), error.where, error.repair)
+        return cls("; ".join([error.message, *error.problems]), error.where, error.repair)
 
 
 @dataclass

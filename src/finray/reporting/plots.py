@@ -66,9 +66,6 @@ def histogram(
     Args:
         counts: bar *i* stands for values from ``i * width + 1`` to ``(i + 1) * width``.
         width: values per bar.
-        title: heading of the plot.
-        x_label: what the values are.
-        y_label: what is counted.
         limit: place and label of a vertical line; it is left out where the bars do not reach it.
     """
     edges = [number * width for number in range(len(counts) + 1)]
@@ -85,9 +82,6 @@ def curves(
 
     Args:
         series: the lines; each has its own x values, so runs of different length and interval go together.
-        title: heading of the plot.
-        x_label: label of the x axis.
-        y_label: label of the y axis.
         group: plots of one group share cursor and zoom.
         log: whether the y axis is logarithmic; values that are not positive are gaps then.
     """

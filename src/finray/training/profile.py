@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from finray.config.train import ProfileConfig
+from finray.config.schema import ProfileConfig
 from finray.parallel.base import Strategy
 
 PARTS = ("data wait", "forward", "backward", "all_reduce", "clip", "optimizer")

@@ -91,8 +91,8 @@ def test_all_contradictions_at_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "IA3"}, "kind IA3"),
-        ({"init_lora_weights": "pissa_niter_16"}, "changed"),
+        ({"peft_type": "IA3"}, "type IA3"),
+        ({"init_lora_weights": "pissa_niter_16"}, "changes the base"),
         ({"bias": "all"}, "biases"),
     ],
 )

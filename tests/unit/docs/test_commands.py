@@ -1,6 +1,7 @@
 """Every `finray ...` and `make ...` command in a fenced block of README and guide is one that the programs understand.
 
-The commands are parsed, not run: names of commands and options, and types of their values.
+The commands are parsed, not run: names of commands and options, and types of their values. They are run by
+tests/integration/test_docs_commands.py, those apart that need more than a test has.
 """
 
 from __future__ import annotations
@@ -14,24 +15,15 @@ import pytest
 import typer.main
 
 from finray.cli.main import app
+from tests.support.documents import PAGES, ROOT, blocks
 
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
-BLOCK = re.compile(r"^[ ]*```(\w*)[^\n]*\n(.*?)^[ ]*```[ ]*$", re.MULTILINE | re.DOTALL)
-SHELLS = ("", "shell", "bash", "sh", "console")
-COMMAND = re.compile(r"^\s*(?:\$ )?((?:[A-Z_]+=\S+ )*)((?:finray|make) .*)$")
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def commands(page: str) -> list[str]:
-    """The commands of a page; a backslash continues a line."""
-    lines = [
-        line
-        for language, block in BLOCK.findall(page)
-        if language in SHELLS
-        for line in block.replace("\\\n", " ").splitlines()
-    ]
-    return [found[2].rstrip(" \\") for line in lines if (found := COMMAND.match(line))]
+def commands(page: Path) -> list[str]:
+    """The commands of a page that are finray's or make's, without the environment in front of them."""
+    every = [re.sub(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?", "", one) for block in blocks(page) for one in block.commands]
+    return [one for one in every if one.startswith(("finray ", "make "))]
 
 
 def understand(command: str) -> None:
@@ -59,7 +51,7 @@ def understand(command: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_commands_are_understood(page: Path) -> None:
     problems = []
-    for command in commands(page.read_text(encoding="utf-8")):
+    for command in commands(page):
         try:
             understand(command)
         except Exception as error:
@@ -69,7 +61,7 @@ def test_commands_are_understood(page: Path) -> None:
 
 def test_commands_are_found_and_mistakes_in_them_seen() -> None:
     """The negative control."""
-    assert sum(len(commands(page.read_text(encoding="utf-8"))) for page in PAGES) >= 20
+    assert sum(len(commands(page)) for page in PAGES) >= 20
     understand("finray train config.yaml train.max_steps=3 --fresh")
     understand("make quickstart MODEL=some/model")
     for wrong in ("finray trian config.yaml", "finray train config.yaml --frsh", "finray train", "make quikstart"):

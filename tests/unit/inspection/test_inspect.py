@@ -44,7 +44,7 @@ def conversations(tmp_path: Path) -> Path:
 
 def test_every_answer_continues_the_served_prompt(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
     found = inspect(_config(tiny_model_dir, conversations, tmp_path, eval_ratio=0.1), compared=None)
-    assert found.header.format == "messages (messages) (detected)"
+    assert found.format == "messages (messages) (detected)"
     assert [split.name for split in found.splits] == ["train", "eval"]
     assert [split.rows for split in found.splits] == [36, 4]
     assert found.parity.rows == found.parity.of == 36
@@ -116,7 +116,7 @@ def test_plain_text_has_nothing_to_compare(tiny_model_dir: Path, tmp_path: Path)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "the green house " * 40}) + "\n", encoding="utf-8")
     found = inspect(_config(tiny_model_dir, path, tmp_path, max_length=32))
-    assert (found.parity.turns, found.parity.without_prompt) == (0, found.splits[0].rows)
+    assert (found.parity.turns, found.parity.rows) == (0, found.splits[0].rows)
     assert found.parity.holds
     ends = next(check for check in found.checks if check.name == "Learned text ends with an end token")
     assert ends.level == "ok"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def test_everything_is_decided() -> None:
     assert on(CPU, packing=UNSAFE) == Resolved("fp32", None, None, False, "ddp", 1, False)
     assert on(CPU, parallel={"strategy": "auto"}).strategy == "ddp"
     assert on(CPU, Placement(3, 1, use_gpu=True), parallel={"strategy": "fsdp"}).world_size == 3
-    assert Resolved.from_plain(on(CPU).plain()) == on(CPU)
+    assert Resolved(**json.loads(json.dumps(asdict(on(CPU))))) == on(CPU)
 
 
 @pytest.mark.parametrize(

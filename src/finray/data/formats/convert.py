@@ -5,7 +5,6 @@ A row that does not fit is a :class:`DataError` without a place; the caller, who
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import inspect
@@ -19,7 +18,7 @@ from typing import Any
 
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
-from finray.errors import ConfigError, DataError
+from finray.errors import ConfigError, DataError, did_you_mean
 
 Columns = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
@@ -316,8 +315,7 @@ def _message(item: Any, place: str) -> Message:
         raise DataError(f"{place} must be an object with `role` and `content` (or `from` and `value`)")
     role = _ALIASES.get(said, said)
     if role not in ROLES:
-        close = difflib.get_close_matches(said, [*ROLES, *_ALIASES], n=1)
-        hint = f" (did you mean `{close[0]}`?)" if close else ""
+        hint = did_you_mean(said, [*ROLES, *_ALIASES])
         raise DataError(f"{place}: the role `{said}` is unknown{hint}", repair=f"use one of {', '.join(ROLES)}")
     extra = {key: item[key] for key in _KEPT if item.get(key) is not None}
     content = item.get("content", item.get("value"))

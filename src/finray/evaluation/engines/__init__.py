@@ -1,1 +1,0 @@
-"""Engines that generate, one per file."""

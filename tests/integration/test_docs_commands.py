@@ -1,0 +1,125 @@
+"""Every command in a shell block of README.md and docs/guide runs: the real `finray`, page by page and in order.
+
+Each page has a directory of its own with the files that pages speak of. The model's name is a Hub id, which stands in
+the cache for a tiny model; trainings get two steps. A command that another page has run already is not run again. A
+block that cannot run here says why in a comment above it: `<!-- needs: network -->`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support import tiny
+from tests.support.documents import PAGES, ROOT, blocks
+
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+NEEDS = {"gpu", "network", "hosts"}
+SHORT = ("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1")
+# Commands that change nothing which another one reads run two at a time, and so does a run of another name.
+READERS = ("config", "plan", "inspect", "evaluate", "generate", "export")
+# What has run on another page, where files of these names are much the same.
+RAN: list[list[str]] = []
+# A page that shows a file whole begins it with a comment that names it.
+FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: object, ray_cluster: str) -> Path:
+    """Files that every page's directory has, and the cache of the Hub."""
+    folder = tmp_path_factory.mktemp("documents")
+    cached = folder / "hub" / f"models--{MODEL.replace('/', '--')}"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(snapshot.name)
+    tiny.save_model("llama", snapshot, tokenizer)
+    files = folder / "files"
+    (files / "data").mkdir(parents=True)
+    tiny.write_chat_rows(files / "data", 60).rename(files / "data" / "train.jsonl")
+    (files / "prompts.jsonl").write_text('{"prompt": "one two"}\n')
+    (files / ".venv" / "bin").mkdir(parents=True)
+    (files / ".venv" / "bin" / "finray").symlink_to(Path(sys.executable).parent / "finray")
+    (files / "examples").symlink_to(ROOT / "examples")
+    (files / ".models").mkdir()
+    (files / ".models" / Path(MODEL).name).symlink_to(snapshot)
+    for name in ("my-run.yaml", "config.yaml"):
+        (files / name).write_text(FILE.findall((ROOT / "README.md").read_text())[0][1])
+    return folder
+
+
+def run(command: str, folder: Path, hub: Path) -> None:
+    """Run one command in a page's directory.
+
+    Raises:
+        AssertionError: it fails.
+    """
+    words = shlex.split(command, comments=True)
+    env = {**os.environ, "HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    if Path(words[0]).name == "finray":
+        words[:1] = [sys.executable, "-m", "finray.cli.main"]
+    if "plan" in words:
+        # A plan asks the cluster that it is given, and the tests' one has no GPU.
+        env.pop("RAY_ADDRESS", None)
+    elif "train" in words:
+        # Ray's workers have the environment that Ray was started in.
+        words += [*SHORT, f"cluster.env.HF_HUB_CACHE={hub}"]
+    done = subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_the_commands_of_a_page_run(page: Path, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    skipped, commands = [], []
+    for block in blocks(page):
+        if block.needs:
+            assert block.needs <= NEEDS, f"{block}: needs what? {sorted(block.needs)}"
+            skipped.append(f"{block} is not run, it needs {', '.join(sorted(block.needs))}: {block.commands}")
+        else:
+            commands += block.commands
+    with capsys.disabled():
+        print("", *skipped, sep="\n")
+    if not commands:
+        pytest.skip("no commands that run here")
+    folder = shared / page.stem
+    shutil.copytree(shared / "files", folder, symlinks=True)
+    written = dict(FILE.findall(page.read_text(encoding="utf-8")))
+    with ThreadPoolExecutor(2) as pool:
+        waiting: list[Future[None]] = []
+        for command in commands:
+            words = shlex.split(command, comments=True)
+            if words in RAN:
+                continue
+            if words[1] in ("config", "plan", "inspect", "prepare", "train"):
+                RAN.append(words)
+            if "init" in words:
+                (folder / words[2]).unlink()
+            beside = words[1] in READERS or any(word.startswith("run.name=") for word in words)
+            if not beside:
+                finish(waiting)
+            waiting.append(pool.submit(run, command, folder, shared / "hub"))
+            if not beside:
+                finish(waiting)
+            if "init" in words and words[2] in written:
+                (folder / words[2]).write_text(written[words[2]], encoding="utf-8")
+        finish(waiting)
+
+
+def finish(waiting: list[Future[None]]) -> None:
+    """Wait for commands, and raise what one of them raised."""
+    while waiting:
+        waiting.pop(0).result()
+
+
+def test_a_command_that_fails_is_seen(shared: Path) -> None:
+    """The negative control."""
+    with pytest.raises(AssertionError, match="no-such-file"):
+        run("finray plan no-such-file.yaml", shared, shared)
