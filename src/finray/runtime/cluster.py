@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 OBJECT_STORE_BYTES = 256 * 2**20
 
-# A Ray of our own on this machine: a token is asked for, nothing is reported to anybody, and what only a dashboard
-# would read is not collected. Workers are not made to yield to Ray's own processes: a step of several threads waits for
-# the one that was interrupted.
+# A Ray of our own on this machine: a token is asked for, nothing is reported to anybody, what only a dashboard would
+# read is not collected, and nobody watches for a machine that is taken away. Workers are not made to yield to Ray's own
+# processes: a step of several threads waits for the one that was interrupted.
 LOCAL_RAY = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,6 +27,8 @@ LOCAL_RAY = {
     "RAY_event_stats": "false",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_worker_niceness": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
 }
 
 

@@ -1,11 +1,16 @@
-"""A run from the outside: connect, check, prepare, train under Ray Train, finish."""
+"""A run from the outside: connect to Ray, prepare the data, fit, finish.
+
+Each part takes the results of those before it, so that whoever runs many fits (a search, a restart at another size)
+calls the same parts: :func:`connect` joins a Ray that is there already, and :func:`prepare` finds prepared data.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,7 @@ from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
-from finray.data.dataset.prepare import start_preparation
+from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.report import preparation_report
 from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
@@ -28,6 +33,43 @@ from finray.runtime.prepare import prepare_on_ray
 from finray.runtime.progress import Listener, start_mailbox
 
 Handle = Callable[[Record], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Ray, and what a run gets of it.
+
+    Attributes:
+        ray: the module, connected.
+        is_own: it was started on this machine for the run, and ends with it.
+        placement: of the workers.
+        resolved: what every ``auto`` of the config comes to there.
+        env: environment variables of the workers.
+        seconds: that connecting took.
+    """
+
+    ray: Any
+    is_own: bool
+    placement: Placement
+    resolved: Resolved
+    env: dict[str, str]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Where the prepared dataset is (a directory or URL), and the seconds that were waited for it."""
+
+    location: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Rank 0's summary of the training, and the seconds from the start of the workers to their end."""
+
+    summary: RunSummary
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,107 +100,90 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
     Raises:
         FinrayError: with what happened, where, and the repair.
     """
-    clock = _Clock()
+    started = time.perf_counter()
     config = with_absolute_paths(config)
     require_startable(config)
-
-    def say(message: str) -> None:
-        is_warning = message.startswith("warning: ")
-        handle(Note(message.removeprefix("warning: "), level="warning" if is_warning else "note"))
-
-    with open_run(config, fresh=fresh, say=say) as run:
+    with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run:
         if run.summary_file.is_file():
-            say("the run is finished already; --fresh begins anew")
+            handle(Note("the run is finished already; --fresh begins anew"))
             done = json.loads(run.summary_file.read_text(encoding="utf-8"))
             return TrainResult(run.path, run.final, done["chosen_step"], RunSummary.from_json(done["summary"]))
         failures.forget(run.path)
-        with start_preparation(config) as preparation, clusters.connected(config.cluster) as ray:
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            placement = place(config.cluster, nodes)
-            resolved = _resolved(config, run, placement, nodes, say)
-            env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
-            clock.lap("start_ray")
-            prepared = prepare_on_ray(ray, preparation, env=env, handle=handle)
-            for line in preparation_report(prepared, local_dir=local_dir_of(config)):
-                say(line)
-            clock.lap("prepare")
-            outcome = _fit(ray, config, resolved, run, prepared, placement, env, handle)
-            clock.lap("workers")
-        chosen = run.make_final(
-            best=task_spec(config.model.task).best if config.checkpoint.keep_best else None,
-            warn=lambda message: handle(Note(message, level="warning")),
+        with start_preparation(config) as preparation, connect(config, run, handle) as connected:
+            prepared = prepare(connected, preparation, handle)
+            fitted = fit(connected, prepared, config, run, handle)
+        return finish(connected, prepared, fitted, config, run, handle, started=started)
+
+
+@contextmanager
+def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
+    """Connect to Ray, see that the workers can be placed, and decide what the config leaves open; the run keeps that.
+
+    Raises:
+        FinrayError: the cluster cannot be reached, or what is asked for cannot be had there.
+    """
+    started = time.perf_counter()
+    with clusters.connected(config.cluster) as ray:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        placement = place(config.cluster, nodes)
+        is_own = clusters.address_of(config.cluster) is None
+        packing = packing_of(config.model)
+        if not packing.safe:
+            handle(Note(packing.warning, level="warning"))
+        resolved = resolve(
+            config,
+            placement,
+            device_of(placement, None if is_own else nodes),
+            packing=packing,
+            before=run.resolved(),
+            chose=lambda choice: handle(Note(choice.note)),
         )
-        summary = replace(outcome, phases=_phases(clock, outcome.phases))
-        run.finish({"chosen_step": chosen, "summary": summary.json()})
-    return TrainResult(run.path, run.final, chosen, summary)
+        run.keep_resolved(resolved)
+        env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
+        yield Connected(ray, is_own, placement, resolved, env, time.perf_counter() - started)
 
 
-def _resolved(
-    config: Config,
-    run: RunDir,
-    placement: Placement,
-    nodes: list[dict[str, float]],
-    say: Callable[[str], None],
-) -> Resolved:
-    """What every ``auto`` comes to; the run directory keeps it."""
-    ours = not (config.cluster.address or os.environ.get("RAY_ADDRESS"))
-    packing = packing_of(config.model)
-    if not packing.safe:
-        say(f"warning: {packing.warning}")
-    resolved = resolve(
-        config,
-        placement,
-        device_of(placement, None if ours else nodes),
-        packing=packing,
-        before=run.resolved(),
-        chose=lambda choice: say(choice.note),
-    )
-    run.keep_resolved(resolved)
-    return resolved
+def prepare(connected: Connected, preparation: Preparation, handle: Handle) -> Prepared:
+    """Wait for the prepared data, and let Ray's tasks help where that is worth it.
+
+    Raises:
+        FinrayError: the data, the tokenizer or the storage is not right.
+    """
+    started = time.perf_counter()
+    location = prepare_on_ray(connected.ray, preparation, env=connected.env, handle=handle)
+    for line in preparation_report(location, local_dir=local_dir_of(preparation.config)):
+        is_warning = line.startswith("warning: ")
+        handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
+    return Prepared(location, time.perf_counter() - started)
 
 
-def _phases(clock: _Clock, inside: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by phase, those of the driver around those of rank 0."""
-    working = sum(inside[name] for name in ("load", "train", "evaluate", "checkpoint"))
-    return {
-        "start_ray": clock.laps["start_ray"],
-        "prepare": clock.laps["prepare"],
-        "start_workers": max(0.0, clock.laps["workers"] - working),
-        **inside,
-        "total": clock.total,
-    }
+def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, handle: Handle) -> Fitted:
+    """Train under Ray Train, from the run's newest checkpoint if there is one.
 
-
-def _fit(
-    ray: Any,
-    config: Config,
-    resolved: Resolved,
-    run: RunDir,
-    prepared: str,
-    placement: Placement,
-    env: dict[str, str],
-    handle: Handle,
-) -> RunSummary:
-    """Train under Ray Train; returns rank 0's summary."""
+    Raises:
+        FinrayError: the training failed, and another attempt would fail alike.
+    """
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
 
+    from finray.runtime.trainer import Trainer
     from finray.runtime.worker import Outcome, WorkerSpec, train_worker
 
-    mailbox = start_mailbox(ray)
-    trainer = TorchTrainer(
+    started = time.perf_counter()
+    placement = connected.placement
+    mailbox = start_mailbox(connected.ray)
+    spec = WorkerSpec(
+        config=config.plain(),
+        resolved=connected.resolved,
+        prepared=prepared.location,
+        run_dir=str(run.path),
+        threads=placement.cpus_per_worker,
+        mailbox=mailbox,
+    )
+    trainer = Trainer(
         train_worker,
-        train_loop_config={
-            "spec": WorkerSpec(
-                config=config.plain(),
-                resolved=resolved,
-                prepared=str(prepared),
-                run_dir=str(run.path),
-                threads=placement.cpus_per_worker,
-                mailbox=mailbox,
-            )
-        },
+        alone=connected.is_own,
+        train_loop_config={"spec": spec},
         scaling_config=ScalingConfig(
             num_workers=placement.num_workers, use_gpu=placement.use_gpu, resources_per_worker=placement.resources
         ),
@@ -166,12 +191,11 @@ def _fit(
             name=run.path.name,
             storage_path=str(run.path.parent),
             failure_config=FailureConfig(max_failures=config.cluster.max_failures),
-            worker_runtime_env={"env_vars": env},
+            worker_runtime_env={"env_vars": connected.env},
             logging_config=LoggingConfig(log_level="INFO" if os.environ.get("FINRAY_VERBOSE") else "ERROR"),
         ),
-        torch_config=TorchConfig(backend="nccl" if placement.use_gpu else "gloo"),
     )
-    with Listener(ray, mailbox, handle):
+    with Listener(connected.ray, mailbox, handle):
         try:
             outcome: Outcome = trainer.fit().return_value
         except TrainingFailedError as error:
@@ -179,7 +203,43 @@ def _fit(
     if outcome.failure is not None:
         raise from_dict(outcome.failure)
     assert outcome.summary is not None
-    return outcome.summary
+    return Fitted(outcome.summary, time.perf_counter() - started)
+
+
+def finish(
+    connected: Connected,
+    prepared: Prepared,
+    fitted: Fitted,
+    config: Config,
+    run: RunDir,
+    handle: Handle,
+    *,
+    started: float,
+) -> TrainResult:
+    """Make ``final/`` from a checkpoint, and write the summary, which marks the run as finished.
+
+    Args:
+        started: ``time.perf_counter()`` at the start of the run.
+
+    Raises:
+        CheckpointError: every checkpoint is damaged.
+    """
+    chosen = run.make_final(
+        best=task_spec(config.model.task).best if config.checkpoint.keep_best else None,
+        warn=lambda message: handle(Note(message, level="warning")),
+    )
+    inside = fitted.summary.phases
+    working = sum(inside[name] for name in ("load", "train", "evaluate", "checkpoint"))
+    phases = {
+        "start_ray": connected.seconds,
+        "prepare": prepared.seconds,
+        "start_workers": max(0.0, fitted.seconds - working),
+        **inside,
+        "total": time.perf_counter() - started,
+    }
+    summary = replace(fitted.summary, phases=phases)
+    run.finish({"chosen_step": chosen, "summary": summary.json()})
+    return TrainResult(run.path, run.final, chosen, summary)
 
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:
@@ -195,20 +255,3 @@ def _explain(error: Exception, run: RunDir) -> FinrayError:
         where=str(run.path),
         repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on from the last checkpoint",
     )
-
-
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self) -> None:
-        self._started = self._last = time.perf_counter()
-        self.laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name] = now - self._last
-        self._last = now
-
-    @property
-    def total(self) -> float:
-        return time.perf_counter() - self._started

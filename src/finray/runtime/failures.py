@@ -46,7 +46,7 @@ def forget(run_dir: Path) -> None:
     (run_dir / FILE).unlink(missing_ok=True)
 
 
-def hopeless(failures: list[Failure], from_step: int) -> str | None:
+def repeated_error(failures: list[Failure], from_step: int) -> str | None:
     """The error that ended ``TRIES`` different attempts from this very step, if there is one."""
     attempts: dict[str, set[str]] = {}
     for failure in failures:
@@ -69,7 +69,7 @@ def check(run_dir: Path, from_step: int) -> None:
         # A worker that was killed may have left half a line.
         with contextlib.suppress(ValueError, TypeError):
             failures.append(Failure(**json.loads(line)))
-    error = hopeless(failures, from_step)
+    error = repeated_error(failures, from_step)
     if error is not None:
         since = f"from step {from_step}" if from_step != LOADING else "before the first step"
         raise TrainingError(

@@ -7,14 +7,18 @@ import os
 import socket
 import uuid
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.errors import CheckpointError, FinrayError, TrainingError
 from finray.records import Record, RunSummary
 from finray.runtime import failures
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,6 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     Args:
         payload: ``spec``.
     """
-    import ray.train.torch
     import torch
 
     from finray.parallel import make_strategy
@@ -67,7 +70,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
-    strategy = make_strategy(config, spec.resolved, ray.train.torch.get_device())
+    strategy = make_strategy(config, spec.resolved, _join_group())
     run_dir = Path(spec.run_dir)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
 
@@ -93,7 +96,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             loop.run()
         finally:
             loop.trackers.finish()
-        return Outcome(loop.summary())
+        outcome = Outcome(loop.summary())
+        torch.distributed.destroy_process_group()
+        return outcome
     except FinrayError as error:
         if step != failures.LOADING and not isinstance(error, TrainingError | CheckpointError):
             failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))
@@ -103,6 +108,38 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     except Exception as error:
         failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))
         raise
+
+
+def _join_group() -> torch.device:
+    """Join the process group of the workers, as Ray's torch back end does; returns the device of this one."""
+    import ray.train
+    import ray.train.torch
+    import torch
+    from ray.train.collective import broadcast_from_rank_zero
+
+    context, device = ray.train.get_context(), ray.train.torch.get_device()
+    rank = context.get_world_rank()
+    with socket.socket() as free:
+        free.bind(("", 0))
+        address = broadcast_from_rank_zero(
+            [ray.util.get_node_ip_address(), free.getsockname()[1]] if rank == 0 else None
+        )
+    os.environ |= {
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "NODE_RANK": str(context.get_node_rank()),
+        "ACCELERATE_TORCH_DEVICE": str(device),
+    }
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, timeout=timedelta(minutes=30))
+    return device
 
 
 def _report(path: Path, metrics: dict[str, float]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from finray.planning import plan as planning
 from finray.planning.placement import Placement
 from finray.planning.plan import make_plan
 from finray.planning.strategy import GIB, Needs, choose_strategy
+from finray.records import Note, Record
 from finray.runtime import driver
 from tests.support import runs, tiny
 
@@ -83,31 +86,40 @@ def test_a_plan_takes_whole_copies_where_they_fit(plain: dict[str, Any], monkeyp
     assert named.strategy is None
 
 
-def start(plain: dict[str, Any], said: list[str]) -> str:
-    """The driver's part up to the workers' start; returns the strategy they would get."""
+def start(plain: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The driver's part up to the workers' start, without a Ray; returns the strategy they would get."""
+    nodes = [{"Alive": True, "Resources": {"CPU": 2.0, "memory": 2.0**40}}]
+    ray = SimpleNamespace(nodes=lambda: nodes)
+    monkeypatch.setattr("finray.runtime.cluster.connected", lambda cluster: nullcontext(ray))
+
+    def hear(record: Record) -> None:
+        assert isinstance(record, Note)
+        said.append(record.message)
+
     config = runs.config_of(plain)
-    with open_run(config, fresh=False, say=said.append) as run:
-        nodes = [{"CPU": 4.0, "memory": 2.0**40}]
-        two = Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
-        return driver._resolved(config, run, two, nodes, said.append).strategy
+    with open_run(config, fresh=False, say=said.append) as run, driver.connect(config, run, hear) as connected:
+        assert connected.placement == Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
+        return connected.resolved.strategy
 
 
 def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     give(monkeypatch, 720)
-    assert start(plain, said) == "fsdp"
+    assert start(plain, said, monkeypatch) == "fsdp"
     assert "parallel.strategy: auto is fsdp" in said[-1]
     kept = json.loads((RunDir.of(runs.config_of(plain)).path / "resolved.json").read_text())
     assert kept["strategy"] == "fsdp"
     # On a larger machine the run goes on as it began; another run does not.
     give(monkeypatch, 4096)
-    assert start(plain, said) == "fsdp"
+    assert start(plain, said, monkeypatch) == "fsdp"
     assert "the run began with it" in said[-1]
     other = {**plain, "run": {**plain["run"], "name": "other"}}
-    assert start(other, said) == "ddp"
+    assert start(other, said, monkeypatch) == "ddp"
 
 
-def test_a_strategy_that_is_named_is_taken_without_an_estimate(plain: dict[str, Any]) -> None:
+def test_a_strategy_that_is_named_is_taken_without_an_estimate(
+    plain: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
-    assert start({**plain, "parallel": {"strategy": "fsdp"}}, said) == "fsdp"
+    assert start({**plain, "parallel": {"strategy": "fsdp"}}, said, monkeypatch) == "fsdp"
     assert not [one for one in said if "auto is" in one]

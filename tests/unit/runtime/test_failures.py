@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from finray.errors import TrainingError
-from finray.runtime.failures import Failure, check, describe, forget, hopeless, record
+from finray.runtime.failures import Failure, check, describe, forget, record, repeated_error
 
 SAME = [Failure("a", 4, "ValueError: no"), Failure("b", 4, "ValueError: no")]
 
 
-def test_twice_the_same_from_the_same_step_is_hopeless() -> None:
-    assert hopeless(SAME, 4) == "ValueError: no"
+def test_the_same_error_from_the_same_step_in_two_attempts_is_repeated() -> None:
+    assert repeated_error(SAME, 4) == "ValueError: no"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_twice_the_same_from_the_same_step_is_hopeless() -> None:
     ],
 )
 def test_anything_else_is_worth_another_try(failures: list[Failure]) -> None:
-    assert hopeless(failures, 4) is None
+    assert repeated_error(failures, 4) is None
 
 
 def test_failures_are_kept_between_attempts_until_a_person_starts_the_run_again(tmp_path: Path) -> None:
