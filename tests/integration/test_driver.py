@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from tests.support import runs, tiny
 def test_a_second_fit_on_the_same_connection_and_data_trains_alike(
     tmp_path: Path, tiny_model_dir: Path, ray_cluster: str
 ) -> None:
-    plain = runs.settings(tiny_model_dir, tiny.write_chat_rows(tmp_path, 20), tmp_path / "out", train={"max_steps": 2})
-    first, second = (runs.config_of({**plain, "run": {**plain["run"], "name": name}}) for name in ("first", "second"))
+    changes = {"train.max_steps": 2}
+    plain = runs.tiny_run(tiny_model_dir, tiny.write_chat_rows(tmp_path, 20), tmp_path / "out", changes)
+    first, second = (runs.config_of(runs.changed(plain, {"run.name": name})) for name in ("first", "second"))
     losses: dict[str, list[Any]] = {"first": [], "second": []}
 
     def fit(config: Any, connected: driver.Connected, prepared: driver.Prepared, run: Any) -> driver.TrainResult:
@@ -26,7 +30,7 @@ def test_a_second_fit_on_the_same_connection_and_data_trains_alike(
                 losses[config.run.name].append(record.loss)
 
         fitted = driver.fit(connected, prepared, config, run, note)
-        return driver.finish(connected, prepared, fitted, config, run, note, started=time.perf_counter())
+        return driver.finish(connected, prepared, fitted, config, run, note)
 
     def ignore(record: Record) -> None: ...
 
@@ -41,3 +45,33 @@ def test_a_second_fit_on_the_same_connection_and_data_trains_alike(
     assert one.final != two.final
     assert len(losses["first"]) == 2
     assert losses["first"] == losses["second"]
+
+
+SCRIPT = """
+import json, os, sys, tempfile
+from finray.config.schema import ClusterConfig
+from finray.runtime import cluster
+
+def describe(config):
+    import ray
+    return [ray.get_runtime_context().get_runtime_env_string(), "colorsys" in sys.modules]
+
+env = {"FINRAY_PRELOAD": "colorsys", "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", "TEXT": "two words, =, \\u00fc"}
+with cluster.connected(ClusterConfig()) as ray:
+    env |= {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")}
+    from ray.train import RunConfig, ScalingConfig
+    from finray.runtime.trainer import Trainer
+    run = RunConfig(name="run", storage_path=tempfile.mkdtemp(), worker_runtime_env={"env_vars": env})
+    trainer = Trainer(describe, alone=True, scaling_config=ScalingConfig(num_workers=1), run_config=run)
+    print(json.dumps([*trainer.fit().return_value, cluster.environment_text(env)]))
+"""
+
+
+def test_a_process_started_early_has_the_environment_that_ray_train_asks_for() -> None:
+    """Else Ray would start another one: nothing would fail, and the start would take as long as before."""
+    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found, preloaded, expected = json.loads(done.stdout.splitlines()[-1])
+    assert preloaded
+    assert found == expected

@@ -63,7 +63,7 @@ def train(
     settings = load_config(config, overrides or [])
     console = show.console()
     with show.RunView(console) as view:
-        result = run_training(settings, fresh=fresh, handle=view.handle)
+        result = run_training(settings, fresh=fresh, handle=view.handle, hide_torch=True)
     show.training_summary(console, result)
 
 

@@ -136,8 +136,7 @@ def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
     Raises:
         ModelError: the model's configuration cannot be loaded.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "finray" / "packing" if folder is None else folder
+    folder = folder or _packing_folder()
     known = cached_packing(model, folder)
     if known is not None:
         return known
@@ -148,8 +147,13 @@ def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
     return found
 
 
-def cached_packing(model: ModelConfig, folder: Path) -> Packing | None:
+def _packing_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finray" / "packing"
+
+
+def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | None:
     """What an earlier check of this model's configuration found; None where there was none. Imports no torch."""
+    folder = folder or _packing_folder()
     key = _packing_key(model)
     if key is None:
         return None

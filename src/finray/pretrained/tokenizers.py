@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ def without_torch() -> Iterator[None]:
     """
     hidden = "torch" not in sys.modules
     if hidden:
+        # Else it tells the user that there is none.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         sys.modules["torch"] = None  # type: ignore[assignment]
     try:
         yield

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from finray.config.schema import ClusterConfig, Config
@@ -29,12 +31,21 @@ LOCAL_RAY = {
     "RAY_worker_niceness": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    # Processes are started by `start_worker_processes`, with the environment that they are wanted with.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_preload_python_modules": "finray.runtime.preload",
 }
 
 
 def address_of(cluster: ClusterConfig) -> str | None:
     """The address of the cluster that a config or the environment names; None for a Ray of our own."""
     return cluster.address or os.environ.get("RAY_ADDRESS")
+
+
+def starts_one(cluster: ClusterConfig) -> bool:
+    """Whether :func:`connected` will start a Ray of our own."""
+    ray = sys.modules.get("ray")
+    return address_of(cluster) is None and not (ray is not None and ray.is_initialized())
 
 
 @contextmanager
@@ -69,7 +80,8 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
     else:
         options["address"] = address
     try:
-        ray.init(**options)
+        with nullcontext() if address is not None or options["log_to_driver"] else _without_observers():
+            ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
             f"Ray cannot be reached: {str(error).splitlines()[0]}",
@@ -80,6 +92,63 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _without_observers() -> Iterator[None]:
+    """Let Ray start without processes that nobody looks at: the dashboard's server, which a start waits for, the log
+    monitor, and the monitor of an autoscaler.
+
+    The names are private in Ray 2.60. One that another version does not have is not replaced, and a start takes longer.
+    """
+    from ray._private import node, utils
+
+    def start_nothing(self: Any, **_: Any) -> None:
+        self._webui_url = ""
+
+    def missing() -> ImportError:
+        # With the dashboard's packages "missing", its agent on each node loads less too.
+        return ImportError("not needed")
+
+    replacements: list[tuple[Any, str, Any]] = [(utils, "get_dashboard_dependency_error", missing)]
+    replacements += [(node.Node, f"start_{name}", start_nothing) for name in ("monitor", "log_monitor", "api_server")]
+    with ExitStack() as stack:
+        for place, name, function in replacements:
+            if hasattr(place, name):
+                stack.callback(setattr, place, name, getattr(place, name))
+                setattr(place, name, function)
+        yield
+
+
+def start_worker_processes(ray: Any, env: Mapping[str, str], count: int) -> None:
+    """Start processes that Ray will take for workers with just this environment, of a Ray on this machine alone.
+
+    They import what :mod:`finray.runtime.preload` tells them to while the driver goes on. Ray takes a process whose
+    environment is the same *text*: that which its core writes. The call is private in Ray 2.60; where it fails, Ray
+    starts the processes when they are wanted, and a start takes longer.
+    """
+    with suppress(Exception):
+        from ray._private.grpc_utils import init_grpc_channel
+        from ray.core.generated import common_pb2, node_manager_pb2, node_manager_pb2_grpc
+
+        (node,) = (node for node in ray.nodes() if node["Alive"])
+        request = node_manager_pb2.PrestartWorkersRequest(
+            language=common_pb2.Language.PYTHON,
+            job_id=bytes.fromhex(ray.get_runtime_context().get_job_id()),
+            num_workers=count,
+            keep_alive_duration_secs=3600,
+        )
+        request.runtime_env_info.serialized_runtime_env = environment_text(env)
+        channel = init_grpc_channel(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+        try:
+            node_manager_pb2_grpc.NodeManagerServiceStub(channel).PrestartWorkers(request, timeout=5)
+        finally:
+            channel.close()
+
+
+def environment_text(env: Mapping[str, str]) -> str:
+    """A runtime environment of these variables as Ray's core writes it when it merges an actor's with its parent's."""
+    return json.dumps({"env_vars": dict(env)}, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def ask(config: Config) -> list[dict[str, float]]:

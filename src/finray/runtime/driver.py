@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.config.tasks import task_spec
+from finray.config.tasks import SPECS, task_spec
 from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.report import preparation_report
 from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
-from finray.planning.resolve import packing_of, resolve
+from finray.planning.resolve import cached_packing, packing_of, resolve
 from finray.records import Note, Record, RunSummary
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
+from finray.runtime.preload import PRELOAD
 from finray.runtime.prepare import prepare_on_ray
-from finray.runtime.progress import Listener, start_mailbox
+from finray.runtime.progress import Listener
 
 Handle = Callable[[Record], None]
 
@@ -44,7 +45,9 @@ class Connected:
         is_own: it was started on this machine for the run, and ends with it.
         placement: of the workers.
         resolved: what every ``auto`` of the config comes to there.
-        env: environment variables of the workers.
+        env: environment variables of whoever works for the run.
+        worker_env: those of the training workers.
+        started: ``time.perf_counter()`` before it was connected.
         seconds: that connecting took.
     """
 
@@ -53,6 +56,8 @@ class Connected:
     placement: Placement
     resolved: Resolved
     env: dict[str, str]
+    worker_env: dict[str, str]
+    started: float
     seconds: float
 
 
@@ -89,18 +94,21 @@ class TrainResult:
     summary: RunSummary
 
 
-def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record: None) -> TrainResult:
+def train(
+    config: Config, *, fresh: bool = False, handle: Handle = lambda record: None, hide_torch: bool = False
+) -> TrainResult:
     """Run or continue a fine-tuning.
 
     Args:
         config: the run's configuration.
         fresh: move an earlier run of this name aside first.
         handle: shown records (notes, header, metrics, warnings) as they come.
+        hide_torch: load the tokenizer without torch where nothing in this process will need it; see
+            :func:`finray.data.dataset.prepare.start_preparation`.
 
     Raises:
         FinrayError: with what happened, where, and the repair.
     """
-    started = time.perf_counter()
     config = with_absolute_paths(config)
     require_startable(config)
     with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run:
@@ -109,10 +117,18 @@ def train(config: Config, *, fresh: bool = False, handle: Handle = lambda record
             done = json.loads(run.summary_file.read_text(encoding="utf-8"))
             return TrainResult(run.path, run.final, done["chosen_step"], RunSummary.from_json(done["summary"]))
         failures.forget(run.path)
-        with start_preparation(config) as preparation, connect(config, run, handle) as connected:
+        # A converter may want a model, the check of packing and the choice of a strategy build one, and torch tells of
+        # GPUs.
+        hide_torch &= not Path("/proc/driver/nvidia").exists()
+        hide_torch &= config.data.converter is None and cached_packing(config.model) is not None
+        hide_torch &= config.parallel.strategy != "auto" or config.cluster.num_workers == 1
+        with (
+            start_preparation(config, hide_torch=hide_torch) as preparation,
+            connect(config, run, handle) as connected,
+        ):
             prepared = prepare(connected, preparation, handle)
             fitted = fit(connected, prepared, config, run, handle)
-        return finish(connected, prepared, fitted, config, run, handle, started=started)
+        return finish(connected, prepared, fitted, config, run, handle)
 
 
 @contextmanager
@@ -123,24 +139,47 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
         FinrayError: the cluster cannot be reached, or what is asked for cannot be had there.
     """
     started = time.perf_counter()
+    is_own = clusters.starts_one(config.cluster)
     with clusters.connected(config.cluster) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         placement = place(config.cluster, nodes)
-        is_own = clusters.address_of(config.cluster) is None
+        env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
+        worker_env = env
+        if is_own and not placement.use_gpu:
+            # A library that looks for GPUs while it is imported would see them all, and go on to.
+            worker_env = {**_early(config), **env}
+            clusters.start_worker_processes(ray, worker_env, placement.num_workers)
         packing = packing_of(config.model)
         if not packing.safe:
             handle(Note(packing.warning, level="warning"))
         resolved = resolve(
             config,
             placement,
-            device_of(placement, None if is_own else nodes),
+            device_of(placement, nodes if clusters.address_of(config.cluster) else None),
             packing=packing,
             before=run.resolved(),
             chose=lambda choice: handle(Note(choice.note)),
         )
         run.keep_resolved(resolved)
-        env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
-        yield Connected(ray, is_own, placement, resolved, env, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        yield Connected(ray, is_own, placement, resolved, env, worker_env, started, seconds)
+
+
+def _early(config: Config) -> dict[str, str]:
+    """Variables with which a worker's process is started early; :mod:`finray.runtime.preload` reads the last one.
+
+    The others are those that Ray Train gives to every worker: the text of the environment must be the same.
+    """
+    modules = ["ray.train.torch", "finray.training.assemble"]
+    if config.model.task in SPECS:
+        modules.append(f"finray.tasks.{config.model.task}")
+    if config.adapter.method != "none":
+        modules.append("peft")
+    with suppress(OSError, ValueError, KeyError):
+        kind = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))["model_type"]
+        modules.append(f"transformers.models.{kind}.modeling_{kind}")
+    given = {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")}
+    return {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **given, PRELOAD: ",".join(modules)}
 
 
 def prepare(connected: Connected, preparation: Preparation, handle: Handle) -> Prepared:
@@ -171,14 +210,15 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
 
     started = time.perf_counter()
     placement = connected.placement
-    mailbox = start_mailbox(connected.ray)
+    host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
+    listener = Listener(host, handle)
     spec = WorkerSpec(
         config=config.plain(),
         resolved=connected.resolved,
         prepared=prepared.location,
         run_dir=str(run.path),
         threads=placement.cpus_per_worker,
-        mailbox=mailbox,
+        listener=listener.address,
     )
     trainer = Trainer(
         train_worker,
@@ -191,11 +231,11 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
             name=run.path.name,
             storage_path=str(run.path.parent),
             failure_config=FailureConfig(max_failures=config.cluster.max_failures),
-            worker_runtime_env={"env_vars": connected.env},
+            worker_runtime_env={"env_vars": connected.worker_env},
             logging_config=LoggingConfig(log_level="INFO" if os.environ.get("FINRAY_VERBOSE") else "ERROR"),
         ),
     )
-    with Listener(connected.ray, mailbox, handle):
+    with listener:
         try:
             outcome: Outcome = trainer.fit().return_value
         except TrainingFailedError as error:
@@ -207,19 +247,9 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
 
 
 def finish(
-    connected: Connected,
-    prepared: Prepared,
-    fitted: Fitted,
-    config: Config,
-    run: RunDir,
-    handle: Handle,
-    *,
-    started: float,
+    connected: Connected, prepared: Prepared, fitted: Fitted, config: Config, run: RunDir, handle: Handle
 ) -> TrainResult:
     """Make ``final/`` from a checkpoint, and write the summary, which marks the run as finished.
-
-    Args:
-        started: ``time.perf_counter()`` at the start of the run.
 
     Raises:
         CheckpointError: every checkpoint is damaged.
@@ -235,7 +265,7 @@ def finish(
         "prepare": prepared.seconds,
         "start_workers": max(0.0, fitted.seconds - working),
         **inside,
-        "total": time.perf_counter() - started,
+        "total": time.perf_counter() - connected.started,
     }
     summary = replace(fitted.summary, phases=phases)
     run.finish({"chosen_step": chosen, "summary": summary.json()})

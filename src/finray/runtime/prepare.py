@@ -55,10 +55,8 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
     config = with_absolute_paths(config)
     # A converter of the user's may want a model.
     with start_preparation(config, hide_torch=hide_torch and config.data.converter is None) as preparation:
-        # On this machine alone, Ray's workers would only share the CPUs that this process has already.
-        alone = clusters.address_of(config.cluster) is None and (os.cpu_count() or 1) <= _OWN_CPUS
         while not preparation.wait(_POLL_S, handle=handle):
-            if _is_worth_help(preparation) and (config.prepare.num_workers is not None or not alone):
+            if _is_worth_help(preparation):
                 with clusters.connected(config.cluster) as ray:
                     env = worker_environment(config.cluster, threads=1)
                     return prepare_on_ray(ray, preparation, env=env, handle=handle)
@@ -108,6 +106,9 @@ def _is_worth_help(preparation: Preparation) -> bool:
     wanted = preparation.config.prepare.num_workers
     if wanted is not None:
         return wanted > 1 and preparation.scratch is not None
+    if clusters.address_of(preparation.config.cluster) is None and (os.cpu_count() or 1) <= _OWN_CPUS:
+        # On this machine alone, Ray's workers would only share the CPUs that this process has already.
+        return False
     return (preparation.seconds_left or 0.0) > _WORTH_HELP_S
 
 

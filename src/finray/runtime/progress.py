@@ -1,78 +1,126 @@
 """Carries records from the workers to the driver's console, without a shared disk and without slowing a step.
 
-``ray.train.report`` could carry them, but it is a barrier of all workers and takes up to a poll interval; a file would
-need a shared disk. A worker does not wait for the mailbox. If it is lost, the console goes quiet, and training and
-``metrics.jsonl`` continue.
+A socket of the driver's, because an actor that holds records until they are fetched is one more process to start, and
+``ray.train.report`` is a barrier of all workers. No worker waits for the driver: if it cannot be reached, the console
+goes quiet, and training and ``metrics.jsonl`` continue.
 """
 
 from __future__ import annotations
 
+import json
+import queue
+import secrets
+import selectors
+import socket
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import asdict, dataclass
 
-from finray.records import Record
+from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
 
-POLL_S = 0.5
-
-
-class Mailbox:
-    """A small actor that holds records until the driver takes them."""
-
-    def __init__(self) -> None:
-        self._records: list[Record] = []
-
-    def put(self, record: Record) -> None:
-        """Add a record."""
-        self._records.append(record)
-
-    def take(self) -> list[Record]:
-        """All records since the last call."""
-        records, self._records = self._records, []
-        return records
+_KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRecord)}
+_PATIENCE_S = 5.0
 
 
-def start_mailbox(ray: Any) -> Any:
-    """The actor; it asks for no CPU, so it never competes with a worker."""
-    return ray.remote(num_cpus=0)(Mailbox).remote()
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the driver listens, and what a worker says first."""
+
+    host: str
+    port: int
+    token: str
 
 
 class Listener:
-    """Hands records to a function, in a thread, until closed.
+    """Hands the workers' records to a function, in threads, until closed.
 
     Args:
-        ray: the connected Ray.
-        mailbox: the actor.
-        handle: called with each record.
+        host: address of this machine that the workers reach.
+        handle: called with each record, by one thread at a time.
     """
 
-    def __init__(self, ray: Any, mailbox: Any, handle: Callable[[Record], None]) -> None:
-        self._ray = ray
-        self._mailbox = mailbox
+    def __init__(self, host: str, handle: Callable[[Record], None]) -> None:
+        self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._server.settimeout(_PATIENCE_S)
+        self.address = Address(host, self._server.getsockname()[1], secrets.token_hex(16))
         self._handle = handle
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="finray-listener", daemon=True)
+        self._one_at_a_time = threading.Lock()
+        self._readers: list[threading.Thread] = []
+        self._acceptor = threading.Thread(target=self._accept, name="finray-listener", daemon=True)
+        # The acceptor ends when the first is closed; it has taken every connection that was made before.
+        self._open, self._closed = socket.socketpair()
 
     def __enter__(self) -> Listener:
-        self._thread.start()
+        self._acceptor.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join(timeout=10)
-        self._drain()
+        self._open.close()
+        self._acceptor.join()
+        deadline = time.monotonic() + _PATIENCE_S
+        for reader in self._readers:
+            # The workers have ended, and with them their connections; a machine that was lost says nothing.
+            reader.join(max(0.0, deadline - time.monotonic()))
 
-    def _listen(self) -> None:
-        while not self._stopped.wait(POLL_S):
-            if not self._drain():
-                return
+    def _accept(self) -> None:
+        with self._server, self._closed, selectors.DefaultSelector() as selector:
+            for one in (self._server, self._closed):
+                selector.register(one, selectors.EVENT_READ)
+            while self._server in [key.fileobj for key, _ in selector.select()]:
+                try:
+                    connection, _ = self._server.accept()
+                except OSError:
+                    # It was gone before it was accepted.
+                    continue
+                reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
+                reader.start()
+                self._readers.append(reader)
 
-    def _drain(self) -> bool:
+    def _read(self, connection: socket.socket) -> None:
         try:
-            records = self._ray.get(self._mailbox.take.remote(), timeout=5)
-        except self._ray.exceptions.RayError:
-            # The console is a convenience; metrics.jsonl has every number.
-            return False
-        for record in records:
-            self._handle(record)
-        return True
+            with connection, connection.makefile(encoding="utf-8") as lines:
+                connection.settimeout(_PATIENCE_S)
+                if not secrets.compare_digest(lines.readline(100).strip().encode(), self.address.token.encode()):
+                    return
+                connection.settimeout(None)
+                for line in lines:
+                    plain = json.loads(line)
+                    with self._one_at_a_time:
+                        self._handle(_KINDS[plain.pop("record")](**plain))
+        except (OSError, ValueError):
+            # Half a line of a worker that was killed, or somebody else's.
+            return
+
+
+class Sender:
+    """Sends records to the driver, in a thread that the first one starts."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, record: Record) -> None:
+        """Send a record; returns at once."""
+        self._records.put(record)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._send, name="finray-sender", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait, though not for long, until all has been sent."""
+        self._records.put(None)
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_S)
+
+    def _send(self) -> None:
+        try:
+            with socket.create_connection((self._address.host, self._address.port), _PATIENCE_S) as connection:
+                connection.settimeout(None)
+                connection.sendall(f"{self._address.token}\n".encode())
+                while (record := self._records.get()) is not None:
+                    line = json.dumps({"record": type(record).__name__, **asdict(record)})
+                    connection.sendall(f"{line}\n".encode())
+        except OSError:
+            return

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.errors import CheckpointError, FinrayError, TrainingError
-from finray.records import Record, RunSummary
+from finray.records import RunSummary
 from finray.runtime import failures
+from finray.runtime.progress import Address, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class WorkerSpec:
         prepared: directory or URL of the prepared dataset.
         run_dir: the run directory.
         threads: of this worker.
-        mailbox: takes records to the driver.
+        listener: where the driver takes records.
     """
 
     config: dict[str, Any]
@@ -39,7 +40,7 @@ class WorkerSpec:
     prepared: str
     run_dir: str
     threads: int
-    mailbox: Any
+    listener: Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     run_dir = Path(spec.run_dir)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
 
-    def notify(record: Record) -> None:
-        spec.mailbox.put.remote(record)
-
+    sender = Sender(spec.listener)
     step = failures.LOADING
     try:
         on_all_ranks(strategy, lambda: failures.check(run_dir, failures.LOADING))
@@ -86,7 +85,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             prepared=spec.prepared,
             run_dir=run_dir,
             strategy=strategy,
-            notify=notify,
+            notify=sender.put,
             reported=_report,
         ).loop
         step = loop.state.step
@@ -108,6 +107,8 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     except Exception as error:
         failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))
         raise
+    finally:
+        sender.close()
 
 
 def _join_group() -> torch.device:
@@ -117,7 +118,8 @@ def _join_group() -> torch.device:
     import torch
     from ray.train.collective import broadcast_from_rank_zero
 
-    context, device = ray.train.get_context(), ray.train.torch.get_device()
+    context = ray.train.get_context()
+    device: torch.device = ray.train.torch.get_device()
     rank = context.get_world_rank()
     with socket.socket() as free:
         free.bind(("", 0))

@@ -1,0 +1,64 @@
+"""Records come from the workers to the driver as they were, and neither waits for the other."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import fields, replace
+
+from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
+from finray.runtime.progress import Listener, Sender
+
+
+def filled(kind: type) -> Record:
+    return kind(**{field.name: number for number, field in enumerate(fields(kind))})  # type: ignore[no-any-return]
+
+
+RECORDS = [
+    Note("a line\nand another"),
+    Note("look", 3, "warning"),
+    filled(RunHeader),
+    filled(TrainRecord),
+    replace(filled(TrainRecord), loss=float("inf"), samples=None),
+    EvalRecord(3, {"eval_loss": 0.1}, 2, 0.5),
+]
+
+
+def test_records_of_every_kind_arrive_unchanged_and_in_order() -> None:
+    heard: list[Record] = []
+    with Listener("127.0.0.1", heard.append) as listener:
+        for part in (RECORDS[:3], RECORDS[3:]):
+            # The second stands for a worker that was started again.
+            sender = Sender(listener.address)
+            for record in part:
+                sender.put(record)
+            sender.close()
+            while len(heard) < len(part):
+                time.sleep(0.01)
+    assert heard == RECORDS
+
+
+def test_a_connection_without_the_token_is_not_heard() -> None:
+    heard: list[Record] = []
+    with Listener("127.0.0.1", heard.append) as listener:
+        sender = Sender(replace(listener.address, token="another"))
+        sender.put(Note("false"))
+        sender.close()
+        with socket.create_connection((listener.address.host, listener.address.port)) as silent:
+            silent.sendall(json.dumps({"record": "Note", "message": "false"}).encode())
+        sender = Sender(listener.address)
+        sender.put(Note("true"))
+        sender.close()
+    assert heard == [Note("true")]
+
+
+def test_a_sender_goes_on_when_nobody_listens() -> None:
+    with Listener("127.0.0.1", lambda record: None) as listener:
+        pass
+    sender = Sender(listener.address)
+    started = time.monotonic()
+    for _ in range(1000):
+        sender.put(Note("lost"))
+    sender.close()
+    assert time.monotonic() - started < 5
