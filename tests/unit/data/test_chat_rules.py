@@ -137,12 +137,6 @@ def test_an_unknown_role_names_the_one_that_was_meant(role: str, meant: str) -> 
     assert role in str(caught.value)
 
 
-def test_two_answers_in_a_row_are_refused() -> None:
-    rows = [{"role": role, "content": "a"} for role in ("user", "assistant", "assistant")]
-    with pytest.raises(DataError, match=r"messages\[2\]: two assistant turns in a row"):
-        messages_of(rows, "messages")
-
-
 # Tools in templates that know nothing of them
 
 

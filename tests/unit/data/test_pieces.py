@@ -49,7 +49,7 @@ def expected(content: bytes) -> list[tuple[int, Any]]:
 
 
 def values(items: Any, first: int) -> list[tuple[int, Any]]:
-    return [(first + item.number, None if isinstance(item.value, DataError) else item.value) for item in items]
+    return [(first + number, None if isinstance(value, DataError) else value) for number, value in items]
 
 
 @settings(max_examples=300, deadline=None)
@@ -167,7 +167,7 @@ def test_a_source_of_many_bytes_has_no_more_parts_than_can_be_kept(put: Write, m
     source = resolve(str(put("a.jsonl", lines([{"text": f"{at}"} for at in range(300)]))), split="train")
     parts = plan_parts(source, Reading())
     assert 4 <= len(parts) <= 8
-    found = [item.value["text"] for part in parts for piece in part for item in read_piece(piece, source, Reading())]  # type: ignore[index]
+    found = [row["text"] for part in parts for piece in part for _, row in read_piece(piece, source, Reading())]  # type: ignore[index]
     assert found == [f"{at}" for at in range(300)]
 
 

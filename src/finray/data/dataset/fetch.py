@@ -25,7 +25,6 @@ class DatasetFiles:
     Args:
         folder: where they lie.
         fingerprint: names the local directory.
-        files: name, and size and SHA-256, of every file.
         local_dir: holds the local directories; None for the user's cache.
     """
 

@@ -125,11 +125,11 @@ class PartWriter:
             def saw(number: int, index: int = index) -> None:
                 passed[index] = number
 
-            for item in read_piece(piece, part.stream.source, self._settings.reading, saw=saw):
-                if isinstance(item.value, DataError):
-                    self._refuse(part, index, item.number, item.value, bad)
+            for number, value in read_piece(piece, part.stream.source, self._settings.reading, saw=saw):
+                if isinstance(value, DataError):
+                    self._refuse(part, index, number, value, bad)
                 else:
-                    yield _SourceRow(index, item.number, position, item.value)
+                    yield _SourceRow(index, number, position, value)
                 position += 1
 
     def _refuse(self, part: Part, piece: int, number: int, row: DataError, bad: list[BadRowNote]) -> None:

@@ -236,12 +236,12 @@ def first_columns(stream: Stream, parts: list[tuple[ByteRange, ...]], settings: 
     rows = 0
     bad: DataError | None = None
     for piece in (piece for part in parts for piece in part):
-        for item in read_piece(piece, stream.source, settings.reading):
-            if not isinstance(item.value, DataError):
-                columns |= dict.fromkeys(item.value)
+        for number, value in read_piece(piece, stream.source, settings.reading):
+            if not isinstance(value, DataError):
+                columns |= dict.fromkeys(value)
                 rows += 1
             else:
-                bad = bad or bad_row(item.value, piece, item.number, settings.reading)
+                bad = bad or bad_row(value, piece, number, settings.reading)
                 if settings.data.on_bad_row == "error":
                     raise bad
             if rows == _ROWS_THAT_DECIDE:

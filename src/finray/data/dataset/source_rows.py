@@ -37,16 +37,16 @@ class SourceRows:
         found = []
         for piece in part.pieces:
             file, first = part.stream.source.short(piece.file), row_number(piece, 0, self._reading)
-            found += [f"{file}:{first + item.number}" for item in read_piece(piece, part.stream.source, self._reading)]
+            found += [f"{file}:{first + number}" for number, _ in read_piece(piece, part.stream.source, self._reading)]
         return found
 
     def examples(self, part: Part) -> Iterator[list[Example]]:
         """What each row of a part was converted to, in order; nothing for a bad row."""
         convert = converter_of(part.row_format, has_chat_template=self._has_chat_template)
         for piece in part.pieces:
-            for item in read_piece(piece, part.stream.source, self._reading):
+            for _, value in read_piece(piece, part.stream.source, self._reading):
                 found: list[Example] = []
-                if not isinstance(item.value, DataError):
+                if not isinstance(value, DataError):
                     with suppress(DataError):
-                        found = convert(item.value)
+                        found = convert(value)
                 yield found

@@ -94,9 +94,7 @@ class FormatChoice:
 def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[[Columns], list[Example]]:
     """The function that turns a row into examples (one; a converter of the user's may give several, or none).
 
-    Args:
-        row_format: how rows are read.
-        has_chat_template: without one, Alpaca rows become plain prompts instead of conversations.
+    Without a chat template, Alpaca rows become plain prompts instead of conversations.
     """
     if row_format.kind == "converter":
         assert row_format.converter is not None

@@ -20,8 +20,7 @@ class Message:
     """One turn of a conversation.
 
     Attributes:
-        role: who speaks.
-        content: what is said; empty where there are only tool calls.
+        content: empty where there are only tool calls.
         train: False where the author of the data forbids learning it.
         extra: what else a chat template may read: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``.
     """
@@ -82,11 +81,7 @@ class RowFormat:
     """How rows of a source are read.
 
     Attributes:
-        kind: the format.
         columns: field to the column that holds it.
-        input_template: for ``template``.
-        output_template: for ``template``.
-        converter: `package.module:function`, for ``converter``.
         present: columns that the first rows have.
     """
 
@@ -133,12 +128,7 @@ _OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
 
 
 def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "auto") -> RowFormat:
-    """The format that rows' columns speak for.
-
-    Args:
-        columns: of the first rows.
-        mapping: field to column, as the user gave it.
-        wanted: a format, or ``auto``.
+    """The format that the columns of the first rows speak for, or the one that is wanted.
 
     Raises:
         DataError: no format fits, or the mapping comes to nothing; the message lists the columns.

@@ -6,7 +6,7 @@ Where pieces begin follows from the sizes of the files alone, so the same source
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from finray.data.sources import hub
@@ -30,15 +30,6 @@ from finray.errors import DataError
 PIECE_BYTES = 4 * 2**20
 ROWS_PER_PIECE = 8192
 MOST_PARTS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """What a piece yields: a row, or why it is a bad one; its position among the rows, and its number in the piece."""
-
-    position: int
-    number: int
-    value: Value
 
 
 def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
@@ -140,13 +131,10 @@ def count_rows(source: Source, reading: Reading) -> int:
 
 def read_piece(
     piece: ByteRange, source: Source, reading: Reading, *, saw: Callable[[int], None] = lambda number: None
-) -> Iterator[Read]:
-    """The rows of a piece, good and bad.
+) -> Iterator[tuple[int, Value]]:
+    """The rows of a piece, good and bad, each after its number in the piece.
 
     Args:
-        piece: what to read.
-        source: it belongs to.
-        reading: how.
         saw: told the number of every row that was passed, blank ones included.
 
     Raises:
@@ -176,7 +164,7 @@ def read_piece(
         if high is not None and position >= high:
             break
         if position >= low:
-            yield Read(position, number, value)
+            yield number, value
         position += 1
 
 
@@ -190,10 +178,10 @@ def read(source: Source, reading: Reading | None = None) -> Iterator[Row]:
     for part in plan_parts(source, reading):
         for piece in part:
             first = row_number(piece, 0, reading)
-            for item in read_piece(piece, source, reading):
-                if isinstance(item.value, DataError):
-                    raise bad_row(item.value, piece, item.number, reading)
-                yield Row(piece.file, first + item.number, item.value)
+            for number, value in read_piece(piece, source, reading):
+                if isinstance(value, DataError):
+                    raise bad_row(value, piece, number, reading)
+                yield Row(piece.file, first + number, value)
 
 
 def read_file(path: Path) -> Iterator[Row]:

@@ -35,13 +35,7 @@ _SLICE = re.compile(rf"^(?P<name>[^\[\]+]+?)(?:\[(?P<start>{_END}):(?P<stop>{_EN
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One source row.
-
-    Attributes:
-        file: where it was read, a path, a URL or a data set name.
-        number: row number within the file, from 1.
-        value: column name to value.
-    """
+    """One source row: a path, URL or data set name, its number within that, from 1, and its columns."""
 
     file: str
     number: int
