@@ -204,7 +204,7 @@ class Helpers:
 
     def __init__(self) -> None:
         self.taken = self.at_a_time = self.most = 0
-        self.all_taken = threading.Event()
+        self.one_taken, self.all_taken = threading.Event(), threading.Event()
 
 
 @pytest.fixture
@@ -217,6 +217,7 @@ def helpers(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> Helpers:
         if part is None:
             seen.all_taken.set()
         else:
+            seen.one_taken.set()
             seen.taken += 1
             seen.at_a_time += 1
             seen.most = max(seen.most, seen.at_a_time)
@@ -231,11 +232,11 @@ def helpers(ray_cluster: str, monkeypatch: pytest.MonkeyPatch) -> Helpers:
     return seen
 
 
-def leave_all_to(helpers: Helpers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process begins when nothing is left."""
+def begin_after(event: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process begins to write when helpers have taken so much."""
 
     def late(model: Any) -> Any:
-        assert helpers.all_taken.wait(120)
+        assert event.wait(120)
         return load_tokenizer(model)
 
     monkeypatch.setattr("finray.data.dataset.prepare.load_tokenizer", late)
@@ -270,8 +271,8 @@ def test_every_format_gives_the_same_bytes_from_any_cluster(
     expected = digests(prepare_here(into(mixed, tmp_path / "here")))
     assert len(expected) > 40
     assert {"manifest.json", "bad-rows.jsonl", "train-0/tokens-00001.arrow", "eval/index-00000.arrow"} <= set(expected)
-    if alone:
-        leave_all_to(helpers, monkeypatch)
+    # It would be done before a helper comes.
+    begin_after(helpers.all_taken if alone else helpers.one_taken, monkeypatch)
     assert digests(prepare(into(mixed, tmp_path / "ray", workers))) == expected
     parts = sum("tokens" in name for name in expected)
     assert helpers.taken == parts if alone else 0 < helpers.taken <= parts
@@ -296,7 +297,7 @@ def test_labels_and_converters(
     assert (manifest["kind"], manifest["labels"], manifest["left_out"] > 0) == (
         ("labelled", ["0", "1", "2"], False) if name == "labelled" else ("completion", [], True)
     )
-    leave_all_to(helpers, monkeypatch)
+    begin_after(helpers.all_taken, monkeypatch)
     assert digests(prepare(into(plain, tmp_path / "ray", workers))) == expected
     assert helpers.taken == sum("tokens" in name for name in expected)
 
@@ -336,7 +337,7 @@ def test_a_bad_row_is_named_whoever_meets_it(
     messages = []
     for run in (prepare_here, prepare):
         if run is prepare:
-            leave_all_to(helpers, monkeypatch)
+            begin_after(helpers.all_taken, monkeypatch)
         with pytest.raises(Exception, match=r"rows\.jsonl:100.*holds int, not text") as refused:
             run(into(plain, tmp_path / run.__name__, 2))
         messages.append(str(refused.value))

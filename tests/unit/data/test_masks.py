@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,12 +60,20 @@ def learned_text(tokenizer: Any, chat: Any, **options: Any) -> str:
     return "".join(parts)
 
 
+@pytest.fixture
+def with_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """The tokenizer with another template."""
+
+    def use(template: str) -> Any:
+        monkeypatch.setattr(tokenizer, "chat_template", template)
+        return tokenizer
+
+    return use
+
+
 @pytest.fixture(params=sorted(TEMPLATES))
-def templated(request: pytest.FixtureRequest, tokenizer: Any) -> Any:
-    before = tokenizer.chat_template
-    tokenizer.chat_template = TEMPLATES[request.param]
-    yield tokenizer
-    tokenizer.chat_template = before
+def templated(request: pytest.FixtureRequest, with_template: Callable[[str], Any]) -> Any:
+    return with_template(TEMPLATES[request.param])
 
 
 def conversation(*turns: tuple[str, str]) -> Chat:
@@ -168,18 +176,6 @@ def test_a_cut_off_answer_says_so(tokenizer: Any) -> None:
         make(tokenizer, max_length=16, on_too_long="error").encode([chat])
 
 
-@pytest.fixture
-def with_template(tokenizer: Any) -> Iterator[Callable[[str], Any]]:
-    before = tokenizer.chat_template
-
-    def use(template: str) -> Any:
-        tokenizer.chat_template = template
-        return tokenizer
-
-    yield use
-    tokenizer.chat_template = before
-
-
 def test_a_template_that_rewrites_answers_is_noted(with_template: Callable[[str], Any]) -> None:
     upper = (
         "{% for m in messages %}<|im_start|>{{ m['content'] | upper if m['role'] == 'assistant' else m['content'] }}"
@@ -205,22 +201,14 @@ def test_a_prompt_that_differs_in_serving_is_refused(with_template: Callable[[st
         make(with_template(thinking)).encode([chat])
 
 
-def test_a_template_that_refuses_is_quoted(tokenizer: Any) -> None:
-    before = tokenizer.chat_template
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    try:
-        with pytest.raises(DataError, match="roles must alternate"):
-            make(tokenizer).encode([conversation(("user", "a"), ("assistant", "b"))])
-    finally:
-        tokenizer.chat_template = before
+def test_a_template_that_refuses_is_quoted(with_template: Callable[[str], Any]) -> None:
+    refusing = with_template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="roles must alternate"):
+        make(refusing).encode([conversation(("user", "a"), ("assistant", "b"))])
 
 
-def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence(tokenizer: Any) -> None:
-    before = tokenizer.chat_template
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    try:
-        (row,) = rows_of(make(tokenizer), conversation(("user", "a"), ("assistant", "the dog")))
-    finally:
-        tokenizer.chat_template = before
+def test_a_template_without_an_end_of_turn_gets_the_end_of_sequence(with_template: Callable[[str], Any]) -> None:
+    tokenizer = with_template("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
+    (row,) = rows_of(make(tokenizer), conversation(("user", "a"), ("assistant", "the dog")))
     assert row.ids[-1] == tokenizer.eos_token_id
     assert mask_of(row)[-1] == 1

@@ -18,23 +18,35 @@ from finray.data.sampling.collate import collate
 from finray.errors import DataError
 from tests.support import tiny
 
+Run = Callable[..., Path]
 
-def run(tokenizer: Any, cache: Path, *, prepare: dict[str, Any] | None = None, **fields: Any) -> Path:
-    """Prepare with the tokenizer as it is now; the directory."""
-    model = cache.parent / "model"
-    tokenizer.save_pretrained(str(model))
-    (model / "config.json").write_text("{}", encoding="utf-8")
-    plain = {"model": {"name": str(model)}, "data": {"max_length": 64, **fields}, "prepare": prepare or {}}
-    return Path(prepare_here(build_config(plain, source="test"), root=cache))
+
+@pytest.fixture
+def run(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> Run:
+    """Prepare rows, or a file of them, with the tokenizer as it is now; the directory."""
+
+    def prepare(rows: list[Any] | Path, *, cache: str = "c", **fields: Any) -> Path:
+        model = tmp_path / "model"
+        tokenizer.save_pretrained(str(model))
+        (model / "config.json").write_text("{}", encoding="utf-8")
+        source = str(write_rows(rows) if isinstance(rows, list) else rows)
+        data = {"max_length": 64, "source": source, **fields}
+        return Path(
+            prepare_here(
+                build_config({"model": {"name": str(model)}, "data": data}, source="test"), root=tmp_path / cache
+            )
+        )
+
+    return prepare
 
 
 def split_of(folder: Path, *, seed: int = 0, **data: Any) -> Splits:
     return PreparedDataset(folder).splits(DataConfig(source="x", **data), seed=seed)
 
 
-def test_rows_come_back_as_they_were(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+def test_rows_come_back_as_they_were(tokenizer: Any, run: Run) -> None:
     rows = tiny.chat_rows(2500)
-    split = split_of(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).train
+    split = split_of(run(rows)).train
     assert len(split) == 2500
     assert split.source_rows.tolist() == list(range(2500))
     for number in (0, 1, 1023, 1024, 2499):
@@ -47,42 +59,45 @@ def test_rows_come_back_as_they_were(tokenizer: Any, tmp_path: Path, write_rows:
         assert split.supervised[number] == mask[1:].sum()
 
 
-def test_equal_inputs_give_equal_bytes_and_are_prepared_once(
-    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
-) -> None:
-    source = str(write_rows(tiny.chat_rows(40)))
-    first, second = run(tokenizer, tmp_path / "a", source=source), run(tokenizer, tmp_path / "b", source=source)
+def test_equal_inputs_give_equal_bytes_and_are_prepared_once(run: Run) -> None:
+    first, second = (run(tiny.chat_rows(40), cache=cache) for cache in ("c", "d"))
     assert first.name == second.name
     for path in first.rglob("*.*"):
         assert path.read_bytes() == (second / path.relative_to(first)).read_bytes()
     marker = first / "train" / "tokens-00000.arrow"
     before = marker.stat().st_mtime_ns
-    assert run(tokenizer, tmp_path / "a", source=source) == first
+    assert run(tiny.chat_rows(40)) == first
     assert marker.stat().st_mtime_ns == before
 
 
+def test_a_note_of_another_version_is_not_read_and_its_part_is_written_again(tmp_path: Path, run: Run) -> None:
+    first = run(tiny.chat_rows(10))
+    left = tmp_path / "d" / f".partial-{first.name}" / "train"
+    left.mkdir(parents=True)
+    (left / "part-00000.json").write_text('{"stream": "train", "number": 0, "cut": []}', encoding="utf-8")
+    second = run(tiny.chat_rows(10), cache="d")
+    assert {path.name: path.read_bytes() for path in first.rglob("*.*")} == {
+        path.name: path.read_bytes() for path in second.rglob("*.*")
+    }
+
+
 def test_whatever_shapes_the_tokens_changes_the_name(
-    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
+    tokenizer: Any, write_rows: Callable[..., Path], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_rows(tiny.chat_rows(10))
-    names = {run(tokenizer, tmp_path / "c", source=str(source)).name}
+    names = {run(source).name}
     for fields in ({"max_length": 32}, {"train_on": "all"}, {"train_on": "last_assistant"}, {"on_too_long": "drop"}):
-        names.add(run(tokenizer, tmp_path / "c", source=str(source), **fields).name)
-    template = tokenizer.chat_template
-    tokenizer.chat_template = template.replace("<|im_end|>", " <|im_end|>")
-    try:
-        names.add(run(tokenizer, tmp_path / "c", source=str(source)).name)
-    finally:
-        tokenizer.chat_template = template
+        names.add(run(source, **fields).name)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "chat_template", tokenizer.chat_template.replace("<|im_end|>", " <|im_end|>"))
+        names.add(run(source).name)
     source.write_text(source.read_text(encoding="utf-8").replace("dog", "cat"), encoding="utf-8")
-    names.add(run(tokenizer, tmp_path / "c", source=str(source)).name)
+    names.add(run(source).name)
     assert len(names) == 7
 
 
-def test_a_ratio_split_does_not_depend_on_anything_but_the_seed(
-    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
-) -> None:
-    folder = run(tokenizer, tmp_path / "c", source=str(write_rows(tiny.chat_rows(40))))
+def test_a_ratio_split_does_not_depend_on_anything_but_the_seed(tokenizer: Any, run: Run) -> None:
+    folder = run(tiny.chat_rows(40))
     splits, same, different = (split_of(folder, eval_ratio=0.25, seed=seed) for seed in (1, 1, 2))
     train, held, again, held_again = splits.train, splits.eval, same.train, same.eval
     other, held_other = different.train, different.eval
@@ -98,18 +113,16 @@ def test_a_ratio_split_does_not_depend_on_anything_but_the_seed(
     assert len(again) + len(other) == 60
 
 
-def test_nothing_to_learn_is_an_error(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+def test_nothing_to_learn_is_an_error(tmp_path: Path, run: Run) -> None:
     rows = [{"messages": [{"role": "user", "content": "one"}]}] * 3
     with pytest.raises(DataError, match="none of the 3 rows has a token to learn"):
-        run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))
+        run(rows)
     assert not [path for path in (tmp_path / "c").iterdir() if not path.name.startswith((".locks", ".digests"))]
 
 
-def test_rows_with_nothing_to_learn_are_counted_and_left_out(
-    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
-) -> None:
+def test_rows_with_nothing_to_learn_are_counted_and_left_out(run: Run) -> None:
     rows = [*tiny.chat_rows(3), {"messages": [{"role": "user", "content": "one"}]}]
-    stats = PreparedDataset(run(tokenizer, tmp_path / "c", source=str(write_rows(rows)))).manifest.splits["train"]
+    stats = PreparedDataset(run(rows)).manifest.splits["train"]
     assert (stats.source_rows, stats.rows, stats.unlearnable) == (4, 3, 1)
 
 
@@ -139,30 +152,25 @@ def test_a_task_from_outside_says_which_rows_it_learns_from(
         dataset.require_kind(task_spec(causal.model.task))
 
 
-def test_an_empty_data_set_is_an_error(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
+def test_an_empty_data_set_is_an_error(run: Run) -> None:
     with pytest.raises(DataError, match="empty"):
-        run(tokenizer, tmp_path / "c", source=str(write_rows([])))
+        run([])
 
 
 def test_a_row_that_cannot_be_rendered_is_named(
-    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
+    tokenizer: Any, write_rows: Callable[..., Path], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    template = tokenizer.chat_template
-    tokenizer.chat_template = (
-        "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}" + template
-    )
+    refusing = "{% if messages[0]['content'] == 'bad' %}{{ raise_exception('no') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", refusing + tokenizer.chat_template)
     bad = {"messages": [{"role": "user", "content": "bad"}, {"role": "assistant", "content": "x"}]}
     source = write_rows([*tiny.chat_rows(4), bad])
-    try:
-        with pytest.raises(DataError, match="refuses the conversation: no") as caught:
-            run(tokenizer, tmp_path / "c", source=str(source))
-    finally:
-        tokenizer.chat_template = template
+    with pytest.raises(DataError, match="refuses the conversation: no") as caught:
+        run(source)
     assert f"{source}:5" in str(caught.value)
 
 
-def test_a_cut_off_file_is_refused_by_name(tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]) -> None:
-    folder = run(tokenizer, tmp_path / "c", source=str(write_rows(tiny.chat_rows(10))))
+def test_a_cut_off_file_is_refused_by_name(run: Run) -> None:
+    folder = run(tiny.chat_rows(10))
     shard = folder / "train" / "tokens-00000.arrow"
     shard.write_bytes(shard.read_bytes()[:-10])
     with pytest.raises(DataError, match="missing or cut off") as caught:
@@ -175,10 +183,8 @@ def test_a_directory_without_a_manifest_is_no_prepared_data_set(tmp_path: Path) 
         PreparedDataset(tmp_path)
 
 
-def test_collation_restarts_positions_and_never_predicts_across_rows(
-    tokenizer: Any, tmp_path: Path, write_rows: Callable[..., Path]
-) -> None:
-    folder = run(tokenizer, tmp_path / "c", source=str(write_rows([{"text": "one two"}, {"text": "three"}])))
+def test_collation_restarts_positions_and_never_predicts_across_rows(run: Run) -> None:
+    folder = run([{"text": "one two"}, {"text": "three"}])
     split = split_of(folder).train
     batch = collate([split.row(0), split.row(1)], [0, 1])
     first = int(split.lengths[0])
