@@ -36,13 +36,12 @@ from torch.profiler import ProfilerActivity, profile
 import case
 import flops
 from case import Bench, Blocks, Result, Run, Value
-from finray.config.schema import AdapterConfig, ModelConfig, TrainConfig
+from finray.config.schema import AdapterConfig, TrainConfig
 from finray.data.sampling.collate import collate
 from finray.data.sampling.packing import plan_packs
 from finray.models import adapters, attention, fused_lora
 from finray.models.blocks import compile_blocks, wrap_blocks
 from finray.models.head import Head, loss_sum
-from finray.models.loading import choose_attention
 from finray.models.quantised import QuantisedLinear, quantise_layers
 from finray.parallel.ddp import DDPStrategy
 from finray.planning import estimate as planned
@@ -130,7 +129,8 @@ def build_task(config: Any, setup: Setup, device: torch.device) -> CausalLM:
     """As `CausalLM.build` makes it, but for the weights."""
     silence_transformers()
     attention.register()
-    name = choose_attention(ModelConfig(name="random"), device, precision="bf16")
+    flash = device.type == "cuda" and find_spec("flash_attn") is not None
+    name = "flash_attention_2" if flash else attention.NAME
     model = random_model(config, torch.float32 if setup.method == "full" else torch.bfloat16, name, device)
     if setup.method != "full":
         model.eval().requires_grad_(False)

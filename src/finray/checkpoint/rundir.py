@@ -149,18 +149,8 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
         ClusterError: another process is working on the run.
     """
     run = RunDir.of(config)
-    folder = run.path.parent
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".finray-write-probe-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"the output directory cannot be written: {error.strerror}",
-            where=f"run.output_dir={folder}",
-            repair="choose another directory with run.output_dir, or mend its permissions",
-        ) from None
+    check_output(config)
+    run.path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run.path.parent / f".{run.path.name}.lock")
     try:
         lock.acquire(timeout=wait_s)
@@ -186,6 +176,35 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
         yield run
     finally:
         lock.release()
+
+
+def check_output(config: Config) -> None:
+    """See that the output directory can be written, by writing to it; nothing is left behind.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    folder = run_path(config).parent
+    made: list[Path] = []
+    try:
+        for place in (*reversed(folder.parents), folder):
+            if not place.exists():
+                place.mkdir()
+                made.append(place)
+        probe = folder / f".finray-write-probe-{os.getpid()}"
+        try:
+            probe.write_bytes(b"probe")
+        finally:
+            probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the output directory cannot be written: {error.strerror}",
+            where=f"run.output_dir={folder}",
+            repair="choose another directory with run.output_dir, or mend its permissions",
+        ) from None
+    finally:
+        for place in reversed(made):
+            place.rmdir()
 
 
 def saved_config(run: RunDir) -> Config:

@@ -12,8 +12,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class Resolved:
     """The decisions of a run that its config may leave open.
 
-    Workers that decided for themselves could differ from each other, or from those of the start before. So nothing else
-    reads an ``auto``, and nothing else takes ``cluster.num_workers`` for the world size.
+    Workers that decided for themselves could differ from each other, or from those of the start before. So nothing
+    outside of ``planning/`` reads an ``auto`` of these, or takes ``cluster.num_workers`` for the world size.
 
     Attributes:
         precision: dtype of the forward and backward pass.
@@ -23,6 +23,7 @@ class Resolved:
         strategy: as ``parallel.strategy``, never ``auto``.
         world_size: training workers.
         use_gpu: whether each worker has a GPU.
+        liger: whether Liger's kernels are used.
     """
 
     precision: Precision
@@ -32,6 +33,8 @@ class Resolved:
     strategy: str
     world_size: int
     use_gpu: bool
+    # Files of runs that are older than this field lack it.
+    liger: bool = False
 
 
 @dataclass(frozen=True, slots=True)

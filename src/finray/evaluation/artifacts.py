@@ -9,10 +9,12 @@ import torch
 
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.rundir import RunDir
+from finray.config.resolved import Precision
 from finray.errors import ModelError
+from finray.hardware import cpu_has_bf16
 from finray.models.artifacts import Artifact, read_artifact
 from finray.models.export import Exported, export
-from finray.models.loading import DTYPES, resolve_precision
+from finray.models.loading import DTYPES
 
 
 def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
@@ -53,10 +55,14 @@ def inference_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not os.environ.get("FINRAY_CPU") else "cpu")
 
 
-def inference_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Dtype of weights for inference with what ``train.precision`` names.
+def inference_dtype(precision: Precision | None, device: torch.device) -> torch.dtype:
+    """Dtype of weights for inference: that of training, or bf16 where it is not known.
 
-    A CPU has no fast fp16 arithmetic (it is about 40 times slower than fp32), so fp16 is fp32 there.
+    fp32 where a device would emulate that (torch does so for bf16 on a T4): fp16 on a CPU is about 40 times slower. A
+    GPU keeps a dtype that was trained in all the same, because fp32 may not fit into its memory.
     """
-    resolved = resolve_precision(precision, device)
-    return DTYPES["fp32" if resolved == "fp16" and device.type == "cpu" else resolved]
+    if device.type == "cpu":
+        fast = precision in (None, "bf16") and cpu_has_bf16()
+    else:
+        fast = precision is not None or torch.cuda.is_bf16_supported(including_emulation=False)
+    return DTYPES[(precision or "bf16") if fast else "fp32"]

@@ -113,5 +113,5 @@ def generate_text(
         raw = artifact.notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
     ids = [prompt_ids(tokenizer, prompt, raw=raw) for prompt in prompts]
     device = inference_device()
-    model = load_artifact(artifact, dtype=inference_dtype("auto", device)).to(device)
+    model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)
     return generate(model, tokenizer, ids, sampling=sampling, batch_size=batch_size)

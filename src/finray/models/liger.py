@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
-
-import torch
 
 from finray import compat
 from finray.errors import ModelError
 
-PACKAGE = "liger_kernel"
 # finray's loss makes logits only where there is a label, which Liger's does not.
 _NOT_ITS_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-
-
-def is_wanted(setting: bool | str, device: torch.device) -> bool:
-    """Whether to use them: ``auto`` on a GPU where they are installed."""
-    if setting == "auto":
-        return device.type == "cuda" and find_spec(PACKAGE) is not None
-    return bool(setting)
 
 
 def apply(model: Any) -> None:

@@ -9,8 +9,6 @@ import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import task_spec
-from finray.errors import ModelError
-from finray.hardware import cpu_has_bf16
 from finray.models import adapters, attention, fused_lora, vocabulary
 from finray.models.quantised import quantise_layers
 from finray.pretrained.tokenizers import (
@@ -23,15 +21,6 @@ from finray.pretrained.tokenizers import (
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def resolve_precision(precision: str, device: torch.device) -> str:
-    """``auto`` as bf16 where the device multiplies it in hardware, else fp32."""
-    if precision != "auto":
-        return precision
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if cpu_has_bf16() else "fp32"
 
 
 def load_model(
@@ -130,21 +119,3 @@ def build_model(
         fused_lora.fuse(loaded)
     loaded.config.use_cache = False
     return loaded if on_meta else loaded.to(device)
-
-
-def choose_attention(model: ModelConfig, device: torch.device, *, precision: str) -> str:
-    """Transformers' name of the attention for packed rows on this device.
-
-    Raises:
-        ModelError: FlashAttention was asked for and is not there.
-    """
-    from transformers.utils import is_flash_attn_2_available
-
-    available = device.type == "cuda" and precision != "fp32" and is_flash_attn_2_available()
-    if model.attention == "flash_attention_2" and not available:
-        raise ModelError(
-            "FlashAttention 2 needs a GPU, bf16 or fp16 and the package flash-attn",
-            where="model.attention",
-            repair="`pip install flash-attn`, or set model.attention to auto",
-        )
-    return "flash_attention_2" if available and model.attention != "packed" else attention.NAME

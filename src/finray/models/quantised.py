@@ -24,13 +24,6 @@ from finray.errors import ModelError
 BITS = {"4bit": 4, "8bit": 8}
 
 
-def resolve_bits(quantization: str, *, device: str, workers: int) -> int | None:
-    """Bits of the stored weights; ``auto`` as 8 on one GPU, and as they are on several workers or a CPU."""
-    if quantization == "auto":
-        return 8 if device == "cuda" and workers == 1 else None
-    return BITS.get(quantization)
-
-
 class QuantisedLinear(torch.nn.Linear):
     """A frozen linear layer with a packed weight.
 

@@ -5,10 +5,11 @@ Adapters are added there by the same code that adds them in training, so the cou
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,13 +24,11 @@ from finray.pretrained.tokenizers import new_ids
 from finray.pretrained.weights import StoredWeights, stored_weights
 
 
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """A linear layer: width of its input and output, and whether it has a LoRA adapter."""
+class LinearShape(NamedTuple):
+    """A linear layer: width of its input and output."""
 
     inputs: int
     outputs: int
-    adapted: bool = False
 
     @property
     def weights(self) -> int:
@@ -39,45 +38,24 @@ class LinearShape:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """Counts and widths of a model with its adapter, if it has one.
+    """Counts and widths of a model with its adapter, if it has one."""
 
-    Attributes:
-        parameters: all of them, as the header of a run counts them.
-        trainable: those that are trained.
-        adapter: those of the adapter.
-        embedding: elements of the input embedding.
-        vocabulary: its rows.
-        hidden: width of the hidden states.
-        layers: decoder layers.
-        layer: parameters of the largest decoder layer, without its adapter.
-        query: elements per token of all query heads of a layer.
-        linears: all linear layers but the head, and how many there are of each.
-        tied: whether the head is the input embedding.
-        plain_head: whether the head is a projection that ``finray.models.head`` computes in chunks.
-        head_is_adapted: whether the head has an adapter.
-        rank: rank of the adapter, 0 without one.
-        window: most tokens that a token attends to in layers with a sliding window; None without such layers.
-        context: most positions (``max_position_embeddings``), or None where the model names none.
-        learned_positions: whether positions are rows of a table, so that the context is a hard limit.
-    """
-
-    parameters: int
+    parameters: int  # all of them, as the header of a run counts them
     trainable: int
     adapter: int
-    embedding: int
-    vocabulary: int
+    embedding: int  # elements of the input embedding
+    vocabulary: int  # its rows
     hidden: int
     layers: int
-    layer: int
-    query: int
-    linears: tuple[tuple[LinearShape, int], ...]
-    tied: bool = True
-    plain_head: bool = True
-    head_is_adapted: bool = False
-    rank: int = 0
-    window: int | None = None
-    context: int | None = None
-    learned_positions: bool = False
+    layer: int  # parameters of the largest decoder layer, without its adapter
+    query: int  # elements per token of all query heads of a layer
+    linears: tuple[tuple[LinearShape, int], ...]  # all but the head, and how many there are of each
+    tied: bool = True  # whether the head is the input embedding
+    chunks_head: bool = True  # whether `finray.models.head` makes its logits in chunks
+    rank: int = 0  # of the adapter, 0 without one
+    window: int | None = None  # most tokens that a token attends to, in layers with a sliding window
+    context: int | None = None  # most positions (`max_position_embeddings`), where the model names them
+    learned_positions: bool = False  # positions are rows of a table, so that the context is a hard limit
 
     @property
     def base(self) -> int:
@@ -94,26 +72,15 @@ class Blueprint:
         """Elements of all linear layers but the head: what quantisation stores in fewer bits."""
         return sum(linear.weights * count for linear, count in self.linears)
 
-    def with_lora(self, rank: int) -> Blueprint:
-        """The same model with the adapter ``lora`` of a rank on all linear layers but the head."""
-        if self.adapter:
-            return self
-        linears = tuple((replace(linear, adapted=True), count) for linear, count in self.linears)
-        adapter = sum(rank * (linear.inputs + linear.outputs) * count for linear, count in linears)
-        parameters = self.parameters + adapter
-        return replace(self, parameters=parameters, trainable=adapter, adapter=adapter, linears=linears, rank=rank)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What an estimate of memory reads of a model.
+    """What an estimate of memory reads of a model: counts, layers that can be run, headers of its files if it has any.
 
-    Attributes:
-        blueprint: its counts.
-        probe: runs its layers.
-        stored: headers of its files, or None where there are none here.
+    ``model`` is on the meta device, with its adapter.
     """
 
+    model: Any
     blueprint: Blueprint
     probe: LayerProbe
     stored: StoredWeights | None = None
@@ -122,8 +89,10 @@ class ModelShape:
         """The same model under LoRA, if it has no adapter yet."""
         if self.blueprint.adapter:
             return self
-        probe = self.probe.with_adapter(lambda model: adapters.add_lora(model, AdapterConfig(rank=rank), seed=0))
-        return replace(self, blueprint=self.blueprint.with_lora(rank), probe=probe)
+        adapter = AdapterConfig(rank=rank)
+        probe = self.probe.with_adapter(lambda model: adapters.add_lora(model, adapter, seed=0))
+        model = copy.deepcopy(self.model)
+        return replace(self, model=model, blueprint=draw_blueprint(model, adapter), probe=probe)
 
 
 def model_shape(model: ModelConfig, adapter: AdapterConfig, *, packs: bool) -> ModelShape:
@@ -132,9 +101,9 @@ def model_shape(model: ModelConfig, adapter: AdapterConfig, *, packs: bool) -> M
     Raises:
         ModelError: the model cannot be built, or the adapter's target modules match nothing.
     """
-    built = build_meta_model(model)
+    built = load_model(model, dtype=torch.float32, on_meta=True)
     blueprint = draw_blueprint(built, adapter, new_ids(model), task_spec(model.task).peft_type)
-    return ModelShape(blueprint, LayerProbe(built, packs=packs), stored_in(model))
+    return ModelShape(built, blueprint, LayerProbe(built, packs=packs), stored_in(model))
 
 
 def stored_in(model: ModelConfig) -> StoredWeights | None:
@@ -148,22 +117,14 @@ def stored_in(model: ModelConfig) -> StoredWeights | None:
         return None
 
 
-def build_meta_model(model: ModelConfig) -> Any:
-    """The model on the meta device: every module and shape, no weights read and none made.
-
-    Raises:
-        ModelError: the configuration cannot be loaded, or is of no model for the task.
-    """
-    return load_model(model, dtype=torch.float32, on_meta=True)
-
-
 def build_blueprint(model: ModelConfig, adapter: AdapterConfig) -> Blueprint:
     """The blueprint of a model and its adapter.
 
     Raises:
         ModelError: the model cannot be built, or the adapter's target modules match nothing.
     """
-    return draw_blueprint(build_meta_model(model), adapter, new_ids(model), task_spec(model.task).peft_type)
+    built = load_model(model, dtype=torch.float32, on_meta=True)
+    return draw_blueprint(built, adapter, new_ids(model), task_spec(model.task).peft_type)
 
 
 def draw_blueprint(
@@ -178,31 +139,27 @@ def draw_blueprint(
     table, output, head = model.get_input_embeddings(), model.get_output_embeddings(), plain_head(model)
     base = sum(parameter.numel() for parameter in model.parameters())
     layers = [sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(model)[1] or []]
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if module is not output and (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D")
-    }
-    positions = [
+    linears = [
         module
         for module in model.modules()
-        if isinstance(module, torch.nn.Embedding) and module is not table and module.embedding_dim == config.hidden_size
+        if module is not output and (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D")
     ]
+    learned_positions = any(
+        isinstance(module, torch.nn.Embedding) and module is not table and module.embedding_dim == config.hidden_size
+        for module in model.modules()
+    )
     tied = head is not None and head.weight_VH is table.weight
     vocabulary_rows, hidden = (int(size) for size in table.weight.shape)
+    wrapped = model
     if adapter.method != "none":
         model.requires_grad_(False)
         with torch.device("meta"):
             wrapped = adapters.add_lora(model, adapter, seed=0, new_tokens=new_tokens, task_type=task_type)
-        total = sum(parameter.numel() for parameter in wrapped.parameters())
-    else:
-        total = base
-    adapted = {id(module.base_layer) for module in model.modules() if hasattr(module, "lora_A")}
-    counts: Counter[LinearShape] = Counter()
-    for module in linears.values():
-        # GPT-2 keeps its matrices transposed.
-        sides = module.weight.shape if type(module).__name__ == "Conv1D" else module.weight.shape[::-1]
-        counts[LinearShape(int(sides[0]), int(sides[1]), id(module) in adapted)] += 1
+    total = sum(parameter.numel() for parameter in wrapped.parameters())
+    head_is_adapted = any(module.base_layer is output for module in model.modules() if hasattr(module, "lora_A"))
+    # GPT-2 keeps its matrices transposed.
+    sides = [one.weight.shape if type(one).__name__ == "Conv1D" else one.weight.shape[::-1] for one in linears]
+    counts = Counter(LinearShape(int(inputs), int(outputs)) for inputs, outputs in sides)
     heads = int(getattr(config, "num_attention_heads", 1))
     head_dim = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -219,10 +176,9 @@ def draw_blueprint(
         query=heads * int(head_dim),
         linears=tuple(counts.items()),
         tied=tied,
-        plain_head=head is not None,
-        head_is_adapted=id(output) in adapted,
+        chunks_head=head is not None and not head_is_adapted,
         rank=adapter.rank if adapter.method != "none" else 0,
         window=None if window is None else int(window),
         context=None if context is None else int(context),
-        learned_positions=bool(positions),
+        learned_positions=learned_positions,
     )

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from finray.checkpoint.rundir import RunDir
+from finray.checkpoint.rundir import check_output
 from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
 from finray.config.schema import Config
@@ -58,18 +56,11 @@ def quick_problems(config: Config) -> list[FinrayError]:
         deepspeed_config.check,
         check_quantization,
     ):
-        with collected(problems):
+        try:
             check(config)
+        except FinrayError as error:
+            problems.append(error)
     return problems
-
-
-@contextmanager
-def collected(problems: list[FinrayError]) -> Iterator[None]:
-    """Put an error of finray's into a list instead of raising it."""
-    try:
-        yield
-    except FinrayError as error:
-        problems.append(error)
 
 
 def check_extensions(config: Config) -> None:
@@ -150,35 +141,6 @@ def check_quantization(config: Config) -> None:
         )
 
 
-def check_output(config: Config) -> None:
-    """See that the output directory can be written, by writing to it; nothing is left behind.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    folder = RunDir.of(config).path.parent
-    made: list[Path] = []
-    try:
-        for place in (*reversed(folder.parents), folder):
-            if not place.exists():
-                place.mkdir()
-                made.append(place)
-        probe = folder / f".finray-plan-probe-{os.getpid()}"
-        try:
-            probe.write_bytes(b"probe")
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the output directory cannot be written: {error.strerror}",
-            where=f"run.output_dir={folder}",
-            repair="choose another directory with run.output_dir, or mend its permissions",
-        ) from None
-    finally:
-        for place in reversed(made):
-            place.rmdir()
-
-
 def check_stored_model(config: Config) -> None:
     """See that a model directory has its weights, and that each target module of a list is the name of one.
 
@@ -222,10 +184,11 @@ def check_targets(config: Config, names: list[str]) -> None:
                 repair="use `all-linear`, a regular expression of whole module names, or a list of their endings",
             ) from None
         if not matches:
+            example = max(names, key=lambda name: (name.count("."), name), default="model.layers.0.self_attn.q_proj")
             raise ModelError(
                 f"the regular expression `{targets}` matches no module",
                 where="adapter.target_modules",
-                repair=f"it must match a whole name, such as {_example(names)}",
+                repair=f"it must match a whole name, such as {example}",
             )
         return
     missing = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
@@ -236,7 +199,3 @@ def check_targets(config: Config, names: list[str]) -> None:
             where="adapter.target_modules",
             repair=f"modules that can be named: {', '.join(endings)}",
         )
-
-
-def _example(names: list[str]) -> str:
-    return max(names, key=lambda name: (name.count("."), name), default="model.layers.0.self_attn.q_proj")

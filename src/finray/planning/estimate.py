@@ -22,9 +22,10 @@ from finray.planning.layers import Arithmetic, LayerMemory
 Strategy = Literal["ddp", "fsdp", "zero1", "zero2", "zero3"]
 FP32 = 4
 MIB = 2**20
-# Resident memory of a worker that has imported everything and done its first step on a model of no size, measured with
-# torch 2.13 on Linux (x86-64): Python, torch, Transformers, PEFT, TensorBoard. Then what a Ray worker has beside that.
-PROCESS = 450 * MIB
+# Resident memory of a worker that has imported everything and done its first step on a Llama of width 16, without its
+# tokenizer: Python, torch, Transformers, PEFT, TensorBoard. With torch 2.13 on Linux (x86-64) it was 540 to 570 MiB, of
+# which 45 were bitsandbytes, which PEFT is kept from importing now. Then what a Ray worker has beside that.
+PROCESS = 510 * MIB
 RAY_WORKER = 85 * MIB
 # A fast tokenizer's tables, per entry of the vocabulary.
 TOKENIZER_ENTRY = 680
@@ -36,8 +37,10 @@ KERNEL_CACHE = 1024
 KERNEL = 600 * 1024
 KERNELS_PER_ROW = 6
 # What of freed memory the next tensors do not fit into, as a share of what comes and goes in a step. On a CPU workers
-# keep freed memory (training/allocator.py), and glibc's heap then has holes; on a GPU expandable segments leave few.
-HOLES = {"cpu": 0.5, "cuda": 0.03}
+# keep freed memory, because mapping it anew costs more than the arithmetic (training/allocator.py), so glibc's heap has
+# holes. No formula over shapes foresees them: the share is the one with which the cases of `benchmarks/run.py memory`
+# come out best, with glibc 2.36. On a GPU expandable segments leave few.
+HOLES = {"cpu": 0.4, "cuda": 0.03}
 # Scales of quantised storage, in bits a weight: for 4 bits (NF4, double quantisation) a byte per 64 weights and four
 # per 64 * 256, for 8 bits an fp32 number per row, of some hundred to some thousand weights.
 BITS_OVERHEAD = {4: 8 / 64 + 32 / (64 * 256), 8: 0.03}
@@ -50,35 +53,20 @@ ZERO_GROUP = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a model is trained, as far as memory is concerned.
-
-    Attributes:
-        strategy: how workers share the state.
-        workers: how many there are.
-        shards: workers that share one copy, where FSDP keeps several (hybrid sharding); None for all of them.
-        device: ``cpu`` or ``cuda``.
-        precision: of the forward and backward pass, ``fp32`` or ``bf16``, which stands for fp16 too.
-        checkpointing: as ``train.gradient_checkpointing``.
-        storage_bits: 4 or 8 where frozen linear layers are quantised, else None.
-        reshard: whether FSDP gives gathered weights back after the forward pass.
-        ray: whether the worker is Ray's.
-        optimizer: as ``train.optimizer``.
-        copies: whether checkpoints are copied in memory, to be written behind the training.
-        read_bytes: size of files whose weights are converted as they are read, so that both exist for a moment.
-    """
+    """How a model is trained, as far as memory is concerned."""
 
     strategy: Strategy = "ddp"
     workers: int = 1
-    shards: int | None = None
+    shards: int | None = None  # workers that share one copy, in hybrid sharding; None for all of them
     device: Literal["cpu", "cuda"] = "cpu"
-    precision: Literal["fp32", "bf16"] = "fp32"
-    checkpointing: str = "none"
-    storage_bits: int | None = None
-    reshard: bool = True
-    ray: bool = True
+    precision: Literal["fp32", "bf16"] = "fp32"  # of the forward and backward pass; bf16 stands for fp16 too
+    checkpointing: str = "none"  # as `train.gradient_checkpointing`
+    storage_bits: int | None = None  # 4 or 8 where frozen linear layers are quantised
+    reshard: bool = True  # whether FSDP frees gathered weights after the forward pass
+    ray: bool = True  # whether the worker is Ray's
     optimizer: str = "adamw"
-    copies: bool = False
-    read_bytes: int = 0
+    copies: bool = False  # whether checkpoints are copied in memory, to be written in the background
+    read_bytes: int = 0  # of files whose weights are converted as they are read, so that both exist for a moment
 
     @property
     def sharers(self) -> int:
@@ -98,32 +86,18 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The rows that a worker has at once.
+    """The rows that a worker has at once."""
 
-    Attributes:
-        rows: tokens of each row of the largest micro-batch.
-        targets: positions with a label in it.
-        accumulates: whether a worker has more than one micro-batch per step.
-        token_counts: how many different numbers of tokens micro-batches have.
-        row_lengths: how many different lengths rows have.
-    """
-
-    rows: tuple[int, ...]
-    targets: int
-    accumulates: bool = True
-    token_counts: int = 1
-    row_lengths: int = 1
+    rows: tuple[int, ...]  # tokens of each row of the largest micro-batch
+    targets: int  # positions with a label in it
+    accumulates: bool = True  # whether a worker has more than one micro-batch per step
+    token_counts: int = 1  # how many different numbers of tokens micro-batches have
+    row_lengths: int = 1  # how many different lengths rows have
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The peak of a worker.
-
-    Attributes:
-        parts: bytes by part, at the moment of the peak.
-        phase: that moment.
-        phases: total bytes at each moment.
-    """
+    """The peak of a worker: bytes by part at its moment, which ``phase`` names, and total bytes at each moment."""
 
     parts: Mapping[str, int]
     phase: str
@@ -136,20 +110,14 @@ class Estimate:
 
 
 def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Workload) -> Estimate:
-    """The peak memory of a worker, by part.
-
-    Args:
-        blueprint: the model with its adapter.
-        layers: what it keeps for the backward pass.
-        setup: how it is trained.
-        work: the largest micro-batch.
-    """
+    """The peak memory of a worker, by part."""
     full, on_cpu = blueprint.adapter == 0, setup.device == "cpu"
     state = _state(blueprint, setup, work)
-    weights = {
-        "gathered weights": gathered_bytes(blueprint, setup),
-        "unpacked weight": _unpacked(blueprint, setup),
-    }
+    weights = {"gathered weights": gathered_bytes(blueprint, setup)}
+    if setup.storage_bits and not full:
+        # The largest packed weight is unpacked for its product (from 8 bits by way of fp32).
+        largest = max((linear.weights for linear, _ in blueprint.linears), default=0)
+        weights["unpacked weight"] = largest * (setup.element + (FP32 if setup.storage_bits == 8 else 0))
     gradients = gradient_bytes(blueprint, setup)
     # The loss has a trained head's gradient before the backward pass: in fp32, and a chunk's product.
     head = (FP32 + (0 if setup.precision == "fp32" else setup.element)) * blueprint.head if full else 0
@@ -236,6 +204,7 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
             shapes = {(linear.inputs, linear.outputs) for linear, _ in blueprint.linears}
             ins, outs = {i for i, _ in shapes}, {o for _, o in shapes}
             per_count = 2 * len(shapes) + (len(shapes) if full else 3 * len(ins) + 3 * len(outs))
+            per_count += 3 if full else 2  # the head
             wanted = per_count * work.token_counts + KERNELS_PER_ROW * work.row_lengths
             kernels = KERNEL * min(KERNEL_CACHE, wanted)
         if setup.copies:
@@ -307,14 +276,6 @@ def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
     return setup.element * min(blueprint.base, max(ZERO_LIVE, blueprint.layer, blueprint.head))
 
 
-def _unpacked(blueprint: Blueprint, setup: Setup) -> float:
-    """The largest packed weight, unpacked for its product (from 8 bits by way of fp32)."""
-    if setup.storage_bits is None or blueprint.adapter == 0:
-        return 0
-    largest = max((linear.weights for linear, _ in blueprint.linears), default=0)
-    return largest * (setup.element + (FP32 if setup.storage_bits == 8 else 0))
-
-
 def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """bf16 copies of fp32 weights that autocast makes, and autograd keeps; adapters are cast as well."""
     if setup.precision != "bf16" or setup.strategy != "ddp":
@@ -325,7 +286,7 @@ def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
 def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
     """Logits of one chunk in fp32 and in the arithmetic's dtype; all of them where the model's own head makes them."""
     rows = work.targets
-    if blueprint.plain_head and not blueprint.head_is_adapted:
+    if blueprint.chunks_head:
         rows = min(rows, max(CHUNK_ROWS, CHUNK_ELEMENTS // blueprint.vocabulary))
         copies = FP32 + (setup.element if setup.precision == "bf16" else 0)
     else:

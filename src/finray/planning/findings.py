@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from finray.errors import FinrayError
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem or a warning.
-
-    Attributes:
-        message: what it is.
-        where: a dotted config path, a file or a directory, if there is one.
-        repair: what to do about it, if that is known.
-    """
+    """A problem or a warning."""
 
     message: str
-    where: str | None = None
-    repair: str | None = None
+    where: str | None = None  # a dotted config path, a file or a directory
+    repair: str | None = None  # what to do about it, if that is known
 
     @classmethod
     def of(cls, error: FinrayError) -> Finding:
@@ -29,35 +23,24 @@ class Finding:
 
 @dataclass
 class Findings:
-    """Problems, warnings and what was not checked, as they are found."""
+    """Problems, warnings and what was not checked, as they are found; each once."""
 
-    _problems: list[Finding] = field(default_factory=list)
-    _warnings: list[Finding] = field(default_factory=list)
-    _unchecked: list[Finding] = field(default_factory=list)
+    problems: tuple[Finding, ...] = ()
+    warnings: tuple[Finding, ...] = ()
+    unchecked: tuple[Finding, ...] = ()
 
     def problem(self, *errors: FinrayError) -> None:
         """Note what keeps the run from starting."""
-        self._problems += [Finding.of(error) for error in errors]
+        self.problems = _once(*self.problems, *map(Finding.of, errors))
 
     def warn(self, message: str, where: str | None = None, repair: str | None = None) -> None:
         """Note what is to be looked at."""
-        self._warnings.append(Finding(message, where, repair))
+        self.warnings = _once(*self.warnings, Finding(message, where, repair))
 
     def skip(self, message: str, where: str | None = None) -> None:
         """Note what could not be looked at."""
-        self._unchecked.append(Finding(message, where))
+        self.unchecked = _once(*self.unchecked, Finding(message, where))
 
-    @property
-    def problems(self) -> tuple[Finding, ...]:
-        """All problems, each once."""
-        return tuple(dict.fromkeys(self._problems))
 
-    @property
-    def warnings(self) -> tuple[Finding, ...]:
-        """All warnings, each once."""
-        return tuple(dict.fromkeys(self._warnings))
-
-    @property
-    def unchecked(self) -> tuple[Finding, ...]:
-        """All that was not looked at, each once."""
-        return tuple(dict.fromkeys(self._unchecked))
+def _once(*findings: Finding) -> tuple[Finding, ...]:
+    return tuple(dict.fromkeys(findings))

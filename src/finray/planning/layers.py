@@ -16,7 +16,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -35,13 +34,9 @@ _GPU_ATTENTION = "finray_planned"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes by row lengths: a row of L tokens costs ``linear * L + square * L**2``.
+    """Bytes by row lengths: a row of L tokens costs ``linear * L + square * L**2``."""
 
-    Attributes:
-        ranges: longest L, linear and square factor, in the order of L; the last one's L does not matter.
-        fixed: bytes that do not depend on rows.
-    """
-
+    # Longest L, linear and square factor, in the order of L; the last one's L does not matter.
     ranges: tuple[tuple[int, float, float], ...]
     fixed: float = 0.0
 
@@ -56,34 +51,22 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Bytes that the parts of a model keep in a forward pass, without weights and copies of weights.
+    """Bytes that the parts of a model keep in a forward pass, without weights and copies of weights."""
 
-    Attributes:
-        hidden: per token, of the hidden states after the last layer.
-        kept: by all decoder layers together.
-        products: the outputs of matrix products and attention among them, which selective checkpointing keeps.
-        inputs: of all decoder layers, which checkpointing keeps.
-        outside: by what stands before and after the decoder layers, up to the head.
-        working: the most that exists at a time while one layer goes backward: what it kept, and gradients.
-    """
-
-    hidden: int
-    kept: Cost
-    products: Cost
-    inputs: Cost
-    outside: Cost
-    working: Cost
+    hidden: int  # per token, of the hidden states after the last layer
+    kept: Cost  # by all decoder layers together
+    products: Cost  # the outputs of matrix products and attention among them, which selective checkpointing keeps
+    inputs: Cost  # of all decoder layers, which checkpointing keeps
+    outside: Cost  # by what stands before and after the decoder layers, up to the head
+    working: Cost  # the most that exists at a time while one layer goes backward: what it kept, and gradients
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """What of a run's settings decides how large activations are.
 
-    Attributes:
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        device: ``cpu`` or ``cuda``.
-        copies: whether trained weights exist in that precision while they are used (FSDP, ZeRO), so that autocast has
-            nothing to cast.
+    ``copies`` says that trained weights exist in that precision while they are used (FSDP, ZeRO), so that autocast has
+    nothing to cast.
     """
 
     precision: str
@@ -121,7 +104,15 @@ class LayerProbe:
             except Exception as error:
                 # Any code may be in a model, and a plan must not end because of it.
                 self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-                self._found[how] = self._rough(how)
+                element = 4 if how.precision == "fp32" else 2
+                width = int(self._model.config.get_text_config().hidden_size)
+                linears = [module for module in self._model.modules() if hasattr(module, "in_features")]
+                # Inputs and outputs of all linear layers, and a few times the hidden states.
+                sides = sum(one.in_features + one.out_features for one in linears) / len(self._counts)
+                each, layers = element * (4 * width + sides), sum(self._counts.values())
+                stream = element * width
+                per_token = each * layers, each / 2 * layers, stream * layers, 4 * width, 2 * each
+                self._found[how] = LayerMemory(stream, *(Cost(((0, value, 0.0),)) for value in per_token))
         return self._found[how]
 
     def _measured(self, how: Arithmetic) -> LayerMemory:
@@ -130,10 +121,10 @@ class LayerProbe:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         # On a GPU, and for models with an attention of their own, one kernel serves all lengths.
         limits: list[int] = []
-        on_gpu = how.device == "cuda" and how.precision != "fp32"
         if self._packs:
             attention.register()
             name = attention.NAME
+            on_gpu = how.device == "cuda" and how.precision != "fp32"
             if on_gpu and getattr(config, "attn_logit_softcapping", None) is None:
                 from transformers import AttentionInterface
 
@@ -146,7 +137,16 @@ class LayerProbe:
         edges = [0, *sorted(limit for limit in set(limits) if limit)]
         ranges = []
         with torch.device("cpu"), compat.fake_tensors(), compat.without_grouped_mm():
-            _materialise(model, how)
+            for module in model.modules():
+                for name, weight in list(module.named_parameters(recurse=False)):
+                    dtype = torch.float32 if weight.requires_grad and not how.copies else DTYPES[how.precision]
+                    made = torch.nn.Parameter(torch.empty(weight.shape, dtype=dtype), weight.requires_grad)
+                    setattr(module, name, made)
+                for name, buffer in list(module.named_buffers(recurse=False)):
+                    setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+                if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
+                    # These choose between tables of one shape by the largest position, which a fake tensor has not.
+                    module.rope_type = "default"
             fused_lora.fuse(model)
             fused_lora.disable_inplace(model)
             model.train()
@@ -169,27 +169,6 @@ class LayerProbe:
             for part in range(5)
         ]
         return LayerMemory(run.hidden, *costs_by_part)
-
-    def _rough(self, how: Arithmetic) -> LayerMemory:
-        """Inputs and outputs of all linear layers, and a few times the hidden states."""
-        element = 4 if how.precision == "fp32" else 2
-        width = int(self._model.config.get_text_config().hidden_size)
-        linears = [module for module in self._model.modules() if hasattr(module, "in_features")]
-        each = element * (4 * width + sum(one.in_features + one.out_features for one in linears) / len(self._counts))
-        layers = sum(self._counts.values())
-
-        def linear(value: float) -> Cost:
-            return Cost(((0, value, 0.0),))
-
-        stream = element * width
-        return LayerMemory(
-            stream,
-            linear(each * layers),
-            linear(each / 2 * layers),
-            linear(stream * layers),
-            linear(4 * width),
-            linear(2 * each),
-        )
 
 
 def decoder_layers(model: Any) -> tuple[str, torch.nn.ModuleList | None]:
@@ -234,20 +213,6 @@ def _skeleton(model: Any) -> tuple[Any, dict[int, int]]:
         return copy.deepcopy(model), dict(counts)
     finally:
         setattr(parent, name.rpartition(".")[2], layers)
-
-
-def _materialise(model: Any, how: Arithmetic) -> None:
-    """Give a model on the meta device tensors in the dtypes in which a run has them."""
-    for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            dtype = torch.float32 if weight.requires_grad and not how.copies else DTYPES[how.precision]
-            made = torch.nn.Parameter(torch.empty(weight.shape, dtype=dtype), requires_grad=weight.requires_grad)
-            setattr(module, name, made)
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
-        if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
-            # These choose between tables of one shape by the largest position, which a fake tensor does not have.
-            module.rope_type = "default"
 
 
 def _fused_attention(
@@ -303,15 +268,11 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counts: how many layers there are like those in it, by index.
         how: the arithmetic.
         packs: whether rows share a pass, or one has it for itself.
-
-    Attributes:
-        rows: in a pass.
-        hidden: bytes per token of the hidden states after the last layer.
     """
 
     def __init__(self, model: Any, inner: Any, counts: dict[int, int], how: Arithmetic, *, packs: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.hidden = 0
+        self.hidden = 0  # bytes per token of the hidden states after the last layer
         self._body = getattr(inner, inner.base_model_prefix)
         self._how = how
         self._packs = packs
@@ -415,11 +376,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if copied or (self._phase == "backward" and tuple(one.shape) in self._shapes):
                 size = 0
             self._sizes[key] = size
-            self._references[key] = weakref.ref(storage, partial(self._gone, key))
+
+            def gone(_: Any, key: int = key) -> None:
+                self._now -= self._sizes.pop(key)
+                del self._references[key]
+
+            self._references[key] = weakref.ref(storage, gone)
             self._now += size
         self._peak = max(self._peak, self._now)
         return result
-
-    def _gone(self, key: int, _: Any) -> None:
-        self._now -= self._sizes.pop(key)
-        del self._references[key]

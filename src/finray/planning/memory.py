@@ -29,46 +29,27 @@ _STORED = {"F32": "fp32", "BF16": "bf16"}
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What the memory of a run depends on in its data.
+    """What the memory of a run depends on in its data."""
 
-    Attributes:
-        lengths: tokens of the rows, or of a sample; none stand for rows that are as long as they may be.
-        longest: tokens of the longest.
-        learned: share of the tokens that are targets.
-        steps: optimizer steps of the run; None where that is not known.
-    """
-
-    lengths: Sequence[int] = ()
-    longest: int = 0
-    learned: float = 1.0
-    steps: int | None = None
+    lengths: Sequence[int] = ()  # tokens of the rows, or of a sample; none stand for rows as long as they may be
+    longest: int = 0  # tokens of the longest
+    learned: float = 1.0  # share of the tokens that are targets
+    steps: int | None = None  # optimizer steps of the run, where that is known
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a worker needs at its peak.
-
-    Attributes:
-        device: the GPU or the machine.
-        precision: of the forward and backward pass.
-        parts: bytes by part.
-        total: of all parts.
-        phase: when in a step that is.
-        tokens: tokens of the largest micro-batch.
-        available: bytes that a worker may have, or None where that is not known.
-        fits: whether it fits, or None.
-        changes: where it does not fit, the smallest set of overrides with which it does.
-    """
+    """What a worker needs at its peak, in bytes."""
 
     device: str
     precision: str
     parts: dict[str, int]
     total: int
-    phase: str
-    tokens: int
-    available: int | None
+    phase: str  # when in a step that is
+    tokens: int  # of the largest micro-batch
+    available: int | None  # what a worker may have, where that is known
     fits: bool | None
-    changes: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()  # where it does not fit, the smallest set of overrides with which it does
 
 
 def plan_memory(
@@ -81,17 +62,7 @@ def plan_memory(
     *,
     ray: bool = True,
 ) -> MemoryPlan:
-    """Estimate a worker's peak, and look for a change where it does not fit.
-
-    Args:
-        config: the run's.
-        resolved: what it leaves open.
-        shape: of the model with its adapter.
-        device: what a worker runs on.
-        rows: what is known of the data.
-        found: takes problems and warnings.
-        ray: whether the worker is Ray's.
-    """
+    """Estimate a worker's peak, and look for a change where it does not fit; ``found`` takes problems and warnings."""
     if resolved.precision == "bf16" and not device.bf16:
         found.warn(f"{device.name} has no bf16 arithmetic: it is emulated, slowly", "train.precision")
     if resolved.precision == "fp16" and device.kind == "cpu":
@@ -144,15 +115,7 @@ def plan_memory(
 def worst_peak(
     config: Config, resolved: Resolved, shape: ModelShape, device: Device, *, checkpointing: str | None = None
 ) -> int:
-    """Peak bytes of a worker whose rows are all as long as they may be, and all of whose tokens are learned.
-
-    Args:
-        config: the run's.
-        resolved: what it leaves open.
-        shape: of the model with its adapter.
-        device: what a worker runs on.
-        checkpointing: instead of the config's ``train.gradient_checkpointing``.
-    """
+    """Peak bytes of a worker whose rows are all as long as they may be, and all of whose tokens are learned."""
     if checkpointing is not None:
         train = config.train.model_copy(update={"gradient_checkpointing": checkpointing})
         config = config.model_copy(update={"train": train})
@@ -293,15 +256,7 @@ _PATHS = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The fields that may be changed, as the run has them.
-
-    Attributes:
-        micro_batch_size: packs or rows per forward pass.
-        gradient_checkpointing: ``none``, ``selective`` or ``full``.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
-        max_length: most tokens in a row.
-        adapter: ``adapter.method``.
-    """
+    """The fields that may be changed, as the run has them."""
 
     micro_batch_size: int
     gradient_checkpointing: str
@@ -331,12 +286,7 @@ def smallest_change(now: Choice, fits: Callable[[Choice], bool], *, longest: int
     """The choice that fits and differs least from the present one; None where none does.
 
     Every combination is tried, from the one that changes least on, so what is returned holds no change that it could
-    do without.
-
-    Args:
-        now: what the run has.
-        fits: whether a choice fits.
-        longest: tokens of the longest row: packs may become as short without losing text.
+    do without. Packs may become as short as the longest row without losing text.
     """
 
     def halved(value: int, least: int) -> list[int]:

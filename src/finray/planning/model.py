@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finray.config.resolved import Packing
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
+from finray.models.loading import load_model
 from finray.models.packing_check import check_packing
-from finray.planning.blueprint import Blueprint, ModelShape, build_meta_model, draw_blueprint, stored_in
+from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, stored_in
 from finray.planning.checks import check_targets
 from finray.planning.findings import Findings
 from finray.planning.layers import LayerProbe
@@ -28,33 +31,19 @@ _TOKEN_NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """The model and its adapter.
+    """The model and its adapter."""
 
-    Attributes:
-        name: as the config has it.
-        parameters: all of them, the adapter's included.
-        trainable: those that are trained.
-        adapter: those of the adapter.
-        layers: decoder layers.
-        context: most positions, or None where the model names none.
-        embedding_rows: rows of the input embedding.
-        tokens: entries of the tokenizer, or None where it could not be loaded.
-        eos: end-of-sequence token.
-        pad: padding token.
-        stored_bytes: size of the weights' files, or None where that is not known.
-    """
-
-    name: str
-    parameters: int
+    name: str  # as the config has it
+    parameters: int  # all of them, the adapter's included
     trainable: int
     adapter: int
     layers: int
-    context: int | None
+    context: int | None  # most positions, where the model names them
     embedding_rows: int
-    tokens: int | None
+    tokens: int | None  # entries of the tokenizer, where it could be loaded
     eos: str | None
     pad: str | None
-    stored_bytes: int | None
+    stored_bytes: int | None  # size of the weights' files, where it is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +58,36 @@ class PlannedModel:
 def plan_model(
     config: Config, found: Findings, *, environ: Mapping[str, str] = os.environ, offline: bool = False
 ) -> PlannedModel | None:
-    """Build the model on the meta device, look at its tokenizer, and note what is wrong.
+    """Build the model on the meta device, look at its tokenizer, note what is wrong; None where it cannot be had.
 
-    Args:
-        config: the run's, with absolute paths.
-        found: takes problems and warnings.
-        environ: where tokens are.
-        offline: a model on a Hub that cannot be reached is not a problem, but something that was not checked.
-
-    Returns:
-        None where the model cannot be built.
+    With ``offline`` a model on a Hub that cannot be reached is not a problem, but something that was not checked.
     """
     opened = _open(config, found, environ, offline=offline)
     if opened is None:
         return None
     model, tokenizer, packing = opened
     if tokenizer is not None:
-        rows = int(model.get_input_embeddings().weight.shape[0])
-        check_tokens(tokenizer, rows, _stop_ids(model), found)
+        sources = [model.config, getattr(model, "generation_config", None)]
+        ends = [getattr(source, "eos_token_id", None) for source in sources]
+        stop = {one for end in ends for one in (end if isinstance(end, list) else [end]) if one is not None}
+        check_tokens(tokenizer, int(model.get_input_embeddings().weight.shape[0]), stop, found)
     stored = stored_in(config.model)
+    names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
+    unmatched: FinrayError | None = None
     try:
-        blueprint = _drawn(config, model, () if tokenizer is None else new_ids(config.model), found)
+        check_targets(config, names)
     except FinrayError as error:
         found.problem(error)
+        if not isinstance(config.adapter.target_modules, list):
+            return None
+        unmatched = error
+    try:
+        # Where some entries of a list match, the others are a problem, and the model is drawn all the same.
+        added = () if tokenizer is None else new_ids(config.model)
+        blueprint = draw_blueprint(model, config.adapter, added, task_spec(config.model.task).peft_type)
+    except FinrayError as error:
+        if unmatched is None:
+            found.problem(error)
         return None
     if not packing.safe:
         found.warn(packing.warning, "data.packing")
@@ -106,20 +102,17 @@ def plan_model(
                 repair="fetch the model again, with all of its `.safetensors` files",
             )
         )
+    same = ("parameters", "trainable", "adapter", "layers", "context")
     plan = ModelPlan(
+        **{name: getattr(blueprint, name) for name in same},
         name=config.model.name,
-        parameters=blueprint.parameters,
-        trainable=blueprint.trainable,
-        adapter=blueprint.adapter,
-        layers=blueprint.layers,
-        context=blueprint.context,
         embedding_rows=blueprint.vocabulary,
         tokens=None if tokenizer is None else len(tokenizer),
         eos=None if tokenizer is None else tokenizer.eos_token,
         pad=None if tokenizer is None else tokenizer.pad_token,
         stored_bytes=None if stored is None else stored.size,
     )
-    return PlannedModel(plan, ModelShape(blueprint, LayerProbe(model, packs=packing.safe), stored), packing)
+    return PlannedModel(plan, ModelShape(model, blueprint, LayerProbe(model, packs=packing.safe), stored), packing)
 
 
 def _open(
@@ -130,7 +123,11 @@ def _open(
     Where the Hub does not give them, a shape that comes with finray stands in, without a tokenizer.
     """
     try:
-        return build_meta_model(config.model), load_tokenizer(config.model), check_packing(config.model)
+        return (
+            load_model(config.model, dtype=torch.float32, on_meta=True),
+            load_tokenizer(config.model),
+            check_packing(config.model),
+        )
     except FinrayError as error:
         known = explained(error, config, environ)
     if offline and known.message == _OUT_OF_REACH:
@@ -141,25 +138,7 @@ def _open(
     if shape is None:
         return None
     found.warn("its shape is the one that comes with finray, not read from the Hub", "model.name")
-    return build_meta_model(shape), None, check_packing(shape)
-
-
-def _drawn(config: Config, model: Any, new_tokens: tuple[int, ...], found: Findings) -> Blueprint:
-    """The blueprint; targets that match nothing are a problem, and an error where none is left that matches."""
-    task_type = task_spec(config.model.task).peft_type
-    names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
-    try:
-        check_targets(config, names)
-    except FinrayError as error:
-        if not isinstance(config.adapter.target_modules, list):
-            raise
-        found.problem(error)
-        try:
-            return draw_blueprint(model, config.adapter, new_tokens, task_type)
-        except FinrayError:
-            # PEFT says again that nothing matches.
-            raise error from None
-    return draw_blueprint(model, config.adapter, new_tokens, task_type)
+    return load_model(shape, dtype=torch.float32, on_meta=True), None, check_packing(shape)
 
 
 def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> None:
@@ -224,12 +203,6 @@ def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None,
         )
     else:
         found.warn(f"{length}, the model was made for {context:,}", "data.max_length", f"data.max_length={context}")
-
-
-def _stop_ids(model: Any) -> set[int]:
-    sources = [model.config, getattr(model, "generation_config", None)]
-    values = [getattr(source, "eos_token_id", None) for source in sources if source is not None]
-    return {one for value in values for one in (value if isinstance(value, list) else [value]) if one is not None}
 
 
 def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) -> FinrayError:

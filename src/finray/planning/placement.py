@@ -100,20 +100,12 @@ def worker_environment(cluster: ClusterConfig, *, threads: int) -> dict[str, str
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A kind of GPU.
+    """A kind of GPU."""
 
-    Attributes:
-        name: as it is given to ``--gpu``.
-        memory: bytes that its driver reports.
-        bf16: whether it multiplies bf16 in hardware.
-        tflops: dense products of 16-bit matrices by its data sheet, in 10^12 operations a second; None where that is
-            not known.
-    """
-
-    name: str
-    memory: int
-    bf16: bool = True
-    tflops: float | None = None
+    name: str  # as it is given to `--gpu`
+    memory: int  # bytes that its driver reports
+    bf16: bool = True  # whether it multiplies bf16 in hardware
+    tflops: float | None = None  # dense products of 16-bit matrices by its data sheet, in 10^12 operations a second
 
 
 # MiB as nvidia-smi shows them (with error correction on, where it is by default).
@@ -192,19 +184,12 @@ def local_gpus() -> list[Gpu]:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one worker runs on.
-
-    Attributes:
-        kind: ``cpu`` or ``cuda``.
-        name: of the GPU, or of the machine.
-        memory: bytes that the worker may have, or None where that is not known.
-        bf16: whether it multiplies bf16 in hardware; emulated bf16 does not count.
-    """
+    """What one worker runs on."""
 
     kind: Literal["cpu", "cuda"]
-    name: str
-    memory: int | None
-    bf16: bool = True
+    name: str  # of the GPU, or of the machine
+    memory: int | None  # bytes that the worker may have, where that is known
+    bf16: bool = True  # whether it multiplies bf16 in hardware; emulated bf16 does not count
 
 
 def this_machine(gpus: Sequence[Gpu]) -> Node:

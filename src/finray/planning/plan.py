@@ -42,58 +42,33 @@ _HERE = "this machine"
 _UNREACHABLE = ("couldn't reach", "offline", "couldn't connect", "connection error", "couldn't find cache")
 
 
-Examine = Callable[[Config], DataReport]
 Nodes = Sequence[Node]
 
 
 @dataclass(frozen=True, slots=True)
 class DataPlan:
-    """What is learned from.
+    """What is learned from."""
 
-    Attributes:
-        rows: rows to train on.
-        tokens: in them.
-        supervised: targets in them.
-        packs: that they fill, or rows without packing.
-        longest: tokens of the longest row.
-        complete: whether all of it was read; else all numbers are of the part that was.
-        notes: how it was read.
-        steps: optimizer steps of the run.
-        epochs: passes over the data.
-        seen_tokens: tokens that the run sees.
-        seconds: that the examination took.
-    """
-
-    rows: int
-    tokens: int
-    supervised: int
-    packs: int
-    longest: int
-    complete: bool
-    notes: tuple[str, ...]
+    rows: int  # to train on
+    tokens: int  # in them
+    supervised: int  # targets in them
+    packs: int  # that they fill, or rows without packing
+    longest: int  # tokens of the longest row
+    complete: bool  # whether all of it was read; else all numbers are of the part that was
+    notes: tuple[str, ...]  # how it was read
     steps: int
     epochs: float
-    seen_tokens: int
-    seconds: float
+    seen_tokens: int  # in the whole run
+    seconds: float  # that the examination took
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Where workers go.
+    """Where workers go, and what each of them gets."""
 
-    Attributes:
-        cluster: the address that was asked, or ``this machine``.
-        nodes: how many nodes it has.
-        cpus: CPUs of all of them.
-        gpus: GPUs of all of them.
-        workers: training workers.
-        cpus_per_worker: what each gets.
-        use_gpu: whether each gets a GPU.
-    """
-
-    cluster: str
+    cluster: str  # the address that was asked, or `this machine`
     nodes: int
-    cpus: int
+    cpus: int  # of all nodes
     gpus: int
     workers: int
     cpus_per_worker: int
@@ -102,28 +77,16 @@ class PlacementPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is known of a run; a part that could not be worked out is None, and the problems say why.
+    """What is known of a run; a part that could not be worked out is None, and the problems say why."""
 
-    Attributes:
-        problems: what keeps it from starting.
-        warnings: what to look at.
-        unchecked: what an offline plan could not look at.
-        model: the model and its adapter.
-        data: what is learned from.
-        resolved: what every ``auto`` comes to.
-        strategy: what `parallel.strategy: auto` comes to, and why; None where a strategy is named.
-        placement: where workers go; None where ``--gpu`` names GPUs that are not here.
-        memory: what a worker needs, and whether it has it.
-    """
-
-    problems: tuple[Finding, ...] = ()
+    problems: tuple[Finding, ...] = ()  # what keeps it from starting
     warnings: tuple[Finding, ...] = ()
-    unchecked: tuple[Finding, ...] = ()
+    unchecked: tuple[Finding, ...] = ()  # what an offline plan could not look at
     model: ModelPlan | None = None
     data: DataPlan | None = None
     resolved: Resolved | None = None
-    strategy: StrategyChoice | None = None
-    placement: PlacementPlan | None = None
+    strategy: StrategyChoice | None = None  # what `auto` comes to, and why; None where a strategy is named
+    placement: PlacementPlan | None = None  # None where `--gpu` names GPUs that are not here
     memory: MemoryPlan | None = None
 
     @property
@@ -145,7 +108,7 @@ def make_plan(
     config: Config,
     *,
     gpu: str | None = None,
-    examine: Examine = examine_data,
+    examine: Callable[[Config], DataReport] = examine_data,
     ask: Callable[[Config], Nodes] = no_cluster,
     environ: Mapping[str, str] = os.environ,
     offline: bool = False,
@@ -154,7 +117,7 @@ def make_plan(
 
     Args:
         config: the run's configuration.
-        gpu: name of the GPUs that workers will have (see :data:`finray.planning.devices.GPUS`); None takes those of
+        gpu: name of the GPUs that workers will have (see :data:`finray.planning.placement.GPUS`); None takes those of
             the cluster, or of this machine.
         examine: looks at the data.
         ask: gives the resources of each living node of the configured cluster.
@@ -169,10 +132,16 @@ def make_plan(
     found = Findings()
     found.problem(*quick_problems(config))
     model = plan_model(config, found, environ=environ, offline=offline)
-    report = _examined(config, examine, found)
-    if report is not None:
+    report = data = None
+    try:
+        report = examine(config)
+    except OSError as error:
+        # A full disk, say.
+        found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
+    if report is not None and report.problems:
         _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
-    data = None if report is None or report.problems else _data(config, report, found)
+    elif report is not None:
+        data = _data(config, report, found)
     if model is not None:
         longest = data.longest if data is not None and data.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
@@ -187,29 +156,21 @@ def make_plan(
         except FinrayError as error:
             found.problem(error)
     if model is not None and device is not None and resolved is not None:
-        rows = Rows() if data is None or report is None else _rows(data, report.lengths)
+        rows = Rows()
+        if data is not None and report is not None:
+            rows = Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
         memory = plan_memory(config, resolved, model.shape, device, rows, found)
-    known = None if model is None else model.plan
     return Plan(
         found.problems,
         found.warnings,
         found.unchecked,
-        known,
+        None if model is None else model.plan,
         data,
         resolved,
         next(iter(choices), None),
         placed,
         memory,
     )
-
-
-def _examined(config: Config, examine: Examine, found: Findings) -> DataReport | None:
-    """The report on the data; None where not even a report could be made (of a disk that is full, say)."""
-    try:
-        return examine(config)
-    except OSError as error:
-        found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
-        return None
 
 
 def _note_problems(
@@ -221,19 +182,10 @@ def _note_problems(
         if one.where == where and (model is None or model.tokens is None):
             if offline:
                 found.skip("the data, which cannot be tokenised without it", "data.source")
-        elif offline and _is_out_of_reach(one):
+        elif offline and isinstance(one, DataError) and any(sign in one.message.lower() for sign in _UNREACHABLE):
             found.skip("the data, which lies on the Hub", f"data.source={one.where}")
         else:
             found.problem(one)
-
-
-def _is_out_of_reach(error: FinrayError) -> bool:
-    """Whether a data set lies on a Hub that cannot be reached."""
-    return isinstance(error, DataError) and any(sign in error.message.lower() for sign in _UNREACHABLE)
-
-
-def _rows(data: DataPlan, lengths: Sequence[int]) -> Rows:
-    return Rows(lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
 
 
 def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
@@ -257,22 +209,14 @@ def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
             "train.global_batch_size",
             f"train.global_batch_size={config.cluster.num_workers * train.micro_batch_size} or more",
         )
+    same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     return DataPlan(
-        rows=report.rows,
-        tokens=report.tokens,
-        supervised=report.supervised,
-        packs=report.packs,
-        longest=report.longest,
-        complete=report.complete,
+        **{name: getattr(report, name) for name in same},
         notes=tuple(report.notes),
         steps=steps,
         epochs=passes,
         seen_tokens=round(passes * report.tokens),
-        seconds=report.seconds,
     )
-
-
-# --- where it runs --------------------------------------------------------------------------------------------------
 
 
 def _place(

@@ -1,6 +1,7 @@
-"""What every ``auto`` of a config comes to: :func:`resolve` is the only place that reads one. Imports no torch.
+"""What every ``auto`` of a config comes to: :func:`resolve` reads them all; ``placement.py`` has read ``use_gpu``.
 
-Except for ``parallel.strategy: auto`` with several workers, which needs an estimate of the model's memory.
+Imports no torch, except for ``parallel.strategy: auto`` with several workers, which needs an estimate of the model's
+memory. ``data.format: auto`` is not a choice of hardware: the columns of the source decide it in ``data/formats/``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,15 @@ def resolve(
         ConfigError: what is asked for, or what the run began with, cannot be had on this device.
         ModelError: the model's configuration cannot be loaded.
     """
-    precision = _precision(config, device, before)
+    precision: Precision
+    if config.train.precision != "auto":
+        precision = config.train.precision
+    elif before is None:
+        precision = "bf16" if device.bf16 else "fp32"
+    else:
+        precision = before.precision
+        if precision == "bf16" and not device.bf16:
+            raise _lost("bf16", "train.precision=auto", f"{device.name} has no bf16 arithmetic")
     bits = None
     if config.adapter.method != "none":
         if config.model.quantization != "auto":
@@ -68,6 +77,7 @@ def resolve(
     if before is not None and before.packs and packing is not None and not packing.safe:
         raise _lost("packed rows", "model.name", packing.warning)
     packs = packs and (before is None or before.packs)
+    liger = config.train.liger
     found = Resolved(
         precision=precision,
         bits=bits,
@@ -76,6 +86,7 @@ def resolve(
         strategy=config.parallel.strategy,
         world_size=placement.num_workers,
         use_gpu=placement.use_gpu,
+        liger=device.kind == "cuda" and find_spec("liger_kernel") is not None if liger == "auto" else liger,
     )
     if found.strategy != "auto":
         return found
@@ -87,20 +98,9 @@ def resolve(
     return replace(found, strategy=choice.strategy)
 
 
-def _precision(config: Config, device: Device, before: Resolved | None) -> Precision:
-    wanted = config.train.precision
-    if wanted != "auto":
-        return wanted
-    if before is None:
-        return "bf16" if device.bf16 else "fp32"
-    if before.precision == "bf16" and not device.bf16:
-        raise _lost("bf16", "train.precision=auto", f"{device.name} has no bf16 arithmetic")
-    return before.precision
-
-
 def _attention(model: ModelConfig, device: Device, precision: Precision, before: Resolved | None) -> str:
     """Transformers' name of the attention over packed rows."""
-    # FlashAttention 2 wants an Ampere GPU or a later one, as bf16 does. The driver's packages stand for the workers'.
+    # FlashAttention 2 needs an Ampere GPU or a later one, as bf16 does. The driver's packages stand for the workers'.
     works = device.kind == "cuda" and device.bf16 and precision != "fp32" and find_spec("flash_attn") is not None
     wanted = {"packed": PACKED, FLASH: FLASH}.get(model.attention)
     if wanted is None and before is not None:

@@ -15,7 +15,7 @@ from finray.config.tasks import task_spec
 from finray.data.dataset.manifest import manifest_of
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import plan
-from finray.data.dataset.prepare import Planned, plan_preparation
+from finray.data.dataset.prepare import plan_preparation
 from finray.data.dataset.prepared import MANIFEST, PreparedDataset
 from finray.data.dataset.report import report_lines
 from finray.data.sampling.packing import one_row_each, plan_packs
@@ -30,35 +30,19 @@ _LENGTHS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        problems: what keeps the data from being prepared.
-        notes: how it was read, a line per split.
-        warnings: rows that lost something, with counts.
-        rows: rows to train on.
-        tokens: in those rows.
-        supervised: targets in those rows.
-        packs: that they fill, or rows where packing is off.
-        longest: tokens of the longest.
-        lengths: row lengths, sorted; a regular sample where there are many.
-        eval_rows: rows held out for evaluation.
-        complete: False where only the first parts of a large source were read.
-        seconds: that it took.
-    """
-
-    problems: list[FinrayError] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    rows: int = 0
+    problems: list[FinrayError] = field(default_factory=list)  # what keeps the data from being prepared
+    notes: list[str] = field(default_factory=list)  # how it was read, a line per split
+    warnings: list[str] = field(default_factory=list)  # rows that lost something, with counts
+    rows: int = 0  # to train on
     tokens: int = 0
-    supervised: int = 0
-    packs: int = 0
-    longest: int = 0
-    lengths: list[int] = field(default_factory=list)
-    eval_rows: int = 0
-    complete: bool = True
-    seconds: float = 0.0
+    supervised: int = 0  # targets in those rows
+    packs: int = 0  # that they fill, or rows where packing is off
+    longest: int = 0  # tokens of the longest row
+    lengths: list[int] = field(default_factory=list)  # of rows, sorted; a regular sample where there are many
+    complete: bool = True  # False where only the first parts of a large source were read
+    seconds: float = 0.0  # that it took
 
 
 def examine(
@@ -76,22 +60,17 @@ def examine(
                 config, PreparedDataset(planned.target.root, local_dir=local_dir_of(config)), True, clock() - started
             )
         with tempfile.TemporaryDirectory(prefix="finray-") as folder:
-            complete = _write_some(config, planned, Folder(folder), lambda: clock() - started < budget_s)
+            parts = plan(planned.settings, planned.streams)
+            encoder = planned.settings.encoder(load_tokenizer(config.model))
+            writer = PartWriter(planned.settings, encoder, Folder(folder))
+            # The first part of each stream, then others while there is time.
+            by_number = sorted(parts, key=lambda part: part.number)
+            results = [writer.write(part) for part in by_number if part.number == 0 or clock() - started < budget_s]
+            Folder(folder).write(MANIFEST, manifest_of(planned.shape, planned.streams, results).to_bytes())
+            complete = len(results) == len(parts)
             return _report(config, PreparedDataset(folder), complete, clock() - started)
     except FinrayError as error:
         return DataReport(problems=[error], seconds=clock() - started)
-
-
-def _write_some(config: Config, planned: Planned, folder: Folder, has_time: Callable[[], bool]) -> bool:
-    """Prepare the first parts of every stream; returns whether these were all."""
-    parts = plan(planned.settings, planned.streams)
-    writer = PartWriter(planned.settings, planned.settings.encoder(load_tokenizer(config.model)), folder)
-    # The first part of each stream comes before the second of any.
-    by_number = sorted(parts, key=lambda part: part.number)
-    results = [writer.write(part) for part in by_number if part.number == 0 or has_time()]
-    manifest = manifest_of(planned.shape, planned.streams, results)
-    folder.write(MANIFEST, manifest.to_bytes())
-    return len(results) == len(parts)
 
 
 def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: float) -> DataReport:
@@ -114,7 +93,6 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
         packs=len(make_plan(lengths, config.data.max_length)),
         longest=int(lengths[-1]) if len(lengths) else 0,
         lengths=lengths[:: max(1, len(lengths) // _LENGTHS)].tolist(),
-        eval_rows=0 if splits.eval is None else len(splits.eval),
         complete=complete,
         seconds=seconds,
     )

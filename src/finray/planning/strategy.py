@@ -17,17 +17,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Peak bytes of a worker, estimated.
+    """Peak bytes of a worker, estimated."""
 
-    Attributes:
-        replicated: with all weights on every worker.
-        sharded: with weights, gradients and optimizer state shared between the workers.
-        checkpointed: sharded, with activations computed again.
-    """
-
-    replicated: int
-    sharded: int
-    checkpointed: int
+    replicated: int  # with all weights on every worker
+    sharded: int  # with weights, gradients and optimizer state shared between the workers
+    checkpointed: int  # sharded, with activations computed again
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,7 +146,7 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
         made: Task = task_class(config.model.task).build(
             config, resolved, device=device, seed=seed, on_meta=strategy.shards_weights
         )
-        if liger.is_wanted(train.liger, device):
+        if resolved.liger:
             liger.apply(made.model)
         if train.compile:
             compile_blocks(made.model)

@@ -1,4 +1,4 @@
-"""What is decided before a model is loaded, and models from GGUF files."""
+"""Models from GGUF files."""
 
 from __future__ import annotations
 
@@ -9,22 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finray.config.schema import ModelConfig
-from finray.models.loading import load_model, resolve_precision
+from finray.models.loading import load_model
 from tests.support import tiny
-
-
-@pytest.mark.parametrize(("hardware", "emulated", "expected"), [(True, True, "bf16"), (False, True, "fp32")])
-def test_auto_takes_no_emulated_bf16(
-    hardware: bool, emulated: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch emulates bf16 on a T4 or V100, many times slower than fp32."""
-
-    def supported(including_emulation: bool = True) -> bool:
-        return emulated if including_emulation else hardware
-
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    assert resolve_precision("auto", torch.device("cuda")) == expected
-    assert resolve_precision("bf16", torch.device("cuda")) == "bf16"
 
 
 def test_a_model_from_a_gguf_file_is_saved_as_an_ordinary_one(tmp_path: Path) -> None:

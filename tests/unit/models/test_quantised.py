@@ -14,7 +14,7 @@ from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.artifacts import Artifact, load_as_trained
 from finray.models.loading import load_model
-from finray.models.quantised import QuantisedLinear, quantise_layers, resolve_bits
+from finray.models.quantised import QuantisedLinear, quantise_layers
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.planning.blueprint import build_blueprint
 from finray.planning.estimate import Setup, adapter_bytes, weight_bytes
@@ -85,13 +85,6 @@ def test_memory_of_a_real_model_is_what_the_estimate_says(smollm2_dir: Path, tmp
     expected = weight_bytes(blueprint, setup) + adapter_bytes(blueprint, setup)
     assert storages(model) == pytest.approx(expected, rel=0.02)
     assert storages(whole) > 1.8 * storages(model)
-
-
-def test_auto() -> None:
-    assert resolve_bits("auto", device="cuda", workers=1) == 8
-    assert resolve_bits("auto", device="cuda", workers=2) is None
-    assert resolve_bits("auto", device="cpu", workers=1) is None
-    assert resolve_bits("4bit", device="cpu", workers=2) == 4
 
 
 def test_the_head_and_what_is_trained_whole_stay_as_they_are() -> None:

@@ -12,7 +12,7 @@ import torch
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models.loading import build_model
-from finray.planning.blueprint import Blueprint, build_blueprint, build_meta_model
+from finray.planning.blueprint import Blueprint, build_blueprint, model_shape
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
 
@@ -59,7 +59,8 @@ def test_another_rank_would_be_seen(folders: dict[str, Path]) -> None:
 def test_no_weights_are_read(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(folders["llama"] / "config.json", tmp_path)
     assert blueprint(tmp_path, rank=4) == blueprint(folders["llama"], rank=4)
-    assert {tensor.device.type for tensor in build_meta_model(ModelConfig(name=str(tmp_path))).parameters()} == {"meta"}
+    shape = model_shape(ModelConfig(name=str(tmp_path)), AdapterConfig(), packs=True)
+    assert {tensor.device.type for tensor in shape.model.parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,15 +69,16 @@ def test_every_linear_layer_is_counted_but_the_head(folders: dict[str, Path], fa
     # By hand: two layers of four query heads of width 16 and two key heads; GPT-2 joins queries, keys and values.
     expected = {(64, 192): 2, (64, 64): 2, (64, 256): 2, (256, 64): 2} if family == "gpt2" else OTHERS
     assert {(linear.inputs, linear.outputs): count for linear, count in drawn.linears} == expected
-    assert all(linear.adapted for linear, _ in drawn.linears)
+    assert drawn.adapter == sum(4 * (linear.inputs + linear.outputs) * count for linear, count in drawn.linears)
     assert (drawn.layers, drawn.query) == (2, 64)
     assert drawn.learned_positions == (family == "gpt2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lora_can_be_thought_of(folders: dict[str, Path], family: str) -> None:
-    imagined = blueprint(folders[family], method="none").with_lora(7)
-    assert imagined == blueprint(folders[family], rank=7)
+    full = model_shape(ModelConfig(name=str(folders[family])), AdapterConfig(method="none"), packs=True)
+    assert full.with_lora(7).blueprint == blueprint(folders[family], rank=7)
+    assert full.blueprint.adapter == 0
 
 
 def test_layers_add_up_to_the_model(folders: dict[str, Path]) -> None:

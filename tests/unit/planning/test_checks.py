@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from finray.checkpoint.rundir import check_output
 from finray.config.schema import Config
 from finray.errors import ConfigError, ModelError
 from finray.planning.checks import (
     check_extras,
-    check_output,
     check_quantization,
     check_stored_model,
     quick_problems,

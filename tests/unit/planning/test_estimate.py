@@ -38,7 +38,8 @@ FULL = Blueprint(
         (LinearShape(WIDE, H), LAYERS),
     ),
 )
-LORA = FULL.with_lora(16)
+ADAPTER = 16 * LAYERS * (4 * 2 * H + 3 * (H + WIDE))
+LORA = replace(FULL, parameters=BASE + ADAPTER, trainable=ADAPTER, adapter=ADAPTER, rank=16)
 
 
 def linear(width: float) -> Cost:
@@ -64,11 +65,9 @@ def test_the_total_is_the_sum_of_the_parts_of_the_largest_phase() -> None:
 def test_state_of_full_weights_and_of_an_adapter() -> None:
     assert part(FULL, GPU, "weights") == 4 * BASE
     assert part(FULL, GPU, "optimizer") == 8 * BASE
-    adapter = 16 * LAYERS * (4 * 2 * H + 3 * (H + WIDE))
-    assert LORA.adapter == adapter
     assert part(LORA, GPU, "weights") == 2 * BASE
-    assert part(LORA, GPU, "adapter") == 4 * adapter
-    assert part(LORA, GPU, "optimizer") == 8 * adapter
+    assert part(LORA, GPU, "adapter") == 4 * ADAPTER
+    assert part(LORA, GPU, "optimizer") == 8 * ADAPTER
 
 
 def test_a_checkpoint_is_copied_by_the_workers_together_in_the_memory_of_the_cpu() -> None:
@@ -171,7 +170,7 @@ def test_logits_are_made_in_chunks_whatever_the_number_of_targets() -> None:
     few, many, all_ = (logit_bytes(LORA, GPU, Workload((8192,), targets)) for targets in (100, 2000, 8000))
     assert few < many == all_
     # Without a head that finray understands, there are as many logits as targets.
-    own = replace(LORA, plain_head=False)
+    own = replace(LORA, chunks_head=False)
     assert logit_bytes(own, GPU, Workload((8192,), 8000)) == 80 * logit_bytes(own, GPU, Workload((8192,), 100))
 
 

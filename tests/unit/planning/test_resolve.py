@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import finray
 from finray.config.load import build_config
 from finray.config.resolved import Packing, Resolved
 from finray.config.schema import Config, ModelConfig
@@ -83,6 +85,29 @@ def test_flash_attention_is_taken_where_it_runs(monkeypatch: pytest.MonkeyPatch)
     assert on(gpu("a100-40gb"), packing=UNSAFE).attention is None
     assert on(gpu("a100-40gb"), train={"precision": "fp32"}).attention == "finray_packed"
     assert on(gpu("t4-16gb"), train={"precision": "fp16"}).attention == on(CPU).attention == "finray_packed"
+
+
+def test_liger_is_taken_on_a_gpu_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not on(gpu("a100-40gb")).liger
+    assert on(CPU, train={"liger": True}).liger
+    monkeypatch.setattr(resolving, "find_spec", lambda name: name)
+    assert on(gpu("a100-40gb")).liger
+    assert not on(CPU).liger
+    assert not on(gpu("a100-40gb"), train={"liger": False}).liger
+
+
+def test_nothing_outside_of_planning_reads_an_auto() -> None:
+    """But for the format, which the columns decide, and DeepSpeed's own file, in which it means the YAML."""
+    source = Path(finray.__file__).parent
+    readers = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value == "auto"
+    }
+    others = {path for path in readers if path.split("/")[0] not in ("config", "planning")}
+    assert "planning/resolve.py" in readers
+    assert all(path.startswith(("data/formats/", "parallel/deepspeed/", "inspection/")) for path in others)
 
 
 def test_a_run_that_goes_on_keeps_what_changes_its_arithmetic() -> None:
