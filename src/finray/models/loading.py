@@ -43,11 +43,11 @@ def load_model(
     Raises:
         ModelError: it cannot be loaded, or there is no such task.
     """
+    check_exists(model.name)
+    silence_transformers()
     import transformers
 
     auto_class: Any = getattr(transformers, task_spec(model.task).auto_class)
-    check_exists(model.name)
-    silence_transformers()
     if not torch.cuda.is_available():
         # PEFT imports DeepSpeed wherever it is installed, and that prints a line unless it is told of no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -61,10 +61,10 @@ def check_packing(model: ModelConfig) -> Packing:
     Raises:
         ModelError: the configuration cannot be loaded.
     """
-    from transformers import AutoConfig
-
     check_exists(model.name)
     silence_transformers()
+    from transformers import AutoConfig
+
     try:
         config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
     except (OSError, ValueError, ImportError, KeyError) as error:

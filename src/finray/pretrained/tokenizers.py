@@ -28,7 +28,12 @@ _TOKENIZER_FILES = (
 
 
 def silence_transformers() -> None:
-    """Keep Transformers' bars and advice out of finray's output; errors still come."""
+    """Keep Transformers' bars and advice out of finray's output; errors still come.
+
+    Call it before anything else is imported from Transformers. Its package puts another module in its own place while
+    it is imported, and an import that has waited for that in another thread is handed the empty one; the next is not.
+    """
+    import transformers  # noqa: F401, I001
     import warnings
 
     from transformers.utils import logging
@@ -167,9 +172,9 @@ def new_ids(model: ModelConfig) -> tuple[int, ...]:
 
 def _plain_tokenizer(model: ModelConfig) -> Any:
     """As :func:`load_tokenizer`, without new tokens."""
+    silence_transformers()
     from transformers import AutoTokenizer
 
-    silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_options(model))
     except (OSError, ValueError, ImportError, KeyError) as error:
