@@ -108,10 +108,7 @@ class CheckpointStore:
     def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[dict[str, Any]]:
         """Write this rank's files and make them durable; returns their entries for the manifest.
 
-        Args:
-            scratch: from :meth:`begin`.
-            step: optimizer steps done.
-            fill: writes files into the directory it is given; a rank of many gets one of its own.
+        ``fill`` writes into the directory it is given: every rank has one of its own, inside that of :meth:`begin`.
 
         Raises:
             CheckpointError: they could not be written.
@@ -240,12 +237,7 @@ class CheckpointStore:
         return min(scored)[1] if scored else None
 
     def prune(self, *, keep_last: int, best: tuple[str, str] | None) -> list[int]:
-        """Delete checkpoints that no rule keeps; returns their steps.
-
-        Args:
-            keep_last: newest checkpoints kept.
-            best: the metric whose best checkpoint is kept, and its mode; None keeps none for that.
-        """
+        """Delete checkpoints that no rule keeps, and return their steps: kept are the newest, and the best if given."""
         kept = None if best is None else self.best(*best)
         doomed = to_delete(self.steps(), keep_last=keep_last, best=kept)
         for step in doomed:

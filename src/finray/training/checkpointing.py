@@ -86,10 +86,6 @@ def take_snapshot(
     """Collect a checkpoint; a collective.
 
     Args:
-        layout: what is saved of the model.
-        optimizer: whose moments are saved.
-        state: where the run stands.
-        strategy: of the group of ranks.
         others: writes what else belongs in a checkpoint; kept on rank 0.
         buffers: where copies are kept, so that training may go on while they are written; None makes none.
     """
@@ -250,11 +246,7 @@ def find_latest(store: CheckpointStore, strategy: Strategy, warn: Callable[[str]
 
     Each rank hashes a share of the files: one rank alone would take longer over a terabyte than the others wait for it.
     Newer checkpoints that are damaged are renamed, so that retention does not count them and delete good ones.
-
-    Args:
-        store: of the run.
-        strategy: of the group.
-        warn: told, on rank 0, of each newer checkpoint that had to be passed over, by file.
+    ``warn`` is told of them, by file, on rank 0.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.

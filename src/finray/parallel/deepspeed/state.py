@@ -24,46 +24,48 @@ BLOCK_KINDS = ("absmax1", "absmax2")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank keeps its elements of a parameter.
+    """Where a rank keeps its elements of a parameter."""
 
-    Attributes:
-        flat: the optimizer's vector (fp32) that holds them.
-        at: their first position in it.
-        start: the first element of the parameter.
-        count: how many; possibly none.
-    """
-
-    flat: torch.Tensor
-    at: int
-    start: int
-    count: int
+    flat: torch.Tensor  # the optimizer's vector (fp32) that holds them
+    at: int  # their first position in it
+    start: int  # the first element of the parameter
+    count: int  # how many; possibly none
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
         """The parameter's elements in a vector that is laid out like ``flat``."""
         return vector.narrow(0, self.at, self.count)
 
 
-class Partition:
-    """A weight under stage 3: each rank holds an equal share of its elements, the last one padded."""
+class ZeroWeight:
+    """A weight that DeepSpeed shares out.
+
+    Under stage 3 each rank holds an equal share of its elements, the last one padded. Under stages 1 and 2 it is whole
+    on every rank. A trained one (with a place) is in fp32 in the optimizers of the ranks that hold its elements.
+    """
 
     def __init__(self, parameter: Any, place: Place | None = None) -> None:
         self._parameter = parameter
         self._place = place
-        self.shape: tuple[int, ...] = tuple(parameter.ds_shape)
+        self.shape = _whole_shape(parameter)
         self.dtype: torch.dtype = parameter.dtype if place is None else torch.float32
 
     def load_local(self, read: Read) -> None:
         """Copy what this rank holds."""
-        share = self._parameter.ds_tensor
-        start, count = _share(self._parameter)
-        values = read_elements(read, self.shape, start, start + count)
-        share.zero_()
-        share.narrow(0, 0, count).copy_(values)
-        if self._place is not None:
-            self._place.of(self._place.flat.data).copy_(values)
-        if self._parameter.numel() == self._parameter.ds_numel:
-            # Small ones stay whole on every rank while there is training.
-            self._parameter.data.copy_(read(0, self.shape[0]) if self.shape else read(0, 1))
+        weight, place = self._parameter, self._place
+        share = getattr(weight, "ds_tensor", None)
+        if share is not None:
+            start, count = _share(weight)
+            values = read_elements(read, self.shape, start, start + count)
+            share.zero_()
+            share.narrow(0, 0, count).copy_(values)
+            if place is not None:
+                place.of(place.flat.data).copy_(values)
+        # Under stage 3, small ones stay whole on every rank while there is training.
+        if share is None or weight.numel() == weight.ds_numel:
+            whole = read(0, self.shape[0] if self.shape else 1)
+            weight.data.copy_(whole.reshape(self.shape))
+            if share is None and place is not None:
+                place.of(place.flat.data).copy_(whole.reshape(-1)[place.start : place.start + place.count])
 
     def full_tensor(self) -> torch.Tensor:
         """All of it; in fp32 where it is trained."""
@@ -76,30 +78,6 @@ class Partition:
         with GatheredParameters([self._parameter]):
             frozen: torch.Tensor = self._parameter.data.clone()
         return frozen
-
-
-class Replica:
-    """A trained weight under stages 1 and 2: whole on every rank, and in fp32 in the optimizers of some."""
-
-    def __init__(self, parameter: Any, place: Place) -> None:
-        self._parameter = parameter
-        self._place = place
-        self.shape: tuple[int, ...] = tuple(parameter.shape)
-        self.dtype = torch.float32
-
-    def load_local(self, read: Read) -> None:
-        """Copy all of it, and this rank's elements in fp32."""
-        values = read(0, self.shape[0] if self.shape else 1)
-        self._parameter.data.copy_(values.reshape(self.shape))
-        own = values.reshape(-1)[self._place.start : self._place.start + self._place.count]
-        self._place.of(self._place.flat.data).copy_(own)
-
-    def full_tensor(self) -> torch.Tensor:
-        """All of it, in fp32."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        full: torch.Tensor = safe_get_full_fp32_param(self._parameter)
-        return full
 
 
 class ZeroOptimizer:
@@ -117,7 +95,7 @@ class ZeroOptimizer:
         self._places = _places(engine)
         assert self._places.keys() == set(self.parameters.values())
         for parameter, place in self._places.items():
-            attach_store(parameter, (Partition if self._stage == 3 else Replica)(parameter, place))
+            attach_store(parameter, ZeroWeight(parameter, place))
         # What DeepSpeed wraps: over vectors instead of parameters.
         self.inner = engine.optimizer.optimizer
         self._state = stateful(self.inner)
@@ -155,7 +133,7 @@ class ZeroOptimizer:
                 found[self._block_key(kind, number)] = FlatShard(own, dist.get_rank() * len(own), whole)
         for name, parameter in self.parameters.items():
             place = self._places[parameter]
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = _whole_shape(parameter)
             for kind, value in held[place.flat].items():
                 if torch.is_tensor(value) and value.shape == place.flat.shape:
                     found[f"{name}/{kind}"] = FlatShard(place.of(value), place.start, shape)
@@ -238,3 +216,7 @@ def _share(parameter: Any) -> tuple[int, int]:
     size = parameter.ds_tensor.ds_numel
     start = min(size * parameter.ds_zero_partition_rank, parameter.ds_numel)
     return start, min(size, parameter.ds_numel - start)
+
+
+def _whole_shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

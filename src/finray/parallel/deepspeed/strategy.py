@@ -21,7 +21,7 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.parallel.base import NamedOptimizer, ProcessGroup
 from finray.parallel.deepspeed import config as deepspeed_config
-from finray.parallel.deepspeed.state import Partition, ZeroOptimizer
+from finray.parallel.deepspeed.state import ZeroOptimizer, ZeroWeight
 from finray.sharding import attach_store
 
 # Where DeepSpeed's own files lie in what it is told to write.
@@ -67,7 +67,7 @@ class DeepSpeedStrategy(ProcessGroup):
         one_by_one = _OneByOne(module, self.device, _HALVES.get(self._precision))
         self._deepspeed.zero.Init(module=one_by_one, config_dict_or_path=self._settings(module))
         for parameter in module.parameters():
-            attach_store(parameter, Partition(parameter))
+            attach_store(parameter, ZeroWeight(parameter))
 
     def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
         """DeepSpeed's engine around the module, with the optimizer of the JSON or, without one, with finray's."""
