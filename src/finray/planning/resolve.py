@@ -98,6 +98,11 @@ def resolve(
     return replace(found, strategy=choice.strategy)
 
 
+def needs_torch(config: Config) -> bool:
+    """Whether :func:`resolve` will estimate the model's memory."""
+    return config.parallel.strategy == "auto" and config.cluster.num_workers > 1
+
+
 def _attention(model: ModelConfig, device: Device, precision: Precision, before: Resolved | None) -> str:
     """Transformers' name of the attention over packed rows."""
     # FlashAttention 2 needs an Ampere GPU or a later one, as bf16 does. The driver's packages stand for the workers'.

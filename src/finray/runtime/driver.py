@@ -25,7 +25,7 @@ from finray.data.dataset.report import preparation_report
 from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
-from finray.planning.resolve import cached_packing, packing_of, resolve
+from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
 from finray.records import Note, Record, RunSummary
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
@@ -121,7 +121,7 @@ def train(
         # GPUs.
         hide_torch &= not Path("/proc/driver/nvidia").exists()
         hide_torch &= config.data.converter is None and cached_packing(config.model) is not None
-        hide_torch &= config.parallel.strategy != "auto" or config.cluster.num_workers == 1
+        hide_torch &= not needs_torch(config)
         with (
             start_preparation(config, hide_torch=hide_torch) as preparation,
             connect(config, run, handle) as connected,
