@@ -43,9 +43,10 @@ class SavedLayout:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is saved, by name; tensors may be shards. Those of a residual have ``:pissa_residual`` behind it."""
+        # First: FSDP shards again by it what an evaluation has left whole, and frees that memory.
+        kept = self._model.state_dict().keys()
         named = dict(self._model.named_parameters())
         if not self._is_adapter:
-            kept = self._model.state_dict().keys()
             return named | {name: buffer for name, buffer in self._model.named_buffers() if name in kept}
         from peft import get_peft_model_state_dict
 
