@@ -19,13 +19,14 @@ from finray.data.sampling.collate import Batch
 from finray.models import adapters, attention, fused_lora
 from finray.models.blocks import blocks_of, wrap_blocks
 from finray.models.roles import roles_of
+from finray.parallel import fsdp
 from finray.parallel.base import ProcessGroup
 from finray.parallel.ddp import DDPStrategy
 from finray.parallel.fsdp import FSDPStrategy
 from finray.tasks.causal_lm import CausalLM
 from finray.training.loader import StepData
 from finray.training.nonfinite import NonFiniteGuard
-from finray.training.optim.optimizer import Optimizer, torch_optimizer
+from finray.training.optim.optimizer import Optimizer
 from finray.training.state import TrainState
 from finray.training.step import evaluate, train_step
 from tests.support.fake_cuda import DEVICE, Operations, fake_cuda, on_fake_cuda, two_fake_ranks
@@ -63,14 +64,8 @@ def one_step(
     """A step of two micro-batches; the gradients that the optimizer was given."""
     train = TrainConfig(optimizer=optimizer, precision=precision)
     strategy.shard(task.module, blocks_of(task.model))
-    parameters = task.trainable()
-    options: dict[str, Any] = {"roles": roles_of(task.model)}
-    task.module, updates = strategy.prepare(
-        task.module,
-        parameters,
-        lambda: Optimizer(parameters, train, **options),
-        lambda: torch_optimizer(parameters, train, **options),
-    )
+    made = Optimizer(task.trainable(), train, roles=roles_of(task.model))
+    task.module, updates = strategy.prepare(task.module, made)
     state = TrainState(random_key=1, data="")
     guard = NonFiniteGuard(state, DEVICE, scaled=precision == "fp16")
     gradients: dict[str, torch.Tensor] = {}
@@ -173,7 +168,7 @@ def test_what_waits_for_the_device_is_seen() -> None:
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_fsdp_gathers_in_bf16_and_reduces_fp32_shards(monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
     with two_fake_ranks() as mesh, task_on_cuda("llama", lora=lora) as (task, operations):
-        monkeypatch.setattr(FSDPStrategy, "_mesh", lambda strategy: mesh)
+        monkeypatch.setattr(fsdp, "init_device_mesh", lambda device, shape, **names: mesh)
         strategy = FSDPStrategy(DEVICE, ParallelConfig(strategy="fsdp"), precision="bf16")
         gradients = one_step(task, strategy)
         trained = task.trainable()

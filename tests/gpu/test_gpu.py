@@ -28,6 +28,7 @@ from finray.tasks.causal_lm import CausalLM
 from finray.training.assemble import Assembled, assemble
 from tests.integration.test_reference import naive_rows
 from tests.support import runs, tiny
+from tests.unit.models.test_adapters import save_adapter
 from tests.unit.models.test_packing_families import assert_equal_gradients, batch_of, gradients, packed_model, rows
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use (CUDA)")
@@ -132,14 +133,15 @@ def long_rows() -> Items:
 def watch_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the kernel do its work; the list gets the tokens of every call."""
     calls: list[int] = []
-    kernel = attention._varlen_kernel()
-    assert kernel is not None, "this torch has no varlen_attn with the arguments that are wanted"
+    varlen = attention._varlen()
+    assert varlen is not None, "this torch has no varlen_attn with the arguments that are wanted"
+    kernel, takes_groups = varlen
 
-    def watched(query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        calls.append(query.shape[2])
-        return kernel(query, *rest)
+    def watched(query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append(query.shape[0])
+        return kernel(query, *rest, **options)
 
-    monkeypatch.setattr(attention, "_varlen_kernel", lambda: watched)
+    monkeypatch.setattr(attention, "_varlen", lambda: (watched, takes_groups))
     return calls
 
 
@@ -158,7 +160,7 @@ def check_kernel_against_rows(monkeypatch: pytest.MonkeyPatch, task: CausalLM) -
         loss, grads = learn(task, batch)
         assert calls.count(batch.tokens) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "_varlen_kernel", lambda: None)
+        patch.setattr(attention, "_varlen", lambda: None)
         expected_loss, expected = learn(task, batch)
     assert loss == pytest.approx(expected_loss, rel=2e-3)
     assert runs.relative_difference(expected, grads) < 2e-2
@@ -245,8 +247,7 @@ def run_on_gpu(plain: dict[str, Any], run_dir: Path, before: Callable[[Assembled
     if before is not None:
         before(assembled)
     assembled.loop.run()
-    for tracker in assembled.loop.trackers:
-        tracker.close()
+    assembled.loop.trackers.finish()
     return assembled
 
 
@@ -308,7 +309,7 @@ def test_twenty_steps_in_fp32_agree_with_a_plain_loop(tiny_model_dir: Path, tmp_
         train={**train, "schedule": "linear", "warmup_steps": 0, "precision": "fp32"},
         checkpoint={"every_steps": 100},
     )
-    run_on_gpu(plain, tmp_path / "run", lambda made: adapters.save_adapter(made.loop.task.model, tmp_path))
+    run_on_gpu(plain, tmp_path / "run", lambda made: save_adapter(made.loop.task.model, tmp_path))
     model = plain_model(tiny_model_dir, runs.adapter_weights(tmp_path))
     data = naive_rows(AutoTokenizer.from_pretrained(str(tiny_model_dir)), tiny.chat_rows(30))
     losses, norms = plain_loop(model, data, plain["run"]["seed"])
@@ -337,7 +338,7 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(
     run_on_gpu(plain, whole)
     shutil.copytree(whole, cut)
     shutil.rmtree(cut / "checkpoint-000008")
-    assert run_on_gpu(plain, cut).header["step"] == 4
+    assert run_on_gpu(plain, cut).header.step == 4
     assert runs.trace(cut) == runs.trace(whole)
     weights = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
     for name in (weights, "training_state/optimizer-00001-of-00001.safetensors"):
