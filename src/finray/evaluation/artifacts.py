@@ -9,7 +9,6 @@ import torch
 
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.rundir import RunDir
-from finray.config.resolved import Precision
 from finray.errors import ModelError
 from finray.hardware import cpu_has_bf16
 from finray.models.artifacts import Artifact, read_artifact
@@ -55,12 +54,13 @@ def inference_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() and not os.environ.get("FINRAY_CPU") else "cpu")
 
 
-def inference_dtype(precision: Precision | None, device: torch.device) -> torch.dtype:
+def inference_dtype(precision: str | None, device: torch.device) -> torch.dtype:
     """Dtype of weights for inference: that of training, or bf16 where it is not known.
 
     fp32 where a device would emulate that (torch does so for bf16 on a T4): fp16 on a CPU is about 40 times slower. A
     GPU keeps a dtype that was trained in all the same, because fp32 may not fit into its memory.
     """
+    precision = precision if precision in DTYPES else None
     if device.type == "cpu":
         fast = precision in (None, "bf16") and cpu_has_bf16()
     else:

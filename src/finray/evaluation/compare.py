@@ -98,7 +98,8 @@ def evaluate(
     resolved = run.resolved()
     packs = check_packing(config.model).safe if resolved is None else resolved.packs
     device = inference_device()
-    dtype = inference_dtype(None if resolved is None else resolved.precision, device)
+    # A run of a version that kept no resolved.json may still name its precision.
+    dtype = inference_dtype(config.train.precision if resolved is None else resolved.precision, device)
 
     def score(name: str, model: Any) -> tuple[float, list[str]]:
         """Mean loss and answers."""
