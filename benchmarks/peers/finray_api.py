@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,7 +45,9 @@ def prepared_on_ray(ray: Any, config: Any, env: dict[str, str]) -> str:
         from finray.data.dataset.prepare import start_preparation
     except ImportError:
         return str(prepare(ray, config, env=env))
-    with start_preparation(config) as preparation:
+    # As the commands do; this process loads no model.
+    hide: dict[str, Any] = {"hide_torch": True} if "hide_torch" in signature(start_preparation).parameters else {}
+    with start_preparation(config, **hide) as preparation:
         return str(prepare(ray, preparation, env=env))
 
 
