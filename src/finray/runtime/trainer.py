@@ -2,8 +2,8 @@
 
 Every actor is a process that costs a start one to two seconds of CPU, and Ray Train starts six beside the workers. Some
 are switched off by environment variables (:mod:`finray.runtime.cluster`). The methods that :class:`Trainer` overrides
-for the others are private in Ray 2.60: where a version of Ray has none of these names, nothing is overridden, and a
-start takes longer.
+for the others are private in Ray 2.60: a version of Ray that does not call them starts those processes as usual. One
+that has moved the modules imported here fails, so pyproject.toml names the version.
 """
 
 from __future__ import annotations
