@@ -31,7 +31,6 @@ TABLES: dict[str, dict[str, str]] = {
         "pissa": "finray.models.adapter_methods:PISSA",
     },
     "finray.trackers": {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"},
-    "finray.converters": {},
     "finray.metrics": {"exact_match": "finray.evaluation.metrics:exact_match"},
 }
 
@@ -84,6 +83,5 @@ def named(group: str, *others: str) -> Callable[[str], str]:
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
-    names = ", ".join(known)
-    others = f"known names are {names}, or your own as" if names else "write your own as"
-    return f"unknown name `{name}`{did_you_mean(name, known)}; {others} package.module:Name"
+    hint = did_you_mean(name, known)
+    return f"unknown name `{name}`{hint}; known names are {', '.join(known)}, or your own as package.module:Name"

@@ -425,7 +425,7 @@ def test_a_converter_that_fails_is_named_with_its_row(
     [
         ("no_such_module_here:shape", "cannot be imported"),
         ("json:no_such_function", "cannot be imported"),
-        ("json", "package.module:Name"),
+        ("json", "package.module:function"),
         ("json:__doc__", "is not a function"),
     ],
 )

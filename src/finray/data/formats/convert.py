@@ -6,15 +6,16 @@ A row that does not fit is a :class:`DataError` without a place; the caller, who
 from __future__ import annotations
 
 import hashlib
+import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finray.config.extensions import load_named
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
 from finray.errors import ConfigError, DataError, did_you_mean
@@ -353,12 +354,25 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The converter of a name: of an entry point, or ``package.module:function``.
+    """The function that ``package.module:function`` names; the working directory is searched too.
 
     Raises:
         ConfigError: there is none.
     """
-    function = load_named("finray.converters", path, where="data.converter")
+    module_name, colon, name = path.partition(":")
+    if not colon:
+        raise ConfigError("a converter is written package.module:function", where=f"data.converter={path}")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the converter cannot be imported: {error}",
+            where=f"data.converter={path}",
+            repair="the module must lie in the working directory or be installed where Ray's workers run",
+        ) from None
     if not callable(function):
         raise ConfigError("the converter is not a function", where=f"data.converter={path}")
     return function  # type: ignore[no-any-return]
