@@ -39,7 +39,6 @@ CONFIG_PROBLEMS: list[tuple[list[str], list[str]]] = [
     (["modle.name=x"], ["modle: unknown key", "did you mean `model`?"]),
     (["adapter.learning_rate=1"], ["did you mean `train.learning_rate`?"]),
     (["adapter.rank=eight"], ["adapter.rank: ", "'eight'"]),
-    (["train.epochs=1"], ["set epochs or max_steps, not both"]),
     (["evaluation.every_steps=5"], ["nothing to evaluate on"]),
     (["evaluation.early_stopping={patience: 3}"], ["evaluation.early_stopping: ", "set evaluation.every_steps"]),
     (["run.name=../up"], ["run.name: becomes a directory name"]),

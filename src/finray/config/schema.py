@@ -310,13 +310,49 @@ class ProfileConfig(Section):
         return self
 
 
+class ScheduleOptions(Section):
+    """What a schedule has besides its warm-up and `train.min_learning_rate`; names and defaults are Transformers'."""
+
+    power: float | None = Field(
+        None, gt=0, description="`polynomial`: power of the share of steps that are left. null is 1, a line."
+    )
+    num_cycles: PositiveInt | None = Field(
+        None, description="`cosine_with_restarts`: number of cosines, each of which starts at the peak. null is 1."
+    )
+    timescale: PositiveInt | None = Field(
+        None,
+        description="`inverse_sqrt`: steps; 3 times as many after the warm-up, the rate is half the peak. null is the "
+        "steps of warm-up, or 10,000 without one.",
+    )
+    num_decay_steps: PositiveInt | None = Field(
+        None, description="`wsd`: steps of the decay at the end. null is a tenth of all steps."
+    )
+    decay_type: Literal["cosine", "linear", "1-sqrt"] | None = Field(
+        None, description="`wsd`: shape of the decay. null is `cosine`."
+    )
+
+
+# Which of them a schedule takes.
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "cosine": (),
+    "linear": (),
+    "constant": (),
+    "wsd": ("num_decay_steps", "decay_type"),
+    "polynomial": ("power",),
+    "cosine_with_restarts": ("num_cycles",),
+    "inverse_sqrt": ("timescale",),
+}
+
+
 class TrainConfig(Section):
     """Optimisation."""
 
     epochs: float | None = Field(
         None, gt=0, description="Passes over the data. 1 if neither `epochs` nor `max_steps` is set."
     )
-    max_steps: PositiveInt | None = Field(None, description="Number of optimizer steps, instead of `epochs`.")
+    max_steps: PositiveInt | None = Field(
+        None, description="Number of optimizer steps. Where it is set, `epochs` is not used."
+    )
     global_batch_size: PositiveInt = Field(
         8,
         description="Packs (without packing: rows) per optimizer step, over all workers and accumulation steps.",
@@ -328,8 +364,20 @@ class TrainConfig(Section):
     )
     learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
     min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
-    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay after warm-up.")
-    warmup_steps: int | None = Field(None, ge=0, description="Steps of linear warm-up, instead of `warmup_ratio`.")
+    schedule: Literal["cosine", "linear", "constant", "wsd", "polynomial", "cosine_with_restarts", "inverse_sqrt"] = (
+        Field(
+            "cosine",
+            description="Shape of the decay after warm-up. `wsd` (warm-up, stable, decay) stays at the peak and falls "
+            "at the end. `constant` and `inverse_sqrt` do not depend on the number of steps.",
+        )
+    )
+    schedule_options: ScheduleOptions | None = Field(
+        None,
+        description="What the schedule has besides: `{power: 2}`. An option of another schedule is an error.",
+    )
+    warmup_steps: int | None = Field(
+        None, ge=0, description="Steps of linear warm-up. Where it is set, `warmup_ratio` is not used."
+    )
     warmup_ratio: Ratio = Field(0.03, description="Share of all steps used for warm-up.")
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = Field(
         "adamw",
@@ -379,11 +427,28 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        if self.epochs is not None and self.max_steps is not None:
-            raise ValueError("set epochs or max_steps, not both")
         if self.min_learning_rate > self.learning_rate:
             raise ValueError("min_learning_rate is larger than learning_rate")
+        takes = SCHEDULES[self.schedule]
+        for name, value in self.schedule_options or ():
+            if value is not None and name not in takes:
+                owner = next(schedule for schedule, names in SCHEDULES.items() if name in names)
+                raise ValueError(
+                    f"train.schedule_options.{name} is of the schedule {owner}, and train.schedule is {self.schedule}; "
+                    f"leave it out, or set train.schedule to {owner}"
+                )
         return self
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """What is set and not used, because another field takes its place; in words."""
+        found = []
+        if self.max_steps is not None and self.epochs is not None:
+            found.append(f"train.max_steps={self.max_steps} takes the place of train.epochs={self.epochs:g}")
+        ratio = self.warmup_ratio
+        if self.warmup_steps is not None and ratio != TrainConfig.model_fields["warmup_ratio"].default:
+            found.append(f"train.warmup_steps={self.warmup_steps} takes the place of train.warmup_ratio={ratio:g}")
+        return tuple(found)
 
 
 class ParallelConfig(Section):

@@ -212,7 +212,7 @@ def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     return DataPlan(
         **{name: getattr(report, name) for name in same},
-        notes=tuple(report.notes),
+        notes=(*report.notes, *train.replaced),
         steps=steps,
         epochs=passes,
         seen_tokens=round(passes * report.tokens),

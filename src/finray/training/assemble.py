@@ -105,6 +105,8 @@ def assemble(
     header = _header(config, resolved, task, strategy, loader, evaluation, step=state.step, total_steps=steps)
     if first:
         notify(header)
+        for message in config.train.replaced:
+            notify(Note(message, state.step))
         for message in warnings_of(config.train, strategy.device):
             warn(message, state.step)
     trackers, extras = on_all_ranks(

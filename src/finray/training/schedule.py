@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from finray.config.schema import TrainConfig
+from finray.config.schema import ScheduleOptions, TrainConfig
 
 
 def warmup_steps(train: TrainConfig, total: int) -> int:
@@ -15,17 +15,33 @@ def warmup_steps(train: TrainConfig, total: int) -> int:
 def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
     """The learning rate of an update.
 
-    Linear from peak/W to the peak over W updates of warm-up, then along a cosine (Loshchilov & Hutter 2017), a line,
-    or not at all, towards ``train.min_learning_rate``, which is reached one update after the last.
-    ``update`` counts those done before this one, ``total`` those of the run.
+    Linear from peak/W to the peak over W updates of warm-up, then along the schedule towards
+    ``train.min_learning_rate``, which is reached one update after the last; ``inverse_sqrt`` never falls below it.
+    After the warm-up the formulas are those of Transformers' ``get_scheduler``. ``update`` counts those done before
+    this one, ``total`` those of the run.
     """
-    peak, low = train.learning_rate, train.min_learning_rate
+    peak, low, options = train.learning_rate, train.min_learning_rate, train.schedule_options or ScheduleOptions()
     warm = warmup_steps(train, total)
     if update < warm:
         return peak * (update + 1) / warm
+    if train.schedule == "inverse_sqrt":
+        timescale = options.timescale or warm or 10_000
+        return max(low, peak / math.sqrt((update - warm + timescale) / timescale))
     progress = min(1.0, (update - warm) / max(1, total - warm))
     if train.schedule == "cosine":
         return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
     if train.schedule == "linear":
         return peak + (low - peak) * progress
+    if train.schedule == "polynomial":
+        return low + (peak - low) * math.pow(1.0 - progress, options.power or 1.0)
+    if train.schedule == "cosine_with_restarts":
+        # At the end the last cosine is done, and no other begins.
+        within = progress * (options.num_cycles or 1) % 1.0 if progress < 1.0 else 1.0
+        return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * within))
+    if train.schedule == "wsd":
+        decay = min(options.num_decay_steps or math.ceil(total / 10), max(1, total - warm))
+        done = min(1.0, max(0.0, (update - (total - decay)) / decay))
+        cosine = 0.5 * (1.0 + math.cos(math.pi * done))
+        shapes = {"cosine": cosine, "linear": 1.0 - done, "1-sqrt": 1.0 - math.sqrt(done)}
+        return low + (peak - low) * shapes[options.decay_type or "cosine"]
     return peak

@@ -205,3 +205,11 @@ def test_files_that_lack_weights(plan: Planner, tiny_model_dir: Path, tmp_path: 
     assert "would be random" in texts(plan(model=copy))
     (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-10])
     assert "damaged" in texts(plan(model=copy))
+
+
+def test_max_steps_takes_the_place_of_epochs_and_the_plan_says_so(plan: Planner) -> None:
+    found = plan(train={"max_steps": 7, "epochs": 3, "global_batch_size": 8})
+    assert found.starts, texts(found)
+    assert found.data is not None
+    assert found.data.steps == 7
+    assert "train.max_steps=7 takes the place of train.epochs=3" in found.data.notes

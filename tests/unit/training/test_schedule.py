@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import get_scheduler
 
-from finray.config.schema import TrainConfig
+from finray.config.load import build_config
+from finray.config.schema import SCHEDULES, TrainConfig
+from finray.errors import ConfigError
 from finray.training.schedule import learning_rate, warmup_steps
 
 
@@ -17,18 +20,86 @@ def rates(total: int, **fields: object) -> list[float]:
     return [learning_rate(train, update=update, total=total) for update in range(total)]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "theirs"), [("cosine", get_cosine_schedule_with_warmup), ("linear", get_linear_schedule_with_warmup)]
-)
-def test_the_decay_is_that_of_transformers(schedule: str, theirs: object) -> None:
+# finray's fields, and the name and arguments of the same schedule in Transformers; the peak is 1.
+ALIKE: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"schedule": "cosine"}, "cosine", {}),
+    ({"schedule": "cosine", "min_learning_rate": 0.2}, "cosine_with_min_lr", {"min_lr": 0.2}),
+    ({"schedule": "linear"}, "linear", {}),
+    ({"schedule": "constant"}, "constant_with_warmup", {}),
+    ({"schedule": "polynomial"}, "polynomial", {"lr_end": 0.0}),
+    (
+        {"schedule": "polynomial", "schedule_options": {"power": 2.5}, "min_learning_rate": 0.1},
+        "polynomial",
+        {"power": 2.5, "lr_end": 0.1},
+    ),
+    ({"schedule": "cosine_with_restarts"}, "cosine_with_restarts", {}),
+    (
+        {"schedule": "cosine_with_restarts", "schedule_options": {"num_cycles": 3}},
+        "cosine_with_restarts",
+        {"num_cycles": 3},
+    ),
+    ({"schedule": "inverse_sqrt"}, "inverse_sqrt", {}),
+    ({"schedule": "inverse_sqrt", "schedule_options": {"timescale": 7}}, "inverse_sqrt", {"timescale": 7}),
+    ({"schedule": "wsd"}, "warmup_stable_decay", {"num_decay_steps": 4}),
+    *(
+        (
+            {
+                "schedule": "wsd",
+                "schedule_options": {"num_decay_steps": 13, "decay_type": shape},
+                "min_learning_rate": 0.1,
+            },
+            "warmup_stable_decay",
+            {"num_decay_steps": 13, "decay_type": shape, "min_lr_ratio": 0.1},
+        )
+        for shape in ("cosine", "linear", "1-sqrt")
+    ),
+]
+
+
+@pytest.mark.parametrize(("ours", "name", "arguments"), ALIKE)
+def test_after_the_warm_up_the_schedule_is_that_of_transformers(
+    ours: dict[str, Any], name: str, arguments: dict[str, Any]
+) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = theirs(optimizer, 5, 40)  # type: ignore[operator]
+    scheduler = get_scheduler(name, optimizer, 5, 40, scheduler_specific_kwargs=arguments)
     expected = []
     for _ in range(40):
         expected.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    assert rates(40, schedule=schedule, warmup_steps=5)[5:] == pytest.approx(expected[5:])
+    assert rates(40, **ours, warmup_steps=5)[5:] == pytest.approx(expected[5:])
+
+
+def test_every_schedule_is_compared_with_transformers() -> None:
+    assert {ours["schedule"] for ours, _, _ in ALIKE} == SCHEDULES.keys()
+    assert set(SCHEDULES) == set(TrainConfig.model_fields["schedule"].annotation.__args__)  # type: ignore[union-attr]
+
+
+def test_without_warm_up_inverse_sqrt_has_transformers_timescale_and_a_floor() -> None:
+    values = rates(30_001, schedule="inverse_sqrt", warmup_steps=0, min_learning_rate=0.6)
+    assert values[5_000] == pytest.approx(1.5**-0.5)
+    assert values[30_000] == 0.6
+
+
+def test_a_decay_that_is_longer_than_the_run_begins_after_the_warm_up() -> None:
+    fields: dict[str, Any] = {"schedule": "wsd", "schedule_options": {"num_decay_steps": 99, "decay_type": "linear"}}
+    assert rates(6, **fields, warmup_steps=2) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "said"),
+    [
+        ("cosine", {"num_cycles": 2}, "of the schedule cosine_with_restarts, and train.schedule is cosine"),
+        ("wsd", {"power": 2.0}, "train.schedule_options.power is of the schedule polynomial"),
+        ("polynomial", {"powr": 2.0}, "train.schedule_options.powr: unknown key (did you mean `power`?)"),
+        ("polynomial", {"power": 0}, "train.schedule_options.power"),
+    ],
+)
+def test_an_option_of_another_schedule_is_refused(schedule: str, options: dict[str, Any], said: str) -> None:
+    train = {"schedule": schedule, "schedule_options": options}
+    with pytest.raises(ConfigError) as caught:
+        build_config({"model": {"name": "m"}, "data": {"source": "d"}, "train": train}, source="test")
+    assert said in str(caught.value)
 
 
 def test_warm_up_is_linear_and_wastes_no_step() -> None:
@@ -46,3 +117,10 @@ def test_the_minimum_is_approached_and_never_passed(schedule: str) -> None:
 def test_warm_up_by_ratio_or_steps() -> None:
     assert warmup_steps(TrainConfig(warmup_ratio=0.1), 95) == 10
     assert warmup_steps(TrainConfig(warmup_ratio=0.1, warmup_steps=0), 95) == 0
+
+
+def test_fields_whose_place_another_takes_are_named() -> None:
+    assert TrainConfig(epochs=3, max_steps=4).replaced == ("train.max_steps=4 takes the place of train.epochs=3",)
+    replaced = TrainConfig(warmup_ratio=0.1, warmup_steps=0).replaced
+    assert replaced == ("train.warmup_steps=0 takes the place of train.warmup_ratio=0.1",)
+    assert TrainConfig(epochs=3, warmup_ratio=0.1).replaced == TrainConfig(max_steps=3, warmup_steps=4).replaced == ()
