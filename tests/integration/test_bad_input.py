@@ -42,6 +42,7 @@ CONFIG_PROBLEMS: list[tuple[list[str], list[str]]] = [
     (["evaluation.every_steps=5"], ["nothing to evaluate on"]),
     (["evaluation.early_stopping={patience: 3}"], ["evaluation.early_stopping: ", "set evaluation.every_steps"]),
     (["run.name=../up"], ["run.name: becomes a directory name"]),
+    (["cluster.env={'A=B': x}"], ["cluster.env: 'A=B' is no variable of an environment"]),
     (["cluster.env={HF_TOKEN: hf_abcdefghijklmnopqrst}"], ["HF_TOKEN looks like a secret"]),
     (
         ["train.max_steps=0", "data.max_length=x", "nonsense"],

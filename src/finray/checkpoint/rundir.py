@@ -179,19 +179,18 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
 
 
 def check_output(config: Config) -> None:
-    """See that the output directory can be written, by writing to it; nothing is left behind.
+    """See that the output directory can be written; nothing is left behind.
+
+    What is not there yet is not made: another command that starts at the same time would find it, and lose it again.
+    The nearest directory that is there is written to instead.
 
     Raises:
         ConfigError: it cannot.
     """
     folder = run_path(config).parent
-    made: list[Path] = []
     try:
-        for place in (*reversed(folder.parents), folder):
-            if not place.exists():
-                place.mkdir()
-                made.append(place)
-        probe = folder / f".finray-write-probe-{os.getpid()}"
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        probe = place / f".finray-write-probe-{os.getpid()}"
         try:
             probe.write_bytes(b"probe")
         finally:
@@ -202,9 +201,6 @@ def check_output(config: Config) -> None:
             where=f"run.output_dir={folder}",
             repair="choose another directory with run.output_dir, or mend its permissions",
         ) from None
-    finally:
-        for place in reversed(made):
-            place.rmdir()
 
 
 def saved_config(run: RunDir) -> Config:

@@ -57,7 +57,7 @@ class RunView:
                 self._console.print("the workers were restarted", style="bold yellow", highlight=False)
             for line in header_lines(record):
                 self._console.print(line, highlight=False, soft_wrap=True)
-            self._progress = ConsoleTracker(self._console, total_steps=record.total_steps)
+            self._progress = ConsoleTracker(self._console, total_steps=record.total_steps, step=record.step)
         elif isinstance(record, PrepareProgress):
             self._preparing = self._preparing or PrepareView(self._console, total=record.total)
             self._preparing.show(record)

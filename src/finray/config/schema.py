@@ -583,6 +583,9 @@ class ClusterConfig(Section):
     @field_validator("env")
     @classmethod
     def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, content in value.items():
+            if not name or "=" in name or "\0" in name + content:
+                raise ValueError(f"{name!r} is no variable of an environment: a name has no `=`, and nothing a NUL")
         secret = sorted(name for name in value if is_secret_name(name))
         if secret:
             raise ValueError(f"{', '.join(secret)} looks like a secret; set it in the environment of the nodes instead")

@@ -20,10 +20,11 @@ class _View:
         console: where to.
         what: the word beside the bar.
         total: steps (or parts) of the whole.
+        done: how many of them there are already.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float]) -> None:
+    def __init__(self, console: Console, what: str, total: int, clock: Callable[[], float], done: int = 0) -> None:
         self._console = console
         self._total = total
         self._clock = clock
@@ -34,7 +35,7 @@ class _View:
             self._progress = Progress(
                 TextColumn(what), BarColumn(), MofNCompleteColumn(), line, TimeRemainingColumn(), console=console
             )
-            self._task = self._progress.add_task(what, total=total, line="")
+            self._task = self._progress.add_task(what, total=total, completed=done, line="")
             self._progress.start()
 
     def _show(self, done: int, line: str, now: float, plain: str) -> None:
@@ -54,8 +55,10 @@ class _View:
 class ConsoleTracker(_View):
     """Shows a training; the last step's line is never left out."""
 
-    def __init__(self, console: Console, *, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(console, "training", total_steps, clock)
+    def __init__(
+        self, console: Console, *, total_steps: int, step: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(console, "training", total_steps, clock, done=step)
         self._first: tuple[int, float] | None = None
 
     def log(self, record: TrainRecord | EvalRecord) -> None:

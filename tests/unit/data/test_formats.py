@@ -399,6 +399,8 @@ def test_converters(own: Callable[[str], str], body: str, wanted: list[Any]) -> 
         ("return [5]", "must return a row"),
         ("return row['b']", "the converter failed: KeyError: 'b'"),
         ("yield {'text': row['b']}", "the converter failed: KeyError: 'b'"),
+        ("import sys; sys.exit()", "the converter failed: SystemExit"),
+        ("yield exit(3)", "the converter failed: SystemExit: 3"),
         ("return {'foo': 1}", "the columns are not those of a format (foo)"),
         ("return {'text': None}", "`text` is null"),
     ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,28 @@ def test_the_output_directory_is_tried_and_left_as_it_was(plain: dict[str, Any],
     (tmp_path / "deep" / "out").mkdir(parents=True)
     check_output(config)
     assert list((tmp_path / "deep" / "out").iterdir()) == []
+
+
+def test_commands_that_start_together_do_not_take_the_output_directory_from_each_other(
+    plain: dict[str, Any], tmp_path: Path
+) -> None:
+    """Four look at it while four make it and a directory in it, as `open_run` does, and remove that again."""
+    config = with_fields(plain)
+    out = tmp_path / "deep" / "out"
+
+    def look(_: int) -> None:
+        check_output(config)
+
+    def make(number: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / str(number)).mkdir()
+        (out / str(number)).rmdir()
+
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(100):
+            shutil.rmtree(tmp_path / "deep", ignore_errors=True)
+            started = [pool.submit(look if one % 2 else make, one) for one in range(8)]
+            assert [one.exception() for one in started] == [None] * 8, number
 
 
 def test_an_output_directory_below_a_file(plain: dict[str, Any], tmp_path: Path) -> None:

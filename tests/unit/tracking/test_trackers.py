@@ -219,6 +219,13 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "4/4" in target.getvalue()
 
 
+def test_the_bar_of_a_continued_run_starts_where_it_stands() -> None:
+    target = io.StringIO()
+    ConsoleTracker(Console(file=target, width=120, force_terminal=True), total_steps=26, step=4).close()
+    assert "4/26" in target.getvalue()
+    assert "0/26" not in target.getvalue()
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(3.4, "3s"), (65, "1m05s"), (3720, "1h02m")])
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text

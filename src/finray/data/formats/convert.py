@@ -383,8 +383,9 @@ def _converted(function: Callable[..., Any], row: Columns, *, has_chat_template:
         result = function(dict(row))
         # A generator runs, and fails, only here.
         rows = list(result) if isinstance(result, Iterable) and not isinstance(result, Mapping | str) else [result]
-    except Exception as error:
-        # Whatever the user's own code raises is about this row.
+    except (Exception, SystemExit) as error:
+        # Whatever the user's own code raises is about this row. One that ends its process would be started by Ray again
+        # and again, and end a command without a word.
         raise DataError(f"the converter failed: {type(error).__name__}: {error}") from None
     if result is None:
         return []
