@@ -35,7 +35,7 @@ def run(kind: str, folder: Path, *, mesh: DeviceMesh | None = None, start_from: 
         parameters[name] = torch.nn.Parameter(own if mesh is None else distribute_tensor(own, mesh, [Shard(0)]))
     optimizer = Optimizer(parameters, train_config(kind), roles=ROLES)
     if start_from is not None and any(start_from.glob("optimizer-*")):
-        optimizer.load_sharded_state(PieceReader(start_from, "optimizer"))
+        optimizer.load_sharded_state(PieceReader(start_from, "optimizer", [path.name for path in start_from.iterdir()]))
     for number in range(HALF if start_from else 0, STEPS):
         for name, value in gradients(number).items():
             parameters[name].grad = value if mesh is None else distribute_tensor(value, mesh, [Shard(0)])

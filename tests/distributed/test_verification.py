@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from finray import files
 from finray.checkpoint import CheckpointStore, manifest
 from finray.errors import CheckpointError
 from finray.parallel.ddp import DDPStrategy
@@ -44,14 +45,14 @@ def _look(run_dir: Path, strategy: DDPStrategy) -> dict[str, Any]:
         own = "whole"
     except CheckpointError as error:
         own = str(error)
-    real = manifest.file_digest
+    real = files.digest_of
 
     def spy(path: Path) -> str:
         hashed.append(f"{path.parent.name}/{path.name}")
         return real(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "file_digest", spy)
+        patch.setattr(files, "digest_of", spy)
         try:
             found = find_latest(store, strategy, warnings.append)
             result = f"step {found.step}" if found is not None else "nothing"

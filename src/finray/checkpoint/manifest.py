@@ -2,84 +2,79 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import TypedDict
 
 from finray.errors import CheckpointError
+from finray.files import FileKind, digest_of, sealed
 
 FORMAT_VERSION = 2
 NAME = "manifest.json"
+_FILES = FileKind(CheckpointError)
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256, in hexadecimal."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+class Entry(TypedDict):
+    """What a manifest says of one file of its directory."""
+
+    path: str
+    bytes: int
+    sha256: str
 
 
-def _seal(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+class Content(TypedDict):
+    """What a manifest says."""
+
+    format_version: int
+    step: int
+    metrics: dict[str, float]
+    files: list[Entry]
 
 
-def entry(folder: Path, path: Path) -> dict[str, Any]:
+def entry(folder: Path, path: Path) -> Entry:
     """What a manifest says of one file of a directory."""
-    return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": file_digest(path)}
+    return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": digest_of(path)}
 
 
-def write(folder: Path, entries: Iterable[dict[str, Any]], *, step: int, metrics: dict[str, float]) -> None:
+def write(folder: Path, entries: Iterable[Entry], *, step: int, metrics: dict[str, float]) -> None:
     """Write the manifest of a directory with these files."""
-    files = sorted(entries, key=lambda item: str(item["path"]))
+    files = sorted(entries, key=lambda item: item["path"])
     content = {"format_version": FORMAT_VERSION, "step": step, "metrics": metrics, "files": files}
-    (folder / NAME).write_text(json.dumps({**content, "seal": _seal(content)}, indent=2), encoding="utf-8")
+    (folder / NAME).write_text(json.dumps(sealed(content), indent=2), encoding="utf-8")
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> Content:
     """Read a manifest and check its own seal.
 
     Raises:
-        CheckpointError: it is missing, cut off or changed.
+        CheckpointError: it is missing, cut off, changed or cannot be read.
     """
     path = folder / NAME
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        seal = content.pop("seal")
-    except FileNotFoundError:
-        raise CheckpointError("is missing", where=str(path)) from None
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError("is not a whole manifest", where=str(path)) from None
-    if seal != _seal(content):
-        raise CheckpointError("was changed after it was written", where=str(path))
+    content = _FILES.unsealed(_FILES.read(path), Content, path)
     if content["format_version"] != FORMAT_VERSION:
         raise CheckpointError(f"has format version {content['format_version']}, not {FORMAT_VERSION}", where=str(path))
     return content
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path) -> Content:
     """Read a manifest and check every file it lists.
 
     Raises:
-        CheckpointError: names the first file that is missing, cut off or changed.
+        CheckpointError: names the first file that is missing, cut off, changed or cannot be read.
     """
     content = read(folder)
     verify_files(folder, content["files"])
     return content
 
 
-def verify_files(folder: Path, entries: Iterable[dict[str, Any]]) -> None:
+def verify_files(folder: Path, entries: Iterable[Entry]) -> None:
     """Compare files of a directory with their entries in a manifest.
 
     Raises:
-        CheckpointError: names the first file that is missing, cut off or changed.
+        CheckpointError: names the first file that is missing, cut off, changed or cannot be read.
     """
-    for entry in entries:
-        path = folder / entry["path"]
-        if not path.is_file():
-            raise CheckpointError("is missing", where=str(path))
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            raise CheckpointError(f"has {size} bytes instead of {entry['bytes']}", where=str(path))
-        if file_digest(path) != entry["sha256"]:
-            raise CheckpointError("has other bytes than were written", where=str(path))
+    for one in entries:
+        path = _FILES.inside(folder, one["path"], where=folder / NAME)
+        _FILES.verify(path, size=one["bytes"], sha256=one["sha256"])

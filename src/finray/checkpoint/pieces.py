@@ -9,15 +9,18 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from finray.errors import CheckpointError
+from finray.files import FileKind
 
 _ROWS = "rows"
+_FILES = FileKind(CheckpointError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,15 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Rows:
+    """What the header of a file says of one tensor; see :class:`Piece`."""
+
+    start: int
+    shape: tuple[int, ...]
+    flat: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class _Held:
     """Elements that a file holds of a tensor; ``width`` of them for each step along its first dimension."""
 
@@ -70,26 +82,28 @@ class PieceReader:
     Args:
         folder: with the files.
         stem: of their names.
+        files: names of those in it that the manifest lists; others are not looked at.
 
     Raises:
         CheckpointError: there is no such file, or one is not whole.
     """
 
-    def __init__(self, folder: Path, stem: str) -> None:
+    def __init__(self, folder: Path, stem: str, files: Iterable[str]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._held: dict[str, list[_Held]] = {}
-        paths = sorted(folder.glob(f"{stem}-*-of-*.safetensors"))
+        paths = sorted(folder / name for name in files if fnmatchcase(name, f"{stem}-*-of-*.safetensors"))
         if not paths:
             raise CheckpointError(f"there is no {stem} state", where=str(folder))
         for path in paths:
-            with safe_open(path, framework="pt") as file:
-                rows = json.loads((file.metadata() or {}).get(_ROWS, "{}"))
+            with _FILES.reading(path, also=(SafetensorError,)), safe_open(path, framework="pt") as file:
+                content = (file.metadata() or {}).get(_ROWS, "{}").encode()
+                rows = _FILES.parsed(content, dict[str, _Rows], path)
                 for name, entry in rows.items():
-                    shape = tuple(entry["shape"])
+                    shape = entry.shape
                     self.shapes[name] = shape
-                    width = 1 if entry.get("flat") else math.prod(shape[1:])
+                    width = 1 if entry.flat else math.prod(shape[1:])
                     count = file.get_slice(name).get_shape()[0] if shape else 1
-                    held = _Held(path, entry["start"] * width, (entry["start"] + count) * width, width)
+                    held = _Held(path, entry.start * width, (entry.start + count) * width, width)
                     self._held.setdefault(name, []).append(held)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
 from finray.checkpoint import manifest
+from finray.checkpoint.manifest import Content, Entry
 from finray.errors import CheckpointError
 
 _NAME = re.compile(r"^checkpoint-(\d{6,})$")
@@ -24,10 +24,11 @@ ATTEMPT_FILE = "attempt"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint."""
+    """A verified checkpoint; ``files`` are those of its manifest, by their paths in it, and no others are read."""
 
     path: Path
     step: int
+    files: tuple[str, ...] = ()
 
 
 def directory_name(step: int) -> str:
@@ -105,7 +106,7 @@ class CheckpointStore:
             scratch.mkdir(parents=True)
         return scratch
 
-    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[dict[str, Any]]:
+    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[Entry]:
         """Write this rank's files and make them durable; returns their entries for the manifest.
 
         ``fill`` writes into the directory it is given: every rank has one of its own, inside that of :meth:`begin`.
@@ -127,7 +128,7 @@ class CheckpointStore:
             shutil.rmtree(own)
         return entries
 
-    def commit(self, scratch: Path, step: int, entries: list[dict[str, Any]], *, metrics: dict[str, float]) -> Path:
+    def commit(self, scratch: Path, step: int, entries: list[Entry], *, metrics: dict[str, float]) -> Path:
         """Make a filled directory a checkpoint.
 
         Raises:
@@ -187,7 +188,7 @@ class CheckpointStore:
         warn: Callable[[str], None] = lambda message: None,
         *,
         steps: Sequence[int] | None = None,
-        verify: Callable[[Path], object] = manifest.verify,
+        verify: Callable[[Path], Content] = manifest.verify,
         set_aside: bool = False,
     ) -> Checkpoint | None:
         """The newest checkpoint whose every file is as it was written.
@@ -195,7 +196,7 @@ class CheckpointStore:
         Args:
             warn: told about each newer checkpoint that had to be passed over, by file.
             steps: to choose from, ascending; those on disk when None.
-            verify: raises for a damaged checkpoint; a group of ranks shares the work.
+            verify: reads the manifest, and raises for a damaged checkpoint; a group of ranks shares the work.
             set_aside: rename those that were passed over to ``damaged-...``, so that retention does not count them and
                 delete good ones in their place.
 
@@ -206,14 +207,14 @@ class CheckpointStore:
         for step in reversed(self.steps() if steps is None else steps):
             path = self.path_of(step)
             try:
-                verify(path)
+                content = verify(path)
             except CheckpointError as error:
                 damage[step] = str(error)
                 warn(f"damaged checkpoint passed over: {error}")
                 continue
             for bad in damage if set_aside else ():
                 os.replace(self.path_of(bad), self.run_dir / f"damaged-{directory_name(bad)}-{uuid.uuid4().hex[:8]}")
-            return Checkpoint(path, step)
+            return Checkpoint(path, step, tuple(entry["path"] for entry in content["files"]))
         if damage:
             raise CheckpointError(
                 f"every checkpoint of the run is damaged: {'; '.join(damage.values())}",

@@ -10,6 +10,7 @@ would have to be the same to the bit, of weights that no rank holds whole. The p
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,18 @@ class SavedLayout:
         return written
 
     @torch.no_grad()
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, files: Collection[str] | None = None) -> None:
         """Put saved weights into the model, sharded by any strategy: each rank reads the rows that it holds.
+
+        Args:
+            folder: a directory of weights.
+            files: the only ones to read, as its manifest lists them; None where it has none.
 
         Raises:
             ModelError: they are damaged, or of another model or adapter.
         """
         repair = "name the base model, adapter method and target modules that they were trained with"
-        stored = stored_weights(folder, self.stem)
+        stored = stored_weights(folder, self.stem, files=files)
         tensors = self.tensors()
         there = set() if stored is None else set(stored.tensors)
         odd = sorted(there ^ {name.partition(":")[0] for name in tensors})

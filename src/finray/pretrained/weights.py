@@ -6,22 +6,29 @@ too, but does not see that a file is cut off; ``safe_open`` does. Torch is impor
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from finray.errors import ModelError
+from finray.files import FileKind
 
 if TYPE_CHECKING:
     import torch
 
-INDEX = "model.safetensors.index.json"
+_FILES = FileKind(ModelError, repair="fetch the file again; it may be cut off")
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """Which file has which tensor, beside several files of weights."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +81,37 @@ class StoredWeights:
             return rows
 
 
-def stored_weights(folder: Path, stem: str = "model") -> StoredWeights | None:
+def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] | None = None) -> StoredWeights | None:
     """The headers of a directory's safetensors files; None where it has weights of another kind only.
+
+    Which files those are is what Transformers and PEFT go by: the one named after the stem, else those of the index.
+    Others that lie there are not looked at.
 
     Args:
         folder: the directory.
-        stem: how the names of its files begin.
+        stem: name of the weights' file, without its suffix.
+        files: the only ones to look at, where a manifest lists them.
 
     Raises:
-        ModelError: there are no weights, or a file is missing or cut off.
+        ModelError: there are no weights, or a file is missing, cut off or cannot be read.
     """
-    index = folder / INDEX
-    try:
-        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()) if index.is_file() else None
-    except (ValueError, KeyError, AttributeError):
-        raise ModelError("the index of the weights cannot be read", where=str(index)) from None
-    if named is None or stem != "model":
-        files = sorted(folder.glob(f"{stem}*.safetensors"))
-    else:
-        files = sorted(folder / name for name in named)
-        missing = [file.name for file in files if not file.is_file()]
+    single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
+
+    def there(name: str) -> bool:
+        return name in files if files is not None else (folder / name).is_file()
+
+    paths = [folder / single] if there(single) else []
+    if not paths and there(index):
+        named = _FILES.json(folder / index, _Index).weight_map
+        paths = sorted({_FILES.inside(folder, name, where=folder / index) for name in named.values()})
+        missing = [path.name for path in paths if not there(path.relative_to(folder).as_posix())]
         if missing:
             raise ModelError(
-                f"{len(missing)} of {len(files)} files of weights are missing, such as {missing[0]}",
+                f"{len(missing)} of {len(paths)} files of weights are missing, such as {missing[0]}",
                 where=f"model.name={folder}",
                 repair="fetch the model again",
             )
-    if not files:
+    if not paths:
         if any(folder.glob("*.bin")) or any(folder.glob("*.gguf")):
             return None
         raise ModelError(
@@ -109,14 +120,10 @@ def stored_weights(folder: Path, stem: str = "model") -> StoredWeights | None:
             repair="fetch the `.safetensors` files of the model as well",
         )
     tensors: dict[str, StoredTensor] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118
-                    part = file.get_slice(name)
-                    tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"the weights are damaged: {error}", where=str(path), repair="fetch the file again; it may be cut off"
-            ) from None
-    return StoredWeights(tensors, sum(file.stat().st_size for file in files))
+    for path in paths:
+        # Whatever is in a header, which others have written.
+        with _FILES.reading(path, also=(Exception,)), safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
+    return StoredWeights(tensors, sum(path.stat().st_size for path in paths))

@@ -96,7 +96,7 @@ def assemble(
     dataset = on_all_ranks(strategy, lambda: open_dataset(config, prepared, task.spec))
     state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
     if found is not None:
-        state = on_all_ranks(strategy, lambda: restore(found.path, task.layout, optimizer))
+        state = on_all_ranks(strategy, lambda: restore(found, task.layout, optimizer))
         on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
     strategy.broadcast_parameters(task.initialised_parameters())
     loader, evaluation, steps = on_all_ranks(

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from finray.checkpoint import Checkpoint, CheckpointStore, manifest
+from finray.checkpoint.manifest import Content, Entry
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
 from finray.config.schema import CheckpointConfig
 from finray.errors import CheckpointError, ModelError
@@ -186,7 +186,7 @@ class CheckpointWriter:
         self._best = best
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-checkpoint")
         # What is being written, still under its scratch name.
-        self._pending: tuple[Saved, Future[list[dict[str, Any]]]] | None = None
+        self._pending: tuple[Saved, Future[list[Entry]]] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -229,7 +229,7 @@ class CheckpointWriter:
                 self._store.abandon(saved.path)
         return replace(saved, path=self._store.path_of(saved.step))
 
-    def _commit(self, saved: Saved, entries: list[dict[str, Any]]) -> None:
+    def _commit(self, saved: Saved, entries: list[Entry]) -> None:
         self._store.commit(saved.path, saved.step, entries, metrics=saved.metrics)
         self._store.prune(keep_last=self._config.keep_last, best=self._best if self._config.keep_best else None)
 
@@ -252,7 +252,7 @@ def find_latest(store: CheckpointStore, strategy: Strategy, warn: Callable[[str]
         CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
     """
 
-    def verify(path: Path) -> dict[str, Any]:
+    def verify(path: Path) -> Content:
         content = on_all_ranks(strategy, lambda: manifest.read(path))
         on_all_ranks(
             strategy, lambda: manifest.verify_files(path, content["files"][strategy.rank :: strategy.world_size])
@@ -264,16 +264,17 @@ def find_latest(store: CheckpointStore, strategy: Strategy, warn: Callable[[str]
     return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=first)
 
 
-def restore(folder: Path, layout: SavedLayout, optimizer: NamedOptimizer) -> TrainState:
-    """Put a checkpoint back into a model and optimizer of any strategy and any number of ranks.
+def restore(found: Checkpoint, layout: SavedLayout, optimizer: NamedOptimizer) -> TrainState:
+    """Put a verified checkpoint back into a model and optimizer of any strategy and any number of ranks.
 
     Raises:
         CheckpointError: it belongs to another model, or lacks something.
     """
-    state = TrainState.load(folder)
+    state = TrainState.load(found.path)
     try:
-        layout.load(folder)
+        layout.load(found.path, found.files)
     except ModelError as error:
         raise CheckpointError(error.message, where=error.where, repair=error.repair) from None
-    optimizer.load_sharded_state(PieceReader(folder / FOLDER, MOMENTS))
+    listed = [file.removeprefix(f"{FOLDER}/") for file in found.files if file.startswith(f"{FOLDER}/")]
+    optimizer.load_sharded_state(PieceReader(found.path / FOLDER, MOMENTS, listed))
     return state

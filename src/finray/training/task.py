@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -41,8 +41,8 @@ class SavedLayout(Protocol):
     def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What is written, given full tensors of :meth:`tensors`."""
 
-    def load(self, folder: Path) -> None:
-        """Put saved weights into the model, sharded or not.
+    def load(self, folder: Path, files: Collection[str] | None = None) -> None:
+        """Put saved weights into the model, sharded or not; of a verified directory only the ``files`` that it lists.
 
         Raises:
             ModelError: they are of another model.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finray import files
 from finray.checkpoint import CheckpointStore, directory_name, manifest
 from finray.checkpoint.store import Fence, to_delete
 from finray.errors import CheckpointError
+from tests.support import damaged
 
 FILES = (
     "adapter_model.safetensors",
@@ -178,3 +182,68 @@ def test_the_manifest_lists_every_file(store: CheckpointStore) -> None:
     content = json.loads((store.run_dir / "checkpoint-000020" / manifest.NAME).read_text())
     assert {entry["path"] for entry in content["files"]} == set(FILES)
     assert content["step"] == 20
+
+
+# --- files that cannot be read, and every bit ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_a_file_that_cannot_be_read_is_passed_over_like_a_damaged_one(
+    store: CheckpointStore, name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged.unreadable(store.run_dir / "checkpoint-000020" / name, monkeypatch, number)
+    warnings: list[str] = []
+    found = store.latest(warnings.append)
+    assert found is not None
+    assert found.step == 10
+    assert warnings[0].startswith("damaged checkpoint passed over: ")
+    assert f"{name}: cannot be read: {os.strerror(number)}" in warnings[0]
+
+
+def test_a_directory_or_a_fifo_in_the_place_of_a_file_is_passed_over(store: CheckpointStore) -> None:
+    for make in (Path.mkdir, os.mkfifo):
+        file = store.run_dir / "checkpoint-000020" / FILES[0]
+        file.rmdir() if file.is_dir() else file.unlink()
+        make(file)
+        warnings: list[str] = []
+        found = store.latest(warnings.append)
+        assert found is not None
+        assert found.step == 10
+        assert "is not a file" in warnings[0]
+
+
+@given(st.data())
+def test_one_flipped_bit_or_a_cut_anywhere_in_a_checkpoint_is_noticed(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        store = CheckpointStore(Path(place))
+        folder = write(store, 20, fill(20), eval_loss=0.25)
+        said = manifest.read(folder)
+        file = folder / data.draw(st.sampled_from([*FILES, "manifest.json"]))
+        damaged.draw(file, data)
+        try:
+            found = manifest.verify(folder)
+        except CheckpointError as error:
+            named = error.where
+        else:
+            # A JSON text may say the same in other letters, such as 1e-5 and 1E-5.
+            assert (found, file.name) == (said, "manifest.json")
+            named = str(file)
+        assert named == str(file)
+
+
+@pytest.mark.parametrize("path", ["../other", "/etc/hosts", "a/../../b", ""])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "other").write_bytes(b"x")
+    entry = {"path": path, "bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    manifest.write(tmp_path / "here", [entry], step=1, metrics={})  # type: ignore[list-item]
+    with pytest.raises(CheckpointError, match="outside of its directory"):
+        manifest.verify(tmp_path / "here")
+
+
+def test_a_sealed_manifest_of_another_shape_is_refused(tmp_path: Path) -> None:
+    for content in ({}, {"format_version": 2, "step": "1", "metrics": {}, "files": []}, {"format_version": 2}):
+        (tmp_path / "manifest.json").write_text(json.dumps(files.sealed(content)))
+        with pytest.raises(CheckpointError, match="is not what belongs there"):
+            manifest.read(tmp_path)

@@ -1,0 +1,147 @@
+"""The one place that opens what finray reads back: permission, encoding, shape, digest, seal.
+
+Who reads a kind of file says once which error it becomes and what mends it; see :class:`FileKind`. A file that cannot
+be used is then one message that names it, wherever it is read, and never a traceback.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from finray.errors import FinrayError
+
+T = TypeVar("T")
+SEAL = "seal"
+# What Python and Pydantic raise for a file that is not what it should be.
+_KNOWN = (OSError, ValueError, EOFError, RecursionError)
+# Made when the first file is read, because that takes milliseconds.
+_reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+@dataclass(frozen=True, slots=True)
+class FileKind:
+    """How files of one kind are read.
+
+    Attributes:
+        error: what is raised where one cannot be used; ``where`` is the file.
+        repair: what the user can do then.
+        limit: bytes that such a file has at most.
+    """
+
+    error: type[FinrayError]
+    repair: str | None = None
+    limit: int = 256 * 2**20
+
+    @contextmanager
+    def reading(self, where: Path | str, *, also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Whatever goes wrong with a file inside the block becomes one error that names it.
+
+        Args:
+            where: the file.
+            also: errors of a library that reads it, beside those of Python.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, FinrayError) or not isinstance(error, (*_KNOWN, *also)):
+                raise
+            raise self.refused(_said(error), where) from None
+
+    def refused(self, message: str, where: Path | str) -> FinrayError:
+        """The error of a file."""
+        return self.error(message, where=str(where), repair=self.repair)
+
+    def read(self, path: Path) -> bytes:
+        """The content of a regular file."""
+        with self.reading(path):
+            known = path.stat()
+            if not stat.S_ISREG(known.st_mode):
+                raise self.refused("is not a file", path)
+            if known.st_size > self.limit:
+                raise self.refused(f"has {known.st_size:,} bytes; at most {self.limit:,} are read", path)
+            with path.open("rb") as stream:
+                return stream.read()
+
+    def text(self, path: Path) -> str:
+        """The content of a text file."""
+        with self.reading(path):
+            return self.read(path).decode("utf-8")
+
+    def json(self, path: Path, shape: type[T]) -> T:
+        """What a JSON file holds: a dataclass, a TypedDict, or plain types. Fields that the shape lacks are ignored."""
+        return self.parsed(self.read(path), shape, path)
+
+    def parsed(self, content: bytes, shape: type[T], where: Path | str) -> T:
+        """As :meth:`json`, of content that was read already."""
+        with self.reading(where):
+            return _reader(shape).validate_json(content, strict=True)  # type: ignore[no-any-return]
+
+    def unsealed(self, content: bytes, shape: type[T], where: Path | str) -> T:
+        """As :meth:`parsed`, of an object that :func:`sealed` gave and nobody has changed since."""
+        with self.reading(where):
+            found = json.loads(content)
+        if not isinstance(found, dict) or found.pop(SEAL, None) != seal_of(found):
+            raise self.refused("was changed after it was written", where)
+        return self.parsed(content, shape, where)
+
+    def verify(self, path: Path, *, size: int, sha256: str) -> None:
+        """See that a file has the bytes that were written."""
+        with self.reading(path):
+            known = path.stat()
+            if not stat.S_ISREG(known.st_mode):
+                raise self.refused("is not a file", path)
+            if known.st_size != size:
+                raise self.refused(f"has {known.st_size} bytes instead of {size}", path)
+            if digest_of(path) != sha256:
+                raise self.refused("has other bytes than were written", path)
+
+    def inside(self, folder: Path, name: str, *, where: Path | str) -> Path:
+        """The path of something that a file names, which must lie in its own directory."""
+        if not name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise self.refused(f"names a file outside of its directory: {name!r}", where)
+        return folder / name
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def seal_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of the JSON text of an object."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """An object with its seal; JSON types only."""
+    return {**content, SEAL: seal_of(content)}
+
+
+def _said(error: Exception) -> str:
+    """What is wrong with a file, in a few words."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return "is missing"
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror or _first_line(error)}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 text: byte {error.start}"
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return f"is not what belongs there: {place + ': ' if place else ''}{first['msg']}"
+    return f"is damaged: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

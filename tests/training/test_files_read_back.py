@@ -1,0 +1,55 @@
+"""What a start reads back: only files that a verified manifest lists, and none that was changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finray.checkpoint.pieces import Piece, write_pieces
+from tests.support import runs
+from tests.support.runs import Plain
+
+
+def stray_adapter(checkpoint: Path) -> None:
+    """Other weights under the same names, in a file that sorts behind the real one."""
+    weights = load_file(checkpoint / "adapter_model.safetensors")
+    save_file({name: torch.ones_like(one) for name, one in weights.items()}, checkpoint / "adapter_model2.safetensors")
+
+
+def stray_model(checkpoint: Path) -> None:
+    """A single file, which comes before an index; and an index, which comes before nothing."""
+    weights = load_file(checkpoint / "model.safetensors")
+    save_file({name: torch.ones_like(one) for name, one in weights.items()}, checkpoint / "model-2.safetensors")
+    index = {"weight_map": dict.fromkeys(weights, "model-2.safetensors")}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def stray_moments(checkpoint: Path) -> None:
+    """The moments of a rank that never was, in front of the real ones."""
+    folder = checkpoint / "training_state"
+    real = load_file(folder / "optimizer-00001-of-00001.safetensors")
+    pieces = [Piece(name, torch.ones_like(one), 0, tuple(one.shape)) for name, one in real.items()]
+    write_pieces(folder / "optimizer-00000-of-00001.safetensors", pieces)
+
+
+@pytest.mark.parametrize(
+    ("method", "stray"),
+    [("lora", stray_adapter), ("none", stray_model), ("lora", stray_moments)],
+    ids=["adapter", "model", "moments"],
+)
+def test_a_resume_does_not_look_at_files_that_the_manifest_does_not_list(
+    method: str, stray: Callable[[Path], None], tiny_run: Callable[..., Plain], tmp_path: Path
+) -> None:
+    plain = tiny_run({"adapter.method": method, "train.max_steps": 4, "checkpoint.every_steps": 2}, rows=16)
+    runs.run_alone(plain, tmp_path / "whole")
+    resumed = runs.cut(tmp_path / "whole", tmp_path / "resumed", step=2)
+    stray(resumed / "checkpoint-000002")
+    runs.run_alone(plain, resumed)
+    assert runs.trace(resumed) == runs.trace(tmp_path / "whole")
+    shutil.rmtree(resumed)
