@@ -10,7 +10,7 @@ JOBS   ?= 2
 # An environment of its own, because it has a CUDA build of torch (5 GB).
 CUDA_VENV := .venv-cuda
 
-.PHONY: quickstart test unit test-cuda-shapes browser check format docs pictures bench clean help
+.PHONY: quickstart test unit test-cuda-shapes browser check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make unit         run the unit tests, under 90 s"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
+	@echo "make mutants      put small errors into the code and see which the tests notice, up to 90 minutes (tests/MUTANTS.md)"
 	@echo "make bench        benchmarks side by side with peers, some 70 minutes (benchmarks/RESULTS.md)"
 
 $(VENV)/.created:
@@ -98,6 +99,15 @@ pictures: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
 bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
 	$(PIP) --editable '.[bench]'
 	$(BIN)/python benchmarks/run.py all
+
+# Not part of CI: tests/MUTANTS.md. KNOWN=1 puts only the errors in that once went unnoticed.
+SEED  ?= 1
+COUNT ?= 200
+mutants: $(VENV)/.dev .models/SmolLM2-135M-Instruct
+	$(BIN)/python -m tests.mutants known --processes $(JOBS)
+ifndef KNOWN
+	$(BIN)/python -m tests.mutants sample --seed $(SEED) --count $(COUNT) --processes $(JOBS) $(ARGS)
+endif
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV) build .models

@@ -1,0 +1,196 @@
+"""The mutation run's own tests: which errors it makes, which tests it picks, and that its lists are up to date."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutants import reach
+from tests.mutants.__main__ import ROOMS, judged, known_errors
+from tests.mutants.operators import all_mutants, mutants
+
+ROOT = Path(__file__).parents[2]
+
+
+def changes(text: str) -> set[str]:
+    """Every mutant of a text, as the lines that differ."""
+    source = text.encode()
+    return {mutant.applied(source).decode() for mutant in mutants("x.py", text)}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f(a):\n    return a < 1\n", {"a <= 1", "a >= 1", "a < 2", "a < 0"}),
+        ("def f(a, b):\n    return a not in b\n", {"a in b"}),
+        ("def f(a, b):\n    return a + b // 2\n", {"a - b // 2", "a + b * 2", "a + b // 3", "a + b // 1"}),
+        ("def f(a, b):\n    return a and not b\n", {"a or not b", "not b", "a", "a and b"}),
+        ("def f(a):\n    return a['key']\n", {"a['key_']"}),
+        ("def f(a):\n    return a.get('key', 'text')\n", {"a.get('key_', 'text')", "a.get('text', 'key')"}),
+        ("def f(a):\n    return a[1:]\n", {"a[:]", "a[2:]", "a[0:]"}),
+        ("def f(a, b):\n    return min(a, b)\n", {"max(a, b)", "min(b, a)"}),
+        ("def f(a):\n    return all(one for one in a if one)\n", {"any(one for one in a if one)"} | {
+            f"all(one for one in a if {value})" for value in ("True", "False")}),
+        ("def f(a):\n    return open(a, mode='w')\n", {"open(a)"}),
+        ("def f(a):\n    return dict(x=a, y=a)\n", {"dict(y=a)", "dict(x=a)"}),
+        ("def f(a):\n    return a if a.b else 'text'\n", {"a if True else 'text'", "a if False else 'text'"}),
+        ("def f(a=True):\n    return a\n", {"a=False"}),
+    ],
+)  # fmt: skip
+def test_expressions_and_what_is_made_of_them(text: str, expected: set[str]) -> None:
+    shown = next(line for line in reversed(text.splitlines()) if "=True" in line or "return" in line)
+    if "=True" in text:
+        assert changes(text) == {"def f(a=False):\n    return a\n"}
+    else:
+        assert changes(text) == {text.replace(shown, f"    return {one}") for one in expected}
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected"),
+    [
+        ("a.b(1)", {"pass", "a.b(2)", "a.b(0)"}),
+        ("a.b = c", {"pass"}),
+        ("a += c", {"pass", "a = c", "a -= c"}),
+        ("raise ValueError(f'{a} is {1 + 1}')", {"pass"}),
+    ],
+)
+def test_statements_and_what_is_made_of_them(statement: str, expected: set[str]) -> None:
+    before = "def f(a, c):\n    "
+    assert changes(f"{before}{statement}\n") == {f"{before}{one}\n" for one in expected}
+
+
+def test_branches_are_always_or_never_taken_and_errors_not_caught() -> None:
+    text = "def f(a):\n    try:\n        if a:\n            return a\n    except OSError:\n        return None\n"
+    assert changes(text) == {
+        text.replace("if a", "if True"),
+        text.replace("if a", "if False"),
+        text.replace("OSError", "()"),
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Words 1."""\n',
+        "import a\nfrom b import c\n",
+        "def f(a: Literal[1]) -> dict['x', 1]: ...\n",
+        "def f(a):\n    a: Literal[1, 'x']\n    assert a == 1\n",
+        "@dataclass(frozen=True)\nclass A:\n    __slots__ = ('a', 1)\n",
+        "if TYPE_CHECKING:\n    a = 1\n",
+        "def f(a):\n    logger.warning(a, 1, x=2)\n",
+        "def f(a):\n    return FinrayError(f'{a - 1}', where=a['x'])\n",
+        "class P(Protocol):\n    def f(self, a=1):\n        '''Words.'''\n",
+        "def f(a):\n    return open(a, encoding='utf-8')\n",
+    ],
+)
+def test_what_nobody_would_miss_is_left_alone(text: str) -> None:
+    assert changes(text) == set()
+
+
+def test_a_keyword_that_must_be_given_is_not_removed() -> None:
+    text = "def g(*, x, y=None):\n    return x\ndef f():\n    return g(x=a, y=b)\n"
+    removed = [one for one in all_mutants({"data/x.py": text}, ROOMS) if one.kind == "removed keyword"]
+    assert [one.old for one in removed] == [", y=b"]
+
+
+def test_every_mutant_of_a_room_is_python_and_differs() -> None:
+    texts = reach.sources()
+    found = list(all_mutants({name: text for name, text in texts.items() if name.startswith("checkpoint/")}, ROOMS))
+    assert len(found) > 200
+    for mutant in found:
+        source = texts[mutant.file].encode()
+        assert ast.dump(ast.parse(mutant.applied(source))) != ast.dump(ast.parse(source)), mutant
+
+
+def test_lines_are_followed_through_a_change() -> None:
+    """Lines before and after an edit are found again; those that are new belong to their neighbours' tests."""
+    followed = reach.follow(["a", "b", "c", "d"], ["new", "a", "b", "x", "y", "d"])
+    assert set(followed[4]) >= {6}
+    assert set(followed[3]) == {4, 5}
+    assert 4 in followed[2]
+    assert set(followed[1]) == {1, 2}
+
+
+def test_tests_are_picked_by_line_quick_and_narrow_ones_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = "tests/unit/training/test_schedule.py"
+    text = "LIMIT = 5\n\n\ndef f(a, b=1):\n    if a:\n        return LIMIT\n    return b\n"
+    monkeypatch.setattr(reach, "STATE", tmp_path)
+    monkeypatch.setattr(reach, "sources", lambda: {"data/x.py": text})
+    lines = {"slow": ["5", "6"], "quick": ["5", "6"], "other": ["5", "7"]}
+    reach.keep(
+        file,
+        {
+            "passed": [*lines, "failed_in_teardown"],
+            "bad": {"failed_in_teardown": ""},
+            "seconds": {"slow": 2.0, "quick": 0.1, "other": 0.2, "failed_in_teardown": 0.1},
+            "lines": {name: [f"data/x.py:{line}" for line in found] for name, found in lines.items()},
+        },
+    )
+    known = reach.Reach({"data/x.py": text})
+    picked = {(one.kind, one.old): list(known.of(one)) for one in mutants("data/x.py", text)}
+    assert picked["condition", "a"] == ["quick", "other", "slow"]
+    assert picked["constant", "1"] == ["quick", "other", "slow"], "the default of an argument: the whole function"
+    assert picked["constant", "5"] == ["quick", "slow"], "a constant: who uses its name"
+
+
+# --- the lists ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", known_errors(), ids=lambda error: error["name"])
+def test_a_known_error_can_be_put_in_again(error: dict[str, Any]) -> None:
+    """Its text stands exactly once in its file, and the tests that notice it exist."""
+    text = (ROOT / "src" / "finray" / error["file"].removeprefix("src/finray/")).read_text(encoding="utf-8")
+    assert text.count(error["find"]) == 1
+    assert error["find"] != error["replace"]
+    ast.parse(text.replace(error["find"], error["replace"]))
+    assert error["tests"]
+    for name in error["tests"]:
+        file, _, test = name.partition("[")[0].partition("::")
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert not test or set(test.split("::")) <= names, name
+
+
+def test_known_errors_have_names_of_their_own() -> None:
+    names = [error["name"] for error in known_errors()]
+    assert len(names) == len(set(names))
+
+
+def test_what_is_judged_harmless_still_stands_in_the_source_and_has_a_reason() -> None:
+    texts = reach.sources()
+    for one in judged():
+        assert one["source"] in texts[one["file"]], one
+        assert len(one["why"]) > 10, one
+
+
+# --- a run ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_noticed_and_an_edit_that_changes_nothing_is_not(tmp_path: Path) -> None:
+    """The whole runner, on one file of tests that is quick: with a negative control, and the source left as it was."""
+    script = """
+import json, sys
+from tests.mutants.__main__ import Job, run_all
+file, name = "training/schedule.py", "tests/unit/training/test_schedule.py"
+text = open(f"src/finray/{file}", "rb").read()
+found = {}
+def job(case, change):
+    def tell(result, seconds):
+        found[case] = result["code"]
+    return Job(case, [name], {name: 1.0}, (file, change), 200, tell)
+jobs = [job("error", text + b"\\ndel learning_rate\\n"), job("nothing", text + b"\\n# A comment.\\n")]
+run_all(iter(jobs), processes=1)
+print(json.dumps(found))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == '{"error": 2, "nothing": 0}', done.stderr
+    assert not list(tmp_path.iterdir()), "its copies of the source are gone"
