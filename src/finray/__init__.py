@@ -1,9 +1,11 @@
 """finray: fine-tune language models on Ray.
 
-The Python API, of which the command line is a thin shell:
+The Python API does what the command line does, with the same defaults:
 
-    from finray import load_config, train
-    result = train(load_config("finray.yaml", ["train.max_steps=100"]))
+    import finray
+    result = finray.train("finray.yaml", train={"max_steps": 100})
+    result.metrics["loss"].plot()
+    print(finray.generate(result.run_dir, "Hello!")[0])
 """
 
 from __future__ import annotations
@@ -14,39 +16,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from finray.config.load import load_config, with_overrides
+    from finray.api import evaluate, export, generate, inspect, plan, prepare, train
+    from finray.config.load import load_config
+    from finray.config.schema import Config
     from finray.errors import FinrayError
-    from finray.evaluation.artifacts import export_model
-    from finray.evaluation.compare import evaluate
-    from finray.evaluation.generate import generate_text
-    from finray.inspection.inspect import inspect
-    from finray.runtime.driver import TrainResult, train
-    from finray.runtime.prepare import prepare
+    from finray.runtime.driver import TrainResult
 
 _HOMES = {
-    "load_config": ("finray.config.load", "load_config"),
-    "with_overrides": ("finray.config.load", "with_overrides"),
-    "FinrayError": ("finray.errors", "FinrayError"),
-    "TrainResult": ("finray.runtime.driver", "TrainResult"),
-    "train": ("finray.runtime.driver", "train"),
-    "inspect": ("finray.inspection.inspect", "inspect"),
-    "prepare": ("finray.runtime.prepare", "prepare"),
-    "evaluate": ("finray.evaluation.compare", "evaluate"),
-    "export_model": ("finray.evaluation.artifacts", "export_model"),
-    "generate_text": ("finray.evaluation.generate", "generate_text"),
+    "Config": "finray.config.schema",
+    "FinrayError": "finray.errors",
+    "TrainResult": "finray.runtime.driver",
+    "evaluate": "finray.api",
+    "export": "finray.api",
+    "generate": "finray.api",
+    "inspect": "finray.api",
+    "load_config": "finray.config.load",
+    "plan": "finray.api",
+    "prepare": "finray.api",
+    "train": "finray.api",
 }
 __all__ = [
+    "Config",
     "FinrayError",
     "TrainResult",
     "__version__",
     "evaluate",
-    "export_model",
-    "generate_text",
+    "export",
+    "generate",
     "inspect",
     "load_config",
+    "plan",
     "prepare",
     "train",
-    "with_overrides",
 ]
 
 
@@ -54,5 +55,8 @@ def __getattr__(name: str) -> Any:
     # Lazily, so that `finray config show` does not import torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'finray' has no attribute '{name}'")
-    module, attribute = _HOMES[name]
-    return getattr(importlib.import_module(module), attribute)
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""``finray init`` and ``finray config``: starter file, whole configuration, schema, reference."""
+"""``finray init`` and ``finray config``: starter file, whole configuration, presets, schema, reference."""
 
 from __future__ import annotations
 
@@ -10,62 +10,73 @@ import typer
 import yaml
 
 from finray.cli import show
-from finray.config.load import load_config, preset_names, preset_text
+from finray.config.load import DEFAULT_FILE, preset_names, preset_text, read_preset
 from finray.config.redact import redact
-from finray.config.reference import reference_markdown, starter_yaml
-from finray.config.schema import Config
+from finray.config.reference import SCHEMA_FILE, full_yaml, json_schema, reference_markdown, starter_yaml
 from finray.errors import ConfigError
 
 app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
 
 
 @app.command("show")
-def show_config(
-    config: show.ConfigFile,
-    overrides: show.Overrides = None,
-) -> None:
+@show.command
+def show_config(config: show.ConfigName = None, overrides: show.Overrides = None) -> None:
     """Print the whole configuration, defaults included, secrets masked."""
-    plain = redact(load_config(config, overrides or []).plain())
-    typer.echo(yaml.safe_dump(plain, sort_keys=False), nl=False)
+    plain = redact(show.load(config, overrides).plain())
+    show.lines(plain, yaml.safe_dump(plain, sort_keys=False).rstrip())
 
 
 @app.command()
+@show.command
 def schema() -> None:
     """Print the JSON schema, for editors."""
-    typer.echo(json.dumps(Config.model_json_schema(), indent=2))
+    show.document(json_schema())
 
 
 @app.command()
+@show.command
 def docs() -> None:
     """Print the reference page as Markdown."""
-    typer.echo(reference_markdown(), nl=False)
+    show.lines({"markdown": reference_markdown()}, reference_markdown().rstrip())
 
 
 @app.command()
-def presets() -> None:
-    """List the presets."""
-    for name in preset_names():
-        typer.echo(f"{name}: {preset_text(name).splitlines()[0].lstrip('# ')}")
+@show.command
+def presets(
+    name: Annotated[str | None, typer.Argument(help="Preset to print.", show_default=False)] = None,
+) -> None:
+    """List the presets, or print one."""
+    if name is not None:
+        show.lines(read_preset(name), preset_text(name).rstrip())
+        return
+    about = {one: preset_text(one).splitlines()[0].lstrip("# ") for one in preset_names()}
+    show.lines(about, *(f"{one}: {text}" for one, text in about.items()))
 
 
+@show.command
 def init(
-    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("finray.yaml"),
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path(DEFAULT_FILE),
     preset: Annotated[str | None, typer.Option(help="Start from a preset; see `finray config presets`.")] = None,
     model: Annotated[str | None, typer.Option(help="Model to train.", show_default=False)] = None,
     data: Annotated[str | None, typer.Option(help="Training data.", show_default=False)] = None,
+    full: Annotated[bool, typer.Option("--full", help="Every field, with its default and what it means.")] = False,
 ) -> None:
-    """Write a commented starter file."""
-    if preset is not None and (model or data):
+    """Write a starter file, and beside it the schema that editors complete and check it by."""
+    if preset is not None and (model or data or full):
         raise ConfigError(
-            "--preset cannot be combined with --model or --data", where="--preset", repair="edit the file it writes"
+            "--preset cannot be combined with --model, --data or --full",
+            where="--preset",
+            repair="edit the file it writes",
         )
     model, data = model or "HuggingFaceTB/SmolLM2-135M-Instruct", data or "data/train.jsonl"
-    text = starter_yaml(model=model, source=data) if preset is None else preset_text(preset)
+    text = preset_text(preset) if preset else (full_yaml if full else starter_yaml)(model=model, source=data)
     try:
         with path.open("x", encoding="utf-8") as stream:
             stream.write(text)
+        path.with_name(SCHEMA_FILE).write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
     except FileExistsError:
         raise ConfigError("the file exists already", where=str(path), repair="name another file") from None
     except OSError as error:
         raise ConfigError(f"the file cannot be written: {error.strerror}", where=str(path)) from None
-    show.console().print(f"wrote {path}; edit it, then: finray train {path}", highlight=False, soft_wrap=True)
+    command = "finray train" if str(path) == DEFAULT_FILE else f"finray train {path}"
+    show.lines({"path": str(path)}, f"wrote {path}; edit it, then: {command}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,19 +10,17 @@ import typer
 from rich.table import Table
 
 from finray.cli import show
-from finray.config.load import load_config
-from finray.config.paths import local_dir_of, prepared_dir
+from finray.config.load import DEFAULT_FILE, is_preset, load_config
+from finray.config.paths import prepared_dir
 from finray.errors import DataError
 
 cache = typer.Typer(help="List, verify and remove prepared datasets.", no_args_is_help=True)
 
-Where = Annotated[
-    str, typer.Argument(help="Config file, or the directory or URL that holds prepared datasets.", show_default=False)
-]
+Where = Annotated[str, typer.Argument(help="Config file or preset, or the directory or URL of prepared datasets.")]
 
 
 def prepare(
-    config: show.ConfigFile,
+    config: show.ConfigName = None,
     overrides: show.Overrides = None,
     export_jsonl: Annotated[
         Path | None,
@@ -31,33 +30,27 @@ def prepare(
     ] = None,
 ) -> None:
     """Tokenise the data of a config on the CPUs of the cluster, without training."""
-    from finray.data.dataset.report import preparation_report
-    from finray.runtime.prepare import prepare as run_preparation
+    from finray.runtime.prepare import prepare_and_report
 
-    settings = load_config(config, overrides or [])
-    console = show.console()
-    with show.RunView(console) as view:
-        location = run_preparation(settings, handle=view.handle, hide_torch=True)
-    console.print(f"prepared: {location}", highlight=False, soft_wrap=True)
-    for line in preparation_report(location, local_dir=local_dir_of(settings)):
-        console.print(line, highlight=False, soft_wrap=True)
-    if export_jsonl is not None:
-        from finray.data.dataset.export import export_rows
-
-        for path, rows in export_rows(settings, location, export_jsonl).items():
-            console.print(f"wrote {rows:,} rows to {path}", highlight=False, soft_wrap=True)
+    settings = show.load(config, overrides)
+    with show.run_view() as view:
+        found = prepare_and_report(settings, export_jsonl=export_jsonl, handle=view.handle, hide_torch=True)
+    show.result(found)
 
 
 @cache.command("list")
-def list_(where: Where) -> None:
+@show.command
+def list_(where: Where = DEFAULT_FILE) -> None:
     """List the prepared datasets."""
     from finray.data.dataset.cache import entries
 
-    console = show.console()
+    found = entries(_root(where))
+    if show.mode().json:
+        show.document({"root": _root(where), "datasets": [asdict(entry) for entry in found]})
+        return
     table = Table(title_justify="left")
     for column in ("fingerprint", "rows", "tokens", "size", "last used", "source"):
         table.add_column(column, justify="left" if column in ("fingerprint", "source", "last used") else "right")
-    found = entries(_root(where))
     for entry in found:
         table.add_row(
             entry.name,
@@ -67,22 +60,22 @@ def list_(where: Where) -> None:
             entry.age,
             entry.sources,
         )
-    console.print(table)
-    console.print(f"{len(found)} in {_root(where)}", highlight=False, soft_wrap=True)
+    show.console().print(table)
+    show.say(f"{len(found)} in {_root(where)}")
 
 
 @cache.command()
-def verify(where: Where) -> None:
+@show.command
+def verify(where: Where = DEFAULT_FILE) -> None:
     """Check every file of every prepared dataset against its SHA-256."""
     from finray.data.dataset.cache import damaged, entries
 
-    console = show.console()
-    problems: list[str] = []
-    for entry in entries(_root(where)):
-        if entry.is_whole:
-            bad = damaged(_root(where), entry.name)
-            console.print(f"{entry.name}: {'damaged' if bad else 'whole'}", highlight=False)
-            problems += bad
+    bad = {entry.name: damaged(_root(where), entry.name) for entry in entries(_root(where)) if entry.is_whole}
+    show.lines(
+        {"root": _root(where), "damaged": bad},
+        *(f"{name}: {'damaged' if files else 'whole'}" for name, files in bad.items()),
+    )
+    problems = [file for files in bad.values() for file in files]
     if problems:
         raise DataError(
             f"{len(problems)} files are damaged: {', '.join(problems[:4])}",
@@ -92,8 +85,9 @@ def verify(where: Where) -> None:
 
 
 @cache.command()
+@show.command
 def prune(
-    where: Where,
+    where: Where = DEFAULT_FILE,
     everything: Annotated[bool, typer.Option("--all", help="Remove all datasets.")] = False,
     damaged_ones: Annotated[bool, typer.Option("--damaged", help="Remove datasets that fail `verify`.")] = False,
     older_than_days: Annotated[
@@ -103,14 +97,15 @@ def prune(
     """Remove prepared datasets and leftovers of interrupted preparations. A run that needs one prepares it again."""
     from finray.data.dataset.cache import prune as remove
 
-    console = show.console()
     removed = remove(_root(where), everything=everything, damaged_ones=damaged_ones, older_than_days=older_than_days)
-    for name, size in removed:
-        console.print(f"removed {name} ({size / 2**20:,.1f} MiB)", highlight=False)
-    console.print(f"{len(removed)} removed", highlight=False)
+    show.lines(
+        {"root": _root(where), "removed": [{"name": name, "size": size} for name, size in removed]},
+        *(f"removed {name} ({size / 2**20:,.1f} MiB)" for name, size in removed),
+        f"{len(removed)} removed",
+    )
 
 
 def _root(where: str) -> str:
-    if Path(where).suffix in (".yaml", ".yml"):
+    if Path(where).suffix in (".yaml", ".yml") or is_preset(where):
         return prepared_dir(load_config(where))
     return str(Path(where).expanduser()) if "://" not in where else where

@@ -13,25 +13,23 @@ import typer
 from rich.console import Console
 
 from finray.cli import config as config_commands
-from finray.cli import data, show
-from finray.cli import inspect as inspect_command
-from finray.cli import plan as plan_command
-from finray.config.load import load_config
+from finray.cli import data, look, show
 from finray.config.redact import redact_text
 from finray.errors import ConfigError, FinrayError
+from finray.tracking.console import steps
 
 app = typer.Typer(
     name="finray",
     help="Fine-tune language models on Ray.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config_commands.app, name="config")
 app.command("init")(config_commands.init)
-app.command("plan")(plan_command.plan)
-app.command("prepare")(data.prepare)
-app.command("inspect")(inspect_command.inspect)
+app.command("plan")(show.command(look.plan))
+app.command("prepare")(show.command(data.prepare))
+app.command("inspect")(show.command(look.inspect))
 app.add_typer(data.cache, name="cache")
 
 _INTERRUPTED = 130
@@ -49,25 +47,41 @@ Dtype = Annotated[str, typer.Option(callback=_storable, help="Dtype of the writt
 BaseModel = Annotated[str | None, typer.Option(help="Base model of an adapter, if it is no longer where it was.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def finray(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fine-tune language models on Ray."""
+
+
 @app.command()
+@show.command
 def train(
-    config: show.ConfigFile,
+    config: show.ConfigName = None,
     overrides: show.Overrides = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Move an earlier run of this name aside and start over.")
     ] = False,
 ) -> None:
     """Fine-tune a model. Running the same command again continues a run that was stopped."""
+    settings = show.load(config, overrides)
     from finray.runtime.driver import train as run_training
 
-    settings = load_config(config, overrides or [])
-    console = show.console()
-    with show.RunView(console) as view:
+    with show.run_view() as view:
         result = run_training(settings, fresh=fresh, handle=view.handle, hide_torch=True)
-    show.training_summary(console, result)
+    show.result(result)
 
 
 @app.command()
+@show.command
 def generate(
     model: RunPath,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
@@ -91,10 +105,15 @@ def generate(
     asked = read_prompts(prompts or [], file, system=system, lines=() if sys.stdin.isatty() else sys.stdin)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answers = generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
-    show.answers(show.console(), asked, answers, output)
+    if output is None:
+        show.result(answers)
+    else:
+        answers.write(output)
+        show.lines({"output": str(output), "rows": len(answers)}, f"wrote {len(answers)} answers to {output}")
 
 
 @app.command()
+@show.command
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     max_rows: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many rows.")] = None,
@@ -103,13 +122,13 @@ def evaluate(
     """Compare the tuned model with its base on the held-out rows."""
     from finray.evaluation.compare import evaluate as run_evaluation
 
-    console = show.console()
-    with show.steps(console) as update:
+    with steps(show.console(), quiet=show.mode().quiet) as update:
         comparison = run_evaluation(run, max_rows=max_rows, progress=update)
-    show.comparison(console, comparison, samples=samples)
+    show.result(comparison, samples=samples)
 
 
 @app.command()
+@show.command
 def export(
     run: RunPath,
     output: Annotated[Path, typer.Option(help="Directory to create.")],
@@ -122,23 +141,11 @@ def export(
     """Write a model that Transformers or PEFT loads, and check it by loading it."""
     from finray.evaluation.artifacts import export_model
 
-    exported = export_model(run, output, merge=merge, dtype=dtype, base=base)
-    what = f"model in {exported.dtype}" if exported.merged else "adapter"
-    lines = [
-        f"wrote the {what} to {exported.folder}",
-        f"loaded it again: logits differ by {exported.difference:.1e} of their spread",
-    ]
-    if exported.onto is not None:
-        lines.append(f"merged onto {exported.onto} in full precision")
-    if exported.trained_on is not None:
-        measured = "not measured, because bitsandbytes is not installed"
-        if exported.rounding is not None:
-            measured = f"differ by {exported.rounding:.1e} of their spread"
-        lines.append(f"the base was in {exported.trained_on} during training: logits {measured}")
-    show.console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    show.result(export_model(run, output, merge=merge, dtype=dtype, base=base))
 
 
 @app.command("import-gguf")
+@show.command
 def import_gguf(
     file: Annotated[Path, typer.Argument(help="GGUF file.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)],
@@ -148,15 +155,21 @@ def import_gguf(
     from finray.models.export import convert_gguf
 
     convert_gguf(file, output, dtype=dtype)
-    show.console().print(f"wrote {output}", highlight=False, soft_wrap=True)
+    show.lines({"folder": str(output), "dtype": dtype}, f"wrote {output}")
 
 
-@app.command()
+@app.command("version")
+@show.command
+def print_version() -> None:
+    """Print the version."""
+    version()
+
+
 def version() -> None:
     """Print the version."""
     from finray import __version__
 
-    show.console().print(__version__, highlight=False)
+    show.lines({"version": __version__}, __version__)
 
 
 def main() -> None:

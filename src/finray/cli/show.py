@@ -1,164 +1,134 @@
-"""What the command line prints."""
+"""What commands have in common: their options, where the config comes from, and where results go."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from finray.errors import DataError
-from finray.records import Note, PrepareProgress, Record, RunHeader
-from finray.tracking.console import ConsoleTracker, PrepareView, duration
-
-if TYPE_CHECKING:
-    # At run time these would import torch, which `finray config show` has no use for.
-    from finray.evaluation.compare import Comparison, Progress
-    from finray.evaluation.prompts import Prompt
-    from finray.runtime.driver import TrainResult
+from finray.config.load import DEFAULT_FILE, load_config
+from finray.config.redact import redact
+from finray.config.schema import Config
+from finray.errors import FinrayError
+from finray.results import Result
+from finray.tracking.console import RunView
 
 # Arguments of several commands.
-ConfigFile = Annotated[Path, typer.Argument(help="YAML config file.", show_default=False)]
+ConfigName = Annotated[
+    str | None,
+    typer.Argument(help=f"YAML config file, or the name of a preset (default: {DEFAULT_FILE}).", show_default=False),
+]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
 
 
+@dataclass(slots=True)
+class Mode:
+    """The options that every command has.
+
+    Attributes:
+        json: standard output is one JSON document; everything else goes to standard error.
+        quiet: no progress and no notes, only results, warnings and errors.
+        verbose: what Ray and its workers print is shown.
+        written: the document is there; an error that follows it is a message only.
+    """
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    written: bool = False
+
+
+_MODE: ContextVar[Mode | None] = ContextVar("mode", default=None)
+
+
+def mode() -> Mode:
+    """The options of the command that is at work."""
+    return _MODE.get() or Mode()
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command with the options of :class:`Mode`; with ``--json`` an error is a document too."""
+
+    @functools.wraps(function)
+    def run(*, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
+        _MODE.set(Mode(as_json, quiet, verbose))
+        if verbose:
+            os.environ["FINRAY_VERBOSE"] = "1"
+        try:
+            function(**arguments)
+        except FinrayError as error:
+            if as_json and not mode().written:
+                document({"error": error.to_dict()})
+            raise
+
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    common = inspect.signature(_common, eval_str=True).parameters.values()
+    run.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+    return run
+
+
+def _common(
+    *,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document; all else to standard error.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what Ray and its workers print.")] = False,
+) -> None:
+    """Options of every command."""
+
+
+def load(config: str | None, overrides: list[str] | None) -> Config:
+    """The config of a command: the file or preset that its first word names, else ``finray.yaml`` in this directory."""
+    words = overrides or []
+    if config is not None and "=" in config and not Path(config).exists():
+        return load_config(DEFAULT_FILE, [config, *words])
+    return load_config(config or DEFAULT_FILE, words)
+
+
 def console() -> Console:
-    """Standard output; wide where it is not a terminal, so that lines stay whole in a log."""
-    return Console(width=None if sys.stdout.isatty() else 160, emoji=False)
+    """Where people read; wide where that is not a terminal, so that lines stay whole in a log."""
+    stream = sys.stderr if mode().json else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else 160, emoji=False)
 
 
-class RunView:
-    """Shows the records of a run as they come: notes, the header, progress, warnings."""
-
-    def __init__(self, target: Console) -> None:
-        self._console = target
-        self._progress: ConsoleTracker | None = None
-        self._preparing: PrepareView | None = None
-
-    def __enter__(self) -> RunView:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for view in (self._progress, self._preparing):
-            if view is not None:
-                view.close()
-
-    def handle(self, record: Record) -> None:
-        """Show one record."""
-        if isinstance(record, RunHeader):
-            if self._progress is not None:
-                self._progress.close()
-                self._console.print("the workers were restarted", style="bold yellow", highlight=False)
-            for line in header_lines(record):
-                self._console.print(line, highlight=False, soft_wrap=True)
-            self._progress = ConsoleTracker(self._console, total_steps=record.total_steps, step=record.step)
-        elif isinstance(record, PrepareProgress):
-            self._preparing = self._preparing or PrepareView(self._console, total=record.total)
-            self._preparing.show(record)
-        elif isinstance(record, Note):
-            is_warning = record.level == "warning"
-            text = f"warning: {record.message}" if is_warning else record.message
-            self._console.print(text, style="bold yellow" if is_warning else None, highlight=False, soft_wrap=True)
-        elif self._progress is not None:
-            self._progress.log(record)
+def run_view() -> RunView:
+    """Shows the records of a run."""
+    return RunView(console(), quiet=mode().quiet)
 
 
-def header_lines(header: RunHeader) -> list[str]:
-    """The run header: model, trainable share, data, placement, effective batch, and where the run stands."""
-    lines = [
-        f"model      {header.model}  {header.parameters / 1e6:,.1f} M parameters, "
-        f"{header.trainable / 1e6:,.2f} M trained ({header.trainable / header.parameters:.2%}), {header.precision}",
-        f"data       {header.rows:,} rows, {header.tokens:,} tokens ({header.supervised / header.tokens:.0%} learned)"
-        + (f" in {header.packs:,} packs ({header.fill:.1%} full)" if header.packing else "")
-        + (f"; {header.eval_rows:,} rows held out" if header.eval_rows else ""),
-        f"placement  {header.world_size} x {header.device}"
-        + (f", {header.threads} thread{'s' if header.threads > 1 else ''} each" if header.device == "CPU" else ""),
-        f"batch      {header.global_batch_size} {'packs' if header.packing else 'rows'} = {header.world_size} workers "
-        f"x {header.micro_batch_size} micro-batch x {header.accumulation} accumulation",
-    ]
-    if header.step:
-        lines.append(f"resuming   at step {header.step} of {header.total_steps}")
-    return lines
+def say(text: str) -> None:
+    """A line as it is."""
+    console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def training_summary(target: Console, result: TrainResult) -> None:
-    """What came out, how long each phase took, and what to do next."""
-    numbers = result.summary
-    phases = numbers.phases
-    table = Table(title="run finished", show_header=False, title_justify="left")
-    table.add_row("steps", f"{numbers.step:,}")
-    if numbers.final_loss is not None:
-        table.add_row("loss", f"{numbers.first_loss:.4f} at the first step, {numbers.final_loss:.4f} at the last")
-    if numbers.best is not None:
-        table.add_row(f"best {numbers.best_metric.replace('_', ' ')}", f"{numbers.best:.4f}")
-    table.add_row("tokens", f"{numbers.tokens:,} ({numbers.tokens_per_s:,.0f} tokens/s)")
-    table.add_row(
-        "peak memory", ", ".join(f"{peak / 2**30:.2f} GiB" for peak in numbers.peak_memory_bytes) + " by worker"
-    )
-    shown = ("start_ray", "prepare", "start_workers", "load", "train", "evaluate", "checkpoint", "total")
-    table.add_row("time", ", ".join(f"{name.replace('_', ' ')} {duration(phases[name])}" for name in shown))
-    table.add_row("waiting for data", f"{phases['data_wait']:.2f} s")
-    table.add_row("final model", f"{result.final} (step {result.chosen_step})")
-    target.print(table)
-    for line in (
-        f'finray generate {result.run_dir} "your prompt"',
-        f"finray evaluate {result.run_dir}",
-        f"finray export {result.run_dir} --output DIR",
-    ):
-        target.print(f"next: {line}", highlight=False, markup=False, soft_wrap=True)
+def document(plain: Any) -> None:
+    """The JSON document of a command, secrets masked."""
+    mode().written = True
+    typer.echo(json.dumps(redact(plain), indent=2))
 
 
-@contextmanager
-def steps(target: Console) -> Iterator[Progress]:
-    """One line of progress for each part of an evaluation."""
-    status = target.status("evaluating") if target.is_terminal else None
-
-    def update(what: str, done: int, *, total: int) -> None:
-        if status is not None:
-            status.update(f"{what}: {done}/{total}")
-        elif done == total:
-            target.print(f"{what}: {total} rows", highlight=False)
-
-    with status or nullcontext():
-        yield update
+def result(found: Result, **options: Any) -> None:
+    """What a command came to."""
+    if mode().json:
+        document(found.plain())
+    else:
+        found.print(console(), **options)
 
 
-def comparison(target: Console, result: Comparison, *, samples: int) -> None:
-    """Scores of base and tuned model, and some answers side by side."""
-    table = Table(title=f"{result.rows} held-out rows", title_justify="left")
-    for column in ("", "base", "tuned"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, base in result.base.metrics.items():
-        table.add_row(name.replace("_", " "), f"{base:.1%}", f"{result.tuned.metrics[name]:.1%}")
-    table.add_row("loss", f"{result.base.loss:.4f}", f"{result.tuned.loss:.4f}")
-    table.add_row("perplexity", f"{result.base.perplexity:.3f}", f"{result.tuned.perplexity:.3f}")
-    target.print(table)
-    for prediction in result.predictions[:samples]:
-        target.rule(style="dim")
-        for label, key in (("prompt", "prompt"), ("expected", "reference"), ("base", "base"), ("tuned", "tuned")):
-            target.print(f"[bold]{label:>9}[/bold] ", end="")
-            target.print(getattr(prediction, key).strip(), markup=False, highlight=False, soft_wrap=True)
-    target.print(f"\npredictions: {result.folder / 'predictions.jsonl'}", highlight=False, soft_wrap=True)
-
-
-def answers(target: Console, prompts: Sequence[Prompt], texts: Sequence[str], output: Path | None) -> None:
-    """Print answers, or write them as JSONL."""
-    if output is None:
-        for text in texts:
-            target.print(text, markup=False, highlight=False, soft_wrap=True)
-        return
-    rows = [
-        {**({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}), "answer": text}
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    try:
-        output.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"the answers cannot be written: {error.strerror}", where=str(output)) from None
-    target.print(f"wrote {len(rows)} answers to {output}", highlight=False, soft_wrap=True)
+def lines(plain: Any, *texts: str) -> None:
+    """What a command came to, where lines say it."""
+    if mode().json:
+        document(plain)
+    else:
+        say("\n".join(texts))

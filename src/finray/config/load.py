@@ -1,4 +1,4 @@
-"""From a YAML file and ``section.field=value`` overrides to a :class:`Config`, or to all of its problems at once."""
+"""From a file, preset or mapping and overrides of it to a :class:`Config`, or to all of its problems at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections.abc import Iterable, Mapping
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -16,6 +16,13 @@ from finray.config.schema import Config, Section, SourceConfig, section_of, sect
 from finray.errors import ConfigError, did_you_mean
 
 PRESET_KEY = "preset"
+# The config of a command, or of a call, that names none.
+DEFAULT_FILE = "finray.yaml"
+# The field that a mapping gives where it gives a section a name instead of fields.
+_NAMED_BY = {"model": "name", "data": "source"}
+# What a configuration is made of.
+ConfigLike = Config | Mapping[str, Any] | str | Path | None
+Overrides = Iterable[str] | Mapping[str, Any]
 # Fields that describe one particular source: a configuration that names its own source does not inherit them.
 _SOURCE_FIELDS = frozenset(SourceConfig.model_fields).union(
     ("mix", "train_split", "eval_source", "eval_split", "test_split", "group_by", "converter")
@@ -40,39 +47,58 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> Config:
-    """Read a config file and apply overrides.
+def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed: Any) -> Config:
+    """The configuration that a file, a preset, a mapping or another configuration gives, with overrides applied.
 
     Args:
-        path: a YAML file, or None to build the configuration from overrides alone.
-        overrides: strings of the form ``train.max_steps=100``; values are YAML. A number reaches into a list:
-            ``data.mix.0.weight=2``.
+        config: a YAML file, the name of a preset (:func:`preset_names`), a mapping of sections, or a :class:`Config`.
+            None builds it from what follows alone; where nothing follows, it is ``finray.yaml`` in this directory.
+        overrides: strings ``section.field=value`` (values are YAML), or a mapping: ``{"train.max_steps": 4}`` and
+            ``{"train": {"max_steps": 4}}`` set the same field. A number reaches into a list: ``data.mix.0.weight``.
+        changed: overrides as keywords, ``train={"max_steps": 4}``. Here and in mappings a name alone is enough for
+            ``model`` (``model.name``) and ``data`` (``data.source``).
 
     Raises:
         ConfigError: with every problem found, each with its dotted path.
     """
-    raw = {} if path is None else read_yaml(Path(path))
-    return build_config(raw, overrides=overrides, source="command line" if path is None else str(path))
+    texts = [overrides] if isinstance(overrides, str) else [] if isinstance(overrides, Mapping) else list(overrides)
+    values = [one for one in (overrides, changed) if one and isinstance(one, Mapping)]
+    if config is None and not texts and not values:
+        config = DEFAULT_FILE
+    source, raw = "overrides" if config is None else "config", {}
+    if isinstance(config, Config):
+        # Only what was set: which fields are left at their defaults matters when an adapter is continued.
+        raw = config.model_dump(mode="json", exclude_unset=True)
+    elif isinstance(config, Mapping):
+        values.insert(0, config)
+    elif config is not None:
+        source = str(config)
+        raw = {PRESET_KEY: source} if is_preset(source) else read_yaml(Path(source).expanduser())
+    problems = [problem for one in values for path, value in one.items() for problem in _set(raw, str(path), value)]
+    return build_config(raw, overrides=texts, source=source, problems=problems)
 
 
-def with_overrides(config: Config, overrides: Iterable[str]) -> Config:
-    """The configuration with other values for some of its fields, as for :func:`load_config`.
-
-    Raises:
-        ConfigError: with every problem found, each with its dotted path.
-    """
-    # Only what was set: which fields are left at their defaults matters when an adapter is continued.
-    return build_config(config.model_dump(mode="json", exclude_unset=True), overrides=overrides, source="overrides")
+def is_preset(name: str) -> bool:
+    """Whether a config of this name is a preset: a file of the same name comes first."""
+    return name in preset_names() and not Path(name).exists()
 
 
-def build_config(raw: Mapping[str, Any], *, source: str, overrides: Iterable[str] = ()) -> Config:
-    """Validate the content of a config file, which may name a preset; ``source`` is its name in messages.
+def build_config(
+    raw: Mapping[str, Any], *, source: str, overrides: Iterable[str] = (), problems: Iterable[str] = ()
+) -> Config:
+    """Validate the content of a config file, which may name a preset.
+
+    Args:
+        raw: the content.
+        source: its name in messages.
+        overrides: applied to it: strings as for :func:`load_config`.
+        problems: found before, and told with those that are found here.
 
     Raises:
         ConfigError: with every problem found, each with its dotted path.
     """
     data = copy.deepcopy(dict(raw))
-    found = [problem for override in overrides if (problem := _apply_override(data, override))]
+    found = [*problems, *(problem for override in overrides for problem in _apply_override(data, override))]
     # `train:` with nothing but comments below it is null in YAML, and means all defaults.
     data = {key: value for key, value in data.items() if value is not None or key not in sections()}
     name = data.pop(PRESET_KEY, None)
@@ -101,7 +127,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
-            "the config file does not exist", where=str(path), repair="`finray init` writes a starter file"
+            f"the config file does not exist{did_you_mean(str(path), preset_names())}",
+            where=str(path),
+            repair="`finray init` writes a starter file; `finray config presets` lists what comes with finray",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the config file cannot be read: {error}", where=str(path)) from None
@@ -145,34 +173,56 @@ def read_preset(name: str) -> dict[str, Any]:
     return data
 
 
-def _apply_override(data: dict[str, Any], override: str) -> str | None:
+def _apply_override(data: dict[str, Any], override: str) -> list[str]:
     """Set one field in place; what is wrong with the override, if anything is."""
     path, equals, text = override.partition("=")
-    keys = path.strip().split(".")
-    if not equals or not all(keys):
-        return f"`{override}` is not an override: write section.field=value"
-    if len(keys) == 1 and keys[0] != PRESET_KEY:
-        return f"`{override}` names no section: write section.field=value{_suggest_owner(keys[0])}"
+    if not equals:
+        return [f"`{override}` is not an override: write section.field=value"]
+    if "." not in path and path.strip() != PRESET_KEY:
+        return [f"`{override}` names no section: write section.field=value{_suggest_owner(path.strip())}"]
     try:
-        value = yaml.safe_load(text)
+        return _set(data, path, yaml.safe_load(text))
     except yaml.YAMLError:
-        return f"{path}: `{text}` is not a YAML value"
+        return [f"{path}: `{text}` is not a YAML value"]
+
+
+def _set(data: dict[str, Any], path: str, value: Any) -> list[str]:
+    """Set the field of a dotted path in place, or the fields of a section; what is wrong with the path, if anything."""
+    path = path.strip()
+    keys = path.split(".")
+    if not all(keys):
+        return [f"`{path}` is not a field: write section.field"]
+    if path in sections():
+        if isinstance(value, Mapping):
+            data[path] = data.get(path) or {}
+            return [problem for field, one in value.items() for problem in _set(data, f"{path}.{field}", one)]
+        if path in _NAMED_BY and value is not None:
+            keys.append(_NAMED_BY[path])
     target: Any = data
     for number, key in enumerate(keys):
         if isinstance(target, list):
             if not key.isdecimal() or int(key) >= len(target):
-                return f"{path}: `{'.'.join(keys[:number])}` is a list of {len(target)}; count its items from 0"
+                return [f"{path}: `{'.'.join(keys[:number])}` is a list of {len(target)}; count its items from 0"]
             at: Any = int(key)
         else:
             at = key
         if number == len(keys) - 1:
-            target[at] = value
+            target[at] = _plain(value)
         else:
             nested = target[at] if isinstance(target, list) else target.get(at)
             if not isinstance(nested, dict | list):
                 nested = target[at] = {}
             target = nested
-    return None
+    return []
+
+
+def _plain(value: Any) -> Any:
+    """Paths as the strings that a file would hold."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def _problems(error: ValidationError) -> list[str]:

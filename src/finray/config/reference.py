@@ -11,7 +11,8 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from finray.config.identity import is_free
-from finray.config.schema import Section, section_of, sections
+from finray.config.load import PRESET_KEY, preset_names
+from finray.config.schema import Config, Section, section_of, sections
 
 
 def reference_markdown() -> str:
@@ -33,10 +34,35 @@ def reference_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
+SCHEMA_FILE = "finray.schema.json"
+_EDITORS = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
+_STARTER = """\
+# `finray plan <this file>` looks, `finray train <this file>` starts or continues; `finray init --full` has every field.
+run:
+  name: run  # the run's directory is runs/<name>
+model:
+  name: {model}
+adapter:
+  rank: 16  # size of the LoRA matrices; `method: none` trains all weights
+data:
+  source: {source}
+  eval_ratio: 0.1  # held out for evaluation
+  max_length: 1024  # tokens
+train:
+  epochs: 1
+  learning_rate: 0.0002
+"""
+
+
 def starter_yaml(*, model: str, source: str) -> str:
-    """A commented starter file: required fields set, every other field commented out with its default."""
+    """A starter file with what most people set."""
+    return _EDITORS + _STARTER.format(model=_yaml(model), source=_yaml(source))
+
+
+def full_yaml(*, model: str, source: str) -> str:
+    """A starter file with every field: commented out, with its default and its meaning, unless it is required."""
     required = {("model", "name"): model, ("data", "source"): source}
-    lines = ["# A finray run. `finray train <this file>` starts it; the same command continues it.", ""]
+    lines = [f"{_EDITORS}# A finray run. `finray train <this file>` starts it; the same command continues it.", ""]
     for name, section in sections().items():
         lines += [f"# {section.__doc__}", f"{name}:"]
         for field, info in section.model_fields.items():
@@ -45,6 +71,18 @@ def starter_yaml(*, model: str, source: str) -> str:
             lines.append(f"  {'# ' if value is None else ''}{field}: {_yaml(shown)}  # {info.description}")
         lines.append("")
     return "\n".join(lines)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a config file, for editors: a file may name a preset, and then needs no section."""
+    schema = Config.model_json_schema()
+    preset = {"enum": preset_names(), "description": "A preset that fills in what this file does not set."}
+    schema["properties"] = {PRESET_KEY: preset, **schema["properties"]}
+    del schema["required"]
+    for name in ("model", "data"):
+        # The preset may have what is required in a section, too.
+        schema["$defs"][f"{name.title()}Config"].pop("required", None)
+    return schema
 
 
 def _fields(prefix: str, section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.rundir import RunDir
+from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.hardware import cpu_has_bf16
-from finray.models.artifacts import Artifact, read_artifact
-from finray.models.export import Exported, export
+from finray.models.artifacts import Artifact, load_artifact, read_artifact
+from finray.models.export import TOLERANCE, Exported, export
 from finray.models.loading import DTYPES
+from finray.pretrained.tokenizers import load_tokenizer
 
 
 def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
@@ -44,9 +47,44 @@ def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
     return read_artifact(folder, base=base)
 
 
-def export_model(path: Path, output: Path, *, merge: bool, dtype: str, base: str | None = None) -> Exported:
-    """Export what a directory stands for; see :func:`finray.models.export.export`."""
-    return export(find_artifact(path, base=base), output, merge=merge, dtype=dtype)
+def export_model(
+    path: str | Path, output: str | Path, *, merge: bool = True, dtype: str = "bf16", base: str | None = None
+) -> Exported:
+    """Write a model that plain Transformers loads (or PEFT, for an adapter), and check it by loading it.
+
+    Args:
+        path: a run, checkpoint or model directory.
+        output: directory to make.
+        merge: fold an adapter into its base model, or write the adapter alone.
+        dtype: ``fp32`` or ``bf16``, of the merged weights.
+        base: overrides the base model of an adapter.
+
+    Raises:
+        FinrayError: the model cannot be loaded, or the output is in the way or not the same model.
+    """
+    if dtype not in TOLERANCE:
+        raise ModelError(f"weights cannot be stored as `{dtype}`", where="dtype", repair="use fp32 or bf16")
+    return export(find_artifact(_folder(path), base=base), _folder(output), merge=merge, dtype=dtype)
+
+
+def load_trained(path: str | Path, *, base: str | None = None) -> tuple[Any, Any]:
+    """A trained model, ready for inference on the GPU if there is one, and its tokenizer; an adapter is not merged.
+
+    Args:
+        path: a run, checkpoint or model directory.
+        base: overrides the base model of an adapter.
+
+    Raises:
+        FinrayError: it cannot be loaded.
+    """
+    artifact = find_artifact(_folder(path), base=base)
+    device = inference_device()
+    model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)
+    return model, load_tokenizer(ModelConfig(name=str(artifact.folder)))
+
+
+def _folder(path: str | Path) -> Path:
+    return Path(path).expanduser()
 
 
 def inference_device() -> torch.device:

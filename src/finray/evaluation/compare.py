@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, saved_config
@@ -24,6 +26,7 @@ from finray.models.artifacts import load_artifact
 from finray.models.loading import load_model
 from finray.models.packing_check import check_packing
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.results import Result
 from finray.training.assemble import require_same_data
 from finray.training.state import TrainState
 
@@ -57,7 +60,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Result):
     """Scores of the model that training started from and of the trained one; ``folder`` is where they were written."""
 
     base: Scores
@@ -70,9 +73,40 @@ class Comparison:
         """Number of rows."""
         return len(self.predictions)
 
+    def scores(self) -> dict[str, Any]:
+        """What ``scores.json`` holds."""
+        return {"rows": self.rows, "base": self.base.json(), "tuned": self.tuned.json()}
+
+    def plain(self) -> dict[str, Any]:
+        """Scores and answers as JSON types."""
+        predictions = [asdict(one) for one in self.predictions]
+        return {**self.scores(), "folder": str(self.folder), "predictions": predictions}
+
+    def print(self, console: Console, *, samples: int = 3) -> None:
+        """Scores of base and tuned model, and some answers side by side."""
+        table = Table(title=f"{self.rows} held-out rows", title_justify="left")
+        for column in ("", "base", "tuned"):
+            table.add_column(column, justify="left" if not column else "right")
+        for name, base in self.base.metrics.items():
+            table.add_row(name.replace("_", " "), f"{base:.1%}", f"{self.tuned.metrics[name]:.1%}")
+        table.add_row("loss", f"{self.base.loss:.4f}", f"{self.tuned.loss:.4f}")
+        table.add_row("perplexity", f"{self.base.perplexity:.3f}", f"{self.tuned.perplexity:.3f}")
+        console.print(table)
+        for one in self.predictions[:samples]:
+            console.rule(style="dim")
+            for label, text in (
+                ("prompt", one.prompt),
+                ("expected", one.reference),
+                ("base", one.base),
+                ("tuned", one.tuned),
+            ):
+                console.print(f"[bold]{label:>9}[/bold] ", end="")
+                console.print(text.strip(), markup=False, highlight=False, soft_wrap=True)
+        console.print(f"\npredictions: {self.folder / 'predictions.jsonl'}", highlight=False, soft_wrap=True)
+
 
 def evaluate(
-    run_path: Path, *, max_rows: int | None = None, progress: Progress = lambda what, done, *, total: None
+    run_path: str | Path, *, max_rows: int | None = None, progress: Progress = lambda what, done, *, total: None
 ) -> Comparison:
     """Generate on a run's held-out rows with the base and the tuned model, and score both.
 
@@ -86,7 +120,7 @@ def evaluate(
     Raises:
         FinrayError: the run holds no rows out, its data has changed, or something cannot be loaded.
     """
-    run = RunDir(run_path.resolve())
+    run = RunDir(Path(run_path).expanduser().resolve())
     if not run.config_file.is_file():
         raise ModelError(
             "not a finray run", where=str(run_path), repair="name the directory of a run (it has a config.yaml)"
@@ -139,11 +173,10 @@ def evaluate(
         run.path / "evaluation",
     )
     lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in found.predictions)
-    table = {"rows": found.rows, "base": found.base.json(), "tuned": found.tuned.json()}
     try:
         found.folder.mkdir(exist_ok=True)
         (found.folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
-        (found.folder / "scores.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+        (found.folder / "scores.json").write_text(json.dumps(found.scores(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise FinrayError(f"the scores cannot be written: {error.strerror}", where=str(found.folder)) from None
     return found

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
+from rich.console import Console
 
 from finray.config.schema import ModelConfig
+from finray.errors import DataError
 from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
 from finray.evaluation.prompts import Prompt, prompt_ids
 from finray.models.artifacts import load_artifact
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.results import Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,57 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answers(Result, Sequence[str]):
+    """What a model says to prompts: a sequence of texts.
+
+    Attributes:
+        prompts: what was asked.
+        texts: the answers, in the same order, without special tokens.
+    """
+
+    prompts: tuple[Prompt, ...]
+    texts: tuple[str, ...]
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        return self.texts[index]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each prompt: it, as text or messages, and the answer."""
+        return [
+            {**({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}), "answer": text}
+            for prompt, text in zip(self.prompts, self.texts, strict=True)
+        ]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {"answers": self.rows()}
+
+    def print(self, console: Console) -> None:
+        """The answers alone."""
+        for text in self.texts:
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def write(self, path: Path) -> None:
+        """Write the rows as JSON lines.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        try:
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows())
+            path.write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"the answers cannot be written: {error.strerror}", where=str(path)) from None
 
 
 @torch.no_grad()
@@ -86,15 +141,15 @@ def generate(
 
 
 def generate_text(
-    path: Path,
+    path: str | Path,
     prompts: Sequence[Prompt],
     *,
     sampling: Sampling,
     batch_size: int,
     raw: bool | None = None,
     base: str | None = None,
-) -> list[str]:
-    """Answers to prompts, without special tokens.
+) -> Answers:
+    """Answers to prompts.
 
     Args:
         path: a run, checkpoint or model directory.
@@ -107,11 +162,12 @@ def generate_text(
     Raises:
         FinrayError: the model cannot be loaded, or a conversation meets no chat template.
     """
-    artifact = find_artifact(path, base=base)
+    artifact = find_artifact(Path(path).expanduser(), base=base)
     tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
     if raw is None:
         raw = artifact.notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
     ids = [prompt_ids(tokenizer, prompt, raw=raw) for prompt in prompts]
     device = inference_device()
     model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)
-    return generate(model, tokenizer, ids, sampling=sampling, batch_size=batch_size)
+    texts = generate(model, tokenizer, ids, sampling=sampling, batch_size=batch_size)
+    return Answers(tuple(prompts), tuple(texts))

@@ -1,26 +1,28 @@
 """What a prepared dataset holds: counts, lengths, packs, duplicates, and rows token by token.
 
-Nothing here prints; the command line shows an :class:`Inspection` on a terminal or as a page.
+An :class:`Inspection` is shown on a terminal by ``show.py``, and as a page by ``page.py``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
 
 from finray.config.schema import Config, DataConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.packing import plan_packs
 from finray.errors import DataError
-from finray.inspection.checks import Check, TokenScan
+from finray.inspection.checks import Check, TokenScan, findings
 from finray.inspection.prompt_parity import PromptParity
 from finray.inspection.tokens import SpecialTokens, TokenView, token_views
+from finray.results import Result
 
 IntArray = npt.NDArray[np.int64]
 
@@ -142,7 +144,7 @@ class RowView:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(Result):
     """Everything that ``finray inspect`` shows.
 
     Attributes:
@@ -168,6 +170,22 @@ class Inspection:
         data = self.config.data
         named = [data.source, *(one.source for one in data.mix), data.eval_source]
         return ", ".join(source for source in named if source is not None)
+
+    def plain(self) -> dict[str, Any]:
+        """The inspection as JSON types."""
+        plain = asdict(self)
+        return {
+            "sources": self.sources,
+            **{name: plain[name] for name in ("format", "prepared", "splits", "duplicates", "parity", "examples")},
+            "checks": [asdict(check) for check in findings(self)],
+            "refusal": None if self.refusal is None else self.refusal.to_dict(),
+        }
+
+    def print(self, console: Console) -> None:
+        """On a terminal."""
+        from finray.inspection.show import print_inspection
+
+        print_inspection(console, self)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
@@ -22,6 +23,7 @@ from finray.models.loading import DTYPES, load_model
 from finray.models.quantised import BITS
 from finray.models.saved_layout import SETTINGS, WEIGHTS
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.results import Result
 
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
@@ -29,7 +31,7 @@ _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class Exported(Result):
     """What was written.
 
     Attributes:
@@ -50,6 +52,26 @@ class Exported:
     onto: str | None = None
     trained_on: str | None = None
     rounding: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The export as JSON types."""
+        return {**asdict(self), "folder": str(self.folder)}
+
+    def print(self, console: Console) -> None:
+        """What was written, and how near it is to what was trained."""
+        what = f"model in {self.dtype}" if self.merged else "adapter"
+        lines = [
+            f"wrote the {what} to {self.folder}",
+            f"loaded it again: logits differ by {self.difference:.1e} of their spread",
+        ]
+        if self.onto is not None:
+            lines.append(f"merged onto {self.onto} in full precision")
+        if self.trained_on is not None:
+            measured = "not measured, because bitsandbytes is not installed"
+            if self.rounding is not None:
+                measured = f"differ by {self.rounding:.1e} of their spread"
+            lines.append(f"the base was in {self.trained_on} during training: logits {measured}")
+        console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Exported:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+
 from finray.config.paths import with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -35,7 +37,9 @@ from finray.planning.placement import (
 from finray.planning.resolve import resolve
 from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
+from finray.planning.show import show_plan
 from finray.planning.strategy import StrategyChoice
+from finray.results import Result
 
 _HERE = "this machine"
 # How `datasets` says that it has no network.
@@ -76,7 +80,7 @@ class PlacementPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Result):
     """What is known of a run; a part that could not be worked out is None, and the problems say why."""
 
     problems: tuple[Finding, ...] = ()  # what keeps it from starting
@@ -97,6 +101,10 @@ class Plan:
     def plain(self) -> dict[str, Any]:
         """The plan as JSON types."""
         return {"starts": self.starts, **asdict(self)}
+
+    def print(self, console: Console) -> None:
+        """Tables, warnings and problems, and the verdict."""
+        show_plan(console, self)
 
 
 def no_cluster(config: Config) -> Nodes:

@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
 
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.paths import local_dir_of, with_absolute_paths
@@ -27,11 +30,17 @@ from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
 from finray.records import Note, Record, RunSummary
+from finray.results import Result
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.preload import PRELOAD
 from finray.runtime.prepare import prepare_on_ray
 from finray.runtime.progress import Listener
+from finray.tracking.console import duration
+from finray.tracking.jsonl import metrics_table
+
+if TYPE_CHECKING:
+    import pandas
 
 Handle = Callable[[Record], None]
 
@@ -78,7 +87,7 @@ class Fitted:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainResult:
+class TrainResult(Result):
     """A finished run.
 
     Attributes:
@@ -92,6 +101,52 @@ class TrainResult:
     final: Path
     chosen_step: int
     summary: RunSummary
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """A row for each step that was recorded: loss, learning rate, tokens/s, and the evaluations beside them."""
+        return metrics_table(self.run_dir)
+
+    def model(self) -> tuple[Any, Any]:
+        """The tuned model, on the GPU if there is one, and its tokenizer, as plain Transformers or PEFT have them.
+
+        Raises:
+            FinrayError: it is gone or damaged.
+        """
+        from finray.evaluation.artifacts import load_trained
+
+        return load_trained(self.final)
+
+    def plain(self) -> dict[str, Any]:
+        """The result as JSON types."""
+        paths = {"run_dir": str(self.run_dir), "final": str(self.final)}
+        return {**paths, "chosen_step": self.chosen_step, "summary": self.summary.json()}
+
+    def print(self, console: Console) -> None:
+        """What came out, how long each phase took, and what to do next."""
+        numbers = self.summary
+        phases = numbers.phases
+        table = Table(title="run finished", show_header=False, title_justify="left")
+        table.add_row("steps", f"{numbers.step:,}")
+        if numbers.final_loss is not None:
+            table.add_row("loss", f"{numbers.first_loss:.4f} at the first step, {numbers.final_loss:.4f} at the last")
+        if numbers.best is not None:
+            table.add_row(f"best {numbers.best_metric.replace('_', ' ')}", f"{numbers.best:.4f}")
+        table.add_row("tokens", f"{numbers.tokens:,} ({numbers.tokens_per_s:,.0f} tokens/s)")
+        table.add_row(
+            "peak memory", ", ".join(f"{peak / 2**30:.2f} GiB" for peak in numbers.peak_memory_bytes) + " by worker"
+        )
+        shown = ("start_ray", "prepare", "start_workers", "load", "train", "evaluate", "checkpoint", "total")
+        table.add_row("time", ", ".join(f"{name.replace('_', ' ')} {duration(phases[name])}" for name in shown))
+        table.add_row("waiting for data", f"{phases['data_wait']:.2f} s")
+        table.add_row("final model", f"{self.final} (step {self.chosen_step})")
+        console.print(table)
+        for line in (
+            f'finray generate {self.run_dir} "your prompt"',
+            f"finray evaluate {self.run_dir}",
+            f"finray export {self.run_dir} --output DIR",
+        ):
+            console.print(f"next: {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def train(
@@ -113,7 +168,7 @@ def train(
     require_startable(config)
     with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run:
         if run.summary_file.is_file():
-            handle(Note("the run is finished already; --fresh begins anew"))
+            handle(Note("the run is finished already; --fresh (in Python fresh=True) begins anew"))
             done = json.loads(run.summary_file.read_text(encoding="utf-8"))
             return TrainResult(run.path, run.final, done["chosen_step"], RunSummary.from_json(done["summary"]))
         failures.forget(run.path)

@@ -10,21 +10,30 @@ tokenizer are loaded once in each.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from finray.config.load import build_config
-from finray.config.paths import with_absolute_paths
+from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.schema import Config
+from finray.data.dataset.export import export_rows
 from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import Part, Settings
 from finray.data.dataset.prepare import Handle, Preparation, ignore, start_preparation
+from finray.data.dataset.prepared import PreparedDataset
+from finray.data.dataset.report import report_lines
 from finray.data.storage import Folder
 from finray.errors import ClusterError, FinrayError, from_dict
 from finray.planning.placement import worker_environment
 from finray.pretrained.tokenizers import load_tokenizer, without_torch
+from finray.results import Result
 from finray.runtime import cluster as clusters
 
 # Set where workers do nothing else; also keeps Ray from using their processes for anything else.
@@ -61,6 +70,51 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
                     env = worker_environment(config.cluster, threads=1)
                     return prepare_on_ray(ray, preparation, env=env, handle=handle)
         return preparation.result()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData(Result):
+    """A prepared dataset: the directory or URL where it is, and what is said of it."""
+
+    location: str
+    splits: Mapping[str, Mapping[str, int]]
+    notes: tuple[str, ...]
+    exported: Mapping[str, int]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self)
+
+    def print(self, console: Console) -> None:
+        """In lines."""
+        wrote = (f"wrote {rows:,} rows to {path}" for path, rows in self.exported.items())
+        for line in (f"prepared: {self.location}", *self.notes, *wrote):
+            console.print(line, highlight=False, soft_wrap=True)
+
+
+def prepare_and_report(
+    config: Config, *, export_jsonl: str | Path | None = None, handle: Handle = ignore, hide_torch: bool = False
+) -> PreparedData:
+    """Prepare the data of a config and say what it holds; see :func:`prepare`.
+
+    Args:
+        config: whose data it is.
+        export_jsonl: a directory to which rows are written as text too, by split.
+        handle: shown records of progress.
+        hide_torch: see :func:`finray.data.dataset.prepare.start_preparation`.
+
+    Raises:
+        FinrayError: the data, the tokenizer, the storage or the cluster is not right.
+    """
+    location = prepare(config, handle=handle, hide_torch=hide_torch)
+    manifest = PreparedDataset(location, local_dir=local_dir_of(config)).manifest
+    exported = {} if export_jsonl is None else export_rows(config, location, Path(export_jsonl).expanduser())
+    return PreparedData(
+        location,
+        {name: stats.counts() for name, stats in manifest.splits.items()},
+        tuple(report_lines(manifest)),
+        {str(path): rows for path, rows in exported.items()},
+    )
 
 
 def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], handle: Handle = ignore) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from finray.records import EvalRecord, PrepareProgress, TrainRecord
+from finray.records import EvalRecord, Note, PrepareProgress, Record, RunHeader, TrainRecord
 
 PLAIN_EVERY_S = 2.0
 
@@ -105,3 +106,80 @@ def duration(seconds: float) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+class RunView:
+    """Shows the records of a run as they come: notes, the header, progress, warnings.
+
+    Args:
+        target: where to.
+        quiet: show warnings alone.
+    """
+
+    def __init__(self, target: Console, *, quiet: bool = False) -> None:
+        self._console = target
+        self._quiet = quiet
+        self._progress: ConsoleTracker | None = None
+        self._preparing: PrepareView | None = None
+
+    def __enter__(self) -> RunView:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for view in (self._progress, self._preparing):
+            if view is not None:
+                view.close()
+
+    def handle(self, record: Record) -> None:
+        """Show one record."""
+        if self._quiet and not (isinstance(record, Note) and record.level == "warning"):
+            return
+        if isinstance(record, RunHeader):
+            if self._progress is not None:
+                self._progress.close()
+                self._console.print("the workers were restarted", style="bold yellow", highlight=False)
+            for line in header_lines(record):
+                self._console.print(line, highlight=False, soft_wrap=True)
+            self._progress = ConsoleTracker(self._console, total_steps=record.total_steps, step=record.step)
+        elif isinstance(record, PrepareProgress):
+            self._preparing = self._preparing or PrepareView(self._console, total=record.total)
+            self._preparing.show(record)
+        elif isinstance(record, Note):
+            is_warning = record.level == "warning"
+            text = f"warning: {record.message}" if is_warning else record.message
+            self._console.print(text, style="bold yellow" if is_warning else None, highlight=False, soft_wrap=True)
+        elif self._progress is not None:
+            self._progress.log(record)
+
+
+def header_lines(header: RunHeader) -> list[str]:
+    """The run header: model, trainable share, data, placement, effective batch, and where the run stands."""
+    lines = [
+        f"model      {header.model}  {header.parameters / 1e6:,.1f} M parameters, "
+        f"{header.trainable / 1e6:,.2f} M trained ({header.trainable / header.parameters:.2%}), {header.precision}",
+        f"data       {header.rows:,} rows, {header.tokens:,} tokens ({header.supervised / header.tokens:.0%} learned)"
+        + (f" in {header.packs:,} packs ({header.fill:.1%} full)" if header.packing else "")
+        + (f"; {header.eval_rows:,} rows held out" if header.eval_rows else ""),
+        f"placement  {header.world_size} x {header.device}"
+        + (f", {header.threads} thread{'s' if header.threads > 1 else ''} each" if header.device == "CPU" else ""),
+        f"batch      {header.global_batch_size} {'packs' if header.packing else 'rows'} = {header.world_size} workers "
+        f"x {header.micro_batch_size} micro-batch x {header.accumulation} accumulation",
+    ]
+    if header.step:
+        lines.append(f"resuming   at step {header.step} of {header.total_steps}")
+    return lines
+
+
+@contextmanager
+def steps(target: Console, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Shows how far each part of an evaluation has come: a function of what, rows done, and their ``total``."""
+    status = target.status("evaluating") if target.is_terminal and not quiet else None
+
+    def update(what: str, done: int, *, total: int) -> None:
+        if status is not None:
+            status.update(f"{what}: {done}/{total}")
+        elif done == total and not quiet:
+            target.print(f"{what}: {total} rows", highlight=False)
+
+    with status or nullcontext():
+        yield update

@@ -6,10 +6,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finray.records import Metrics
 from finray.tracking.base import RunInfo
+
+if TYPE_CHECKING:
+    import pandas
 
 FILE = "metrics.jsonl"
 
@@ -39,6 +42,17 @@ class JsonlTracker:
     def finish(self) -> None:
         """Close the file."""
         self._stream.close()
+
+
+def metrics_table(run_dir: Path) -> pandas.DataFrame:
+    """The records of a run by step: those of training, with evaluations in the columns beside them."""
+    import pandas
+
+    rows: dict[int, dict[str, Any]] = {}
+    for record in read_records(run_dir / FILE):
+        if record.pop("kind", None) in ("train", "eval"):
+            rows.setdefault(record.pop("step"), {}).update(record)
+    return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("step").sort_index()
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

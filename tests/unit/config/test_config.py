@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.config.identity import FREE, differences, flatten, is_free
-from finray.config.load import build_config, load_config, preset_names, read_preset, with_overrides
+from finray.config.load import build_config, load_config, preset_names, read_preset
 from finray.config.redact import is_secret_name, redact, redact_text
-from finray.config.reference import reference_markdown, starter_yaml
+from finray.config.reference import full_yaml, json_schema, reference_markdown, starter_yaml
 from finray.config.schema import Config, sections
 from finray.errors import ConfigError, FinrayError, from_dict
 
@@ -56,13 +57,34 @@ def test_presets_are_configurations(name: str) -> None:
 
 def test_the_starter_file_is_a_configuration_with_all_defaults(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(starter_yaml(model="m", source="d.jsonl"))
+    path.write_text(full_yaml(model="m", source="d.jsonl"))
     assert load_config(path) == build_config(SMALL, source="test")
     # Every field is there, commented or not, and uncommenting changes nothing.
     uncommented = path.read_text().replace("  # ", "  ", 200)
     for section, model in sections().items():
         for field in model.model_fields:
             assert f"  {field}: " in uncommented, f"{section}.{field}"
+
+
+def test_the_short_starter_file_has_15_lines_and_holds_rows_out_beside_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(starter_yaml(model="a: b", source="my rows.jsonl"))
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# yaml-language-server: $schema=")
+    assert len(lines) == 15
+    assert max(map(len, lines)) <= 120
+    config = load_config(path)
+    assert (config.model.name, config.data.source) == ("a: b", "my rows.jsonl")
+    own = {"model": {"name": "a: b"}, "data": {"source": "my rows.jsonl", "eval_ratio": 0.1}, "train": {"epochs": 1}}
+    assert config == build_config(own, source="test")
+
+
+def test_the_schema_for_editors_takes_a_file_with_a_preset_and_refuses_an_unknown_field() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate({"preset": "smollm2-lora", "data": {"max_length": 99}}, json_schema())
+    for wrong in ({"preset": "no-such"}, {"train": {"max_stps": 1}}, {"train": {"epochs": "many"}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(wrong, json_schema())
 
 
 def test_the_reference_names_every_field_and_is_the_page_in_the_docs() -> None:
@@ -127,7 +149,7 @@ def test_overrides_of_a_config_give_the_config_that_the_file_with_them_gives(tmp
     path.write_text("preset: smollm2-lora\ntrain: {learning_rate: 1e-3}\nadapter: {rank: 4}\n")
     overrides = ["train.learning_rate=5e-4", "adapter.target_modules=[q_proj]", "evaluation.early_stopping=null"]
     config = load_config(path)
-    changed = with_overrides(config, overrides)
+    changed = load_config(config, overrides)
     assert changed == load_config(path, overrides)
     assert changed.train.learning_rate == 5e-4
     assert (config.train.learning_rate, config.adapter.target_modules) == (
@@ -137,13 +159,77 @@ def test_overrides_of_a_config_give_the_config_that_the_file_with_them_gives(tmp
     # What was left at its default stays so: an adapter that is continued fills in these fields.
     assert changed.adapter.model_fields_set == config.adapter.model_fields_set | {"target_modules"}
     assert "dropout" not in changed.adapter.model_fields_set
-    assert with_overrides(config, []) == config
+    assert load_config(config, []) == config
+
+
+WAYS: dict[str, Callable[[Path], Config]] = {
+    "strings": lambda path: load_config(path, ["train.max_steps=7", "data.mix.1.weight=2", "model.revision=v1"]),
+    "mapping": lambda path: load_config(
+        path, {"train": {"max_steps": 7}, "data.mix.1.weight": 2, "model": {"revision": "v1"}}
+    ),
+    "keywords": lambda path: load_config(
+        path, {"data.mix.1.weight": 2.0}, train={"max_steps": 7}, model={"revision": "v1"}
+    ),
+    "a config": lambda path: load_config(
+        load_config(path, model={"revision": "v1"}, train={"max_steps": 7}), ["data.mix.1.weight=2"]
+    ),
+    "a mapping for a config": lambda path: load_config(
+        {**yaml.safe_load(path.read_text()), "train.max_steps": 7}, {"data.mix.1.weight": 2}, model={"revision": "v1"}
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_configuration_is_the_same_however_it_is_said(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name: m}\ndata: {mix: [{source: a}, {source: b}]}\ntrain: {learning_rate: 1e-3}\n")
+    config = WAYS[way](path)
+    assert config == build_config(
+        {
+            "model": {"name": "m", "revision": "v1"},
+            "data": {"mix": [{"source": "a"}, {"source": "b", "weight": 2}]},
+            "train": {"learning_rate": 1e-3, "max_steps": 7},
+        },
+        source="test",
+    )
+    assert config.train.model_fields_set == {"learning_rate", "max_steps"}
+
+
+def test_a_name_alone_is_the_models_and_the_datas(tmp_path: Path) -> None:
+    config = load_config(model=tmp_path / "m", data="d.jsonl", train={"max_steps": 3}, preset="smollm2-lora")
+    assert (config.model.name, config.data.source, config.data.subset) == (str(tmp_path / "m"), "d.jsonl", None)
+    assert (config.train.max_steps, config.train.learning_rate) == (3, 5e-4)
+
+
+def test_a_preset_is_a_config_unless_a_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config("smollm2-lora") == build_config(read_preset("smollm2-lora"), source="test")
+    (tmp_path / "smollm2-lora").write_text("model: {name: mine}\ndata: {source: d}\n")
+    assert load_config("smollm2-lora").model.name == "mine"
+    with pytest.raises(ConfigError, match=r"did you mean `llama3-8b-lora`"):
+        load_config("llama-8b-lora")
+
+
+def test_nothing_is_finray_yaml_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"finray\.yaml: the config file does not exist"):
+        load_config()
+    (tmp_path / "finray.yaml").write_text("model: {name: m}\ndata: {source: here}\n")
+    assert load_config().data.source == "here"
+
+
+def test_what_is_wrong_in_a_mapping_has_the_path_that_it_has_in_a_file() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": "m", "data": "d", "train.": 1, "data.mix.0.weight": 3}, train={"max_stps": 3}, trian={})
+    assert [problem.split(":")[0] for problem in caught.value.problems[:1]] == ["`train.` is not a field"]
+    assert any(problem.startswith("train.max_stps: unknown key") for problem in caught.value.problems)
+    assert any(problem.startswith("trian: unknown key (did you mean `train`?)") for problem in caught.value.problems)
 
 
 def test_overrides_of_a_config_are_checked() -> None:
     config = build_config(SMALL, source="test")
     with pytest.raises(ConfigError) as caught:
-        with_overrides(config, ["train.max_stps=1", "adapter.rank=0", "nonsense"])
+        load_config(config, ["train.max_stps=1", "adapter.rank=0", "nonsense"])
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
         "`nonsense` is not an override",
         "adapter.rank",
@@ -155,11 +241,11 @@ def test_an_override_reaches_into_a_list() -> None:
     raw: dict[str, Any] = {"model": {"name": "m"}, "data": {"mix": [{"source": "a"}, {"source": "b"}]}}
     config = build_config(raw, source="test", overrides=["data.mix.1.weight=3"])
     assert [one.weight for one in config.data.mix] == [None, 3]
-    assert with_overrides(config, ["data.mix.0.source=c"]).data.mix[0].source == "c"
+    assert load_config(config, ["data.mix.0.source=c"]).data.mix[0].source == "c"
     assert raw["data"]["mix"][1] == {"source": "b"}
     for wrong in ("data.mix.2.weight=3", "data.mix.last.weight=3"):
         with pytest.raises(ConfigError, match=r"`data\.mix` is a list of 2"):
-            with_overrides(config, [wrong])
+            load_config(config, [wrong])
 
 
 def test_problems_of_nested_fields_have_their_whole_path() -> None:

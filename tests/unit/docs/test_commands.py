@@ -64,6 +64,6 @@ def test_commands_are_found_and_mistakes_in_them_seen() -> None:
     assert sum(len(commands(page)) for page in PAGES) >= 20
     understand("finray train config.yaml train.max_steps=3 --fresh")
     understand("make quickstart MODEL=some/model")
-    for wrong in ("finray trian config.yaml", "finray train config.yaml --frsh", "finray train", "make quikstart"):
+    for wrong in ("finray trian config.yaml", "finray train config.yaml --frsh", "finray generate", "make quikstart"):
         with pytest.raises(Exception, match=r".+"):
             understand(wrong)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finray.cli.inspect import print_inspection, stretches_text
 from finray.inspection.page import page, token_parts
+from finray.inspection.show import print_inspection, stretches_text
 from finray.inspection.tokens import Stretch, TokenView, segments, shortened
 from tests.support.rows import ListRows, chat_row, inspect_rows, parity_of
 

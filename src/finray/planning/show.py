@@ -1,65 +1,23 @@
-"""``finray plan``: what a run is and needs, before it starts."""
+"""A plan on a terminal."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
-from finray.cli import show
-from finray.config.load import load_config
-from finray.config.redact import redact, redact_text
-from finray.errors import ConfigError, FinrayError
+from finray.config.redact import redact_text
+from finray.errors import FinrayError
 from finray.tracking.console import duration
 
 if TYPE_CHECKING:
-    # At run time these would import torch before the config is known to be right.
     from finray.planning.memory import MemoryPlan
     from finray.planning.plan import Plan
 
 _GIB = 2**30
-
-
-def plan(
-    config: show.ConfigFile,
-    overrides: show.Overrides = None,
-    gpu: Annotated[str | None, typer.Option(help="GPU of each worker, such as h100-80gb.", show_default=False)] = None,
-    offline: Annotated[
-        bool, typer.Option("--offline", help="Do not use the network; list what was not checked.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-) -> None:
-    """Show what a run needs and what would keep it from starting, without starting it.
-
-    Exit code 0 if the run would start, else 2. With --offline, 0 means that what was checked has no problems.
-    """
-    if offline:
-        # The libraries read these variables when they are imported, which happens later.
-        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    try:
-        settings = load_config(config, overrides or [])
-        from finray.runtime.cluster import plan as make_plan
-
-        result = make_plan(settings, gpu=gpu, offline=offline)
-    except ConfigError as error:
-        if not as_json:
-            raise
-        messages = error.problems or (error.message,)
-        problems = [{"message": message, "where": error.where, "repair": error.repair} for message in messages]
-        typer.echo(json.dumps(redact({"starts": False, "problems": problems, "warnings": []}), indent=2))
-        raise typer.Exit(error.exit_code) from None
-    if as_json:
-        typer.echo(json.dumps(redact(result.plain()), indent=2))
-    else:
-        show_plan(show.console(), result)
-    if result.problems:
-        raise typer.Exit(2)
 
 
 def show_plan(target: Console, result: Plan) -> None:

@@ -1,22 +1,19 @@
-"""``finray inspect``: what training will see, on the terminal and as a page."""
+"""An inspection on a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finray.cli import show
-from finray.config.load import load_config
+from finray.inspection.checks import findings, verdict
+from finray.inspection.tokens import segments, shortened
 
 if TYPE_CHECKING:
-    # At run time these would import NumPy and Transformers, which other commands have no use for.
     from finray.inspection.measure import Histogram, Inspection
     from finray.inspection.tokens import Stretch
 
@@ -29,39 +26,8 @@ _BAR_WIDTH = 50
 _SHOWN_TOKENS = 400
 
 
-def inspect(
-    config: show.ConfigFile,
-    overrides: show.Overrides = None,
-    html: Annotated[Path | None, typer.Option(help="Write everything as one HTML page here.")] = None,
-    rows: Annotated[int, typer.Option(min=0, help="Examples shown, spread over the training rows.")] = 3,
-    row: Annotated[
-        list[str] | None,
-        typer.Option(help="Show this row: FILE:NUMBER of the source, or index in the training rows. May be repeated."),
-    ] = None,
-    compare: Annotated[int, typer.Option(min=0, help="Rows compared with what a server renders; 0 for all.")] = 1000,
-) -> None:
-    """Show rows as tokens, which of them are learned, and problems of the data; no training, no GPU."""
-    from finray.inspection.inspect import inspect as run_inspection
-    from finray.inspection.page import page
-    from finray.reporting.page import write
-
-    found = run_inspection(
-        load_config(config, overrides or []), examples=rows, chosen=row or [], compared=compare or None
-    )
-    console = show.console()
-    print_inspection(console, found)
-    if html is not None:
-        write(page(found), html)
-        console.print(f"\nwrote {html}", highlight=False, markup=False, soft_wrap=True)
-    if found.refusal is not None:
-        raise found.refusal
-
-
 def print_inspection(console: Console, found: Inspection) -> None:
     """Print an inspection, readable without colours too."""
-    from finray.inspection.checks import findings, verdict
-    from finray.inspection.tokens import shortened
-
     unicode = console.encoding.lower().startswith("utf")
     # Brackets mark learned text where there are no colours.
     brackets = None if console.is_terminal and not console.no_color else ("⟦", "⟧") if unicode else ("[[", "]]")
@@ -118,8 +84,6 @@ def stretches_text(stretches: Iterable[Stretch], *, brackets: tuple[str, str] | 
 
     Characters that would control the terminal are written as code points.
     """
-    from finray.inspection.tokens import segments
-
     text = Text()
     opened, closed = brackets or ("", "")
     for stretch in stretches:

@@ -1,0 +1,261 @@
+"""The Python API: each function does what the command of the same name does, with the same defaults.
+
+A config is anything that :func:`finray.load_config` takes: a YAML file, the name of a preset, a mapping, or a
+:class:`~finray.config.schema.Config`; without one it is ``finray.yaml`` in the working directory. Paths may be strings.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from finray.config.load import ConfigLike, Overrides, load_config
+from finray.records import Note, Record
+from finray.tracking.console import RunView
+
+if TYPE_CHECKING:
+    # At run time each function imports what it needs: a plan needs no Ray, and `import finray` needs nothing.
+    from finray.evaluation.compare import Comparison
+    from finray.evaluation.generate import Answers
+    from finray.inspection.measure import Inspection
+    from finray.models.export import Exported
+    from finray.planning.plan import Plan
+    from finray.runtime.driver import TrainResult
+    from finray.runtime.prepare import PreparedData
+
+Observer = Callable[[Record], object]
+
+
+def train(
+    config: ConfigLike = None,
+    overrides: Overrides = (),
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    observers: Observer | Iterable[Observer] = (),
+    **changed: Any,
+) -> TrainResult:
+    """Fine-tune a model. The same call again continues a run that was stopped.
+
+    Args:
+        config: what to train on what.
+        overrides: as for :func:`finray.load_config`.
+        fresh: move an earlier run of this name aside and start over.
+        quiet: show no progress; warnings are still shown.
+        observers: called with each record (:mod:`finray.records`) as it comes, in a thread of this process. They see
+            the run and cannot change it: what they return is ignored, and one that raises is named and left out.
+        changed: further overrides, ``train={"max_steps": 20}``.
+
+    Raises:
+        FinrayError: with what happened, where, and the repair.
+    """
+    from finray.runtime.driver import train as run
+
+    settings = load_config(config, overrides, **changed)
+    with RunView(_console(), quiet=quiet) as view:
+        return run(settings, fresh=fresh, handle=_told(view.handle, observers))
+
+
+def prepare(
+    config: ConfigLike = None,
+    overrides: Overrides = (),
+    *,
+    export_jsonl: str | Path | None = None,
+    quiet: bool = False,
+    **changed: Any,
+) -> PreparedData:
+    """Tokenise the data of a config, without training.
+
+    Args:
+        config: whose data it is.
+        overrides: as for :func:`finray.load_config`.
+        export_jsonl: a directory to which rows are written as text too, by split.
+        quiet: show no progress.
+        changed: further overrides.
+
+    Raises:
+        FinrayError: the data, the tokenizer, the storage or the cluster is not right.
+    """
+    from finray.runtime.prepare import prepare_and_report
+
+    settings = load_config(config, overrides, **changed)
+    with RunView(_console(), quiet=quiet) as view:
+        return prepare_and_report(settings, export_jsonl=export_jsonl, handle=view.handle)
+
+
+def plan(
+    config: ConfigLike = None,
+    overrides: Overrides = (),
+    *,
+    gpu: str | None = None,
+    offline: bool = False,
+    **changed: Any,
+) -> Plan:
+    """What a run needs and what would keep it from starting, without starting it.
+
+    Args:
+        config: of the run.
+        overrides: as for :func:`finray.load_config`.
+        gpu: GPU of each worker, such as ``h100-80gb``; None for those that are there.
+        offline: list what lies on a Hub that cannot be reached as not checked. To keep libraries from trying, set
+            ``HF_HUB_OFFLINE=1`` before the first import.
+        changed: further overrides.
+
+    Raises:
+        ConfigError: the config is not valid. Everything else that is wrong is in the plan.
+    """
+    from finray.runtime.cluster import plan as make_plan
+
+    return make_plan(load_config(config, overrides, **changed), gpu=gpu, offline=offline)
+
+
+def inspect(
+    config: ConfigLike = None,
+    overrides: Overrides = (),
+    *,
+    html: str | Path | None = None,
+    rows: int = 3,
+    row: Sequence[str | int] = (),
+    compare: int = 1000,
+    **changed: Any,
+) -> Inspection:
+    """What training will see: rows as tokens, which of them are learned, and problems of the data.
+
+    Args:
+        config: whose data it is.
+        overrides: as for :func:`finray.load_config`.
+        html: write everything as one page here.
+        rows: examples shown, spread over the training rows.
+        row: rows shown instead, ``FILE:NUMBER`` of the source or index in the training rows.
+        compare: rows that are compared with what a server renders; 0 for all.
+        changed: further overrides.
+
+    Raises:
+        FinrayError: the data, the tokenizer or the storage has a problem; but where training and serving would differ,
+            the inspection holds the differences, and the ``refusal``.
+    """
+    from finray.inspection.inspect import inspect as run
+    from finray.inspection.page import page
+    from finray.reporting.page import write
+
+    settings = load_config(config, overrides, **changed)
+    found = run(settings, examples=rows, chosen=[str(one) for one in row], compared=compare or None)
+    if html is not None:
+        write(page(found), Path(html).expanduser())
+    return found
+
+
+def generate(
+    model: str | Path,
+    prompts: str | Mapping[str, Any] | Iterable[str | Sequence[Mapping[str, Any]]] = (),
+    *,
+    file: str | Path | None = None,
+    system: str | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 16,
+    raw: bool | None = None,
+    base: str | None = None,
+) -> Answers:
+    """Answers of a trained model.
+
+    Args:
+        model: run, checkpoint or model directory.
+        prompts: a text, or several, each a text or a conversation (a list of messages with ``role`` and ``content``).
+        file: of further prompts: one a line, or JSONL with ``prompt`` or ``messages``.
+        system: system message put before each text.
+        max_new_tokens: of each answer.
+        temperature: 0 is greedy decoding.
+        top_p: share of probability to sample from.
+        seed: of sampling.
+        batch_size: prompts in one batch.
+        raw: do not apply the chat template; None does not where the model was trained on plain prompts.
+        base: base model of an adapter, if it is no longer where it was.
+
+    Returns:
+        A sequence of texts, one for each prompt.
+
+    Raises:
+        FinrayError: the model cannot be loaded, or there is no prompt.
+    """
+    from finray.evaluation.generate import Sampling, generate_text
+    from finray.evaluation.prompts import Prompt, read_prompts
+
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    asked = [
+        Prompt.of(one, system) if isinstance(one, str) else Prompt(messages=tuple(dict(message) for message in one))
+        for one in texts
+    ]
+    if file is not None or not asked:
+        asked += read_prompts([], None if file is None else Path(file).expanduser(), system=system)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    return generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
+
+
+def evaluate(run: str | Path, *, max_rows: int | None = None, quiet: bool = False) -> Comparison:
+    """Compare a run's model with its base on the held-out rows.
+
+    Args:
+        run: run directory.
+        max_rows: evaluate at most this many rows; None takes ``evaluation.max_rows``.
+        quiet: show no progress.
+
+    Raises:
+        FinrayError: the run holds no rows out, its data has changed, or something cannot be loaded.
+    """
+    from finray.evaluation.compare import evaluate as compare
+    from finray.tracking.console import steps
+
+    with steps(_console(), quiet=quiet) as update:
+        return compare(run, max_rows=max_rows, progress=update)
+
+
+def export(
+    run: str | Path, output: str | Path, *, merge: bool = True, dtype: str = "bf16", base: str | None = None
+) -> Exported:
+    """Write a model that Transformers or PEFT loads, and check it by loading it.
+
+    Args:
+        run: run, checkpoint or model directory.
+        output: directory to create.
+        merge: merge the adapter into the model, or write the adapter alone.
+        dtype: of the written weights: fp32 or bf16.
+        base: base model of an adapter, if it is no longer where it was.
+
+    Raises:
+        FinrayError: the model cannot be loaded, or the output is in the way or not the same model.
+    """
+    from finray.evaluation.artifacts import export_model
+
+    return export_model(run, output, merge=merge, dtype=dtype, base=base)
+
+
+def _console() -> Console:
+    """Standard output or the cell of a notebook; wide in a log, so that lines stay whole."""
+    console = Console(emoji=False)
+    return console if console.is_jupyter or sys.stdout.isatty() else Console(width=160, emoji=False)
+
+
+def _told(view: Callable[[Record], None], observers: Observer | Iterable[Observer]) -> Callable[[Record], None]:
+    """Hands records to the view and to observers that cannot disturb the run."""
+    watching = [observers] if callable(observers) else list(observers)
+
+    def handle(record: Record) -> None:
+        view(record)
+        for observer in list(watching):
+            try:
+                observer(record)
+            except Exception as error:
+                # Whatever it raises: a run is worth more than who watches it.
+                watching.remove(observer)
+                name = getattr(observer, "__qualname__", None) or type(observer).__qualname__
+                failed = f"the observer {name} failed: {type(error).__name__}: {error}"
+                view(Note(f"{failed}; training goes on without it", level="warning"))
+
+    return handle

@@ -1,0 +1,70 @@
+"""``finray plan`` and ``finray inspect``: a run and its data, looked at before anything starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finray.cli import show
+from finray.errors import ConfigError, FinrayError
+
+
+def plan(
+    config: show.ConfigName = None,
+    overrides: show.Overrides = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU of each worker, such as h100-80gb.", show_default=False)] = None,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Do not use the network; list what was not checked.")
+    ] = False,
+) -> None:
+    """Show what a run needs and what would keep it from starting, without starting it.
+
+    Exit code 0 if the run would start, else 2. With --offline, 0 means that what was checked has no problems.
+    """
+    if offline:
+        # The libraries read these variables when they are imported, which happens later.
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    try:
+        settings = show.load(config, overrides)
+        from finray.runtime.cluster import plan as make_plan
+
+        result = make_plan(settings, gpu=gpu, offline=offline)
+    except ConfigError as error:
+        if not show.mode().json:
+            raise
+        messages = error.problems or (error.message,)
+        problems = [{"message": message, "where": error.where, "repair": error.repair} for message in messages]
+        show.document({"starts": False, "problems": problems, "warnings": []})
+        raise typer.Exit(error.exit_code) from None
+    show.result(result)
+    if result.problems:
+        raise typer.Exit(FinrayError.exit_code)
+
+
+def inspect(
+    config: show.ConfigName = None,
+    overrides: show.Overrides = None,
+    html: Annotated[Path | None, typer.Option(help="Write everything as one HTML page here.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Examples shown, spread over the training rows.")] = 3,
+    row: Annotated[
+        list[str] | None,
+        typer.Option(help="Show this row: FILE:NUMBER of the source, or index in the training rows. May be repeated."),
+    ] = None,
+    compare: Annotated[int, typer.Option(min=0, help="Rows compared with what a server renders; 0 for all.")] = 1000,
+) -> None:
+    """Show rows as tokens, which of them are learned, and problems of the data; no training, no GPU."""
+    from finray.inspection.inspect import inspect as run_inspection
+    from finray.inspection.page import page
+    from finray.reporting.page import write
+
+    found = run_inspection(show.load(config, overrides), examples=rows, chosen=row or [], compared=compare or None)
+    if html is not None:
+        write(page(found), html)
+    show.result(found)
+    if html is not None and not show.mode().json:
+        show.say(f"\nwrote {html}")
+    if found.refusal is not None:
+        raise found.refusal

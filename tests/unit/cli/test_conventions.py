@@ -1,0 +1,111 @@
+"""What all commands have in common: help, version, quiet, verbose and JSON, the default config, presets as configs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+import finray
+from finray.cli.main import app
+from finray.config.load import preset_names, read_preset
+from tests.support import runs
+
+
+def commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        if hasattr(command, "commands"):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_every_command_has_the_common_options(path: tuple[str, ...]) -> None:
+    options = {name for param in COMMANDS[path].params for name in param.opts}
+    assert {"--json", "-q", "--quiet", "-v", "--verbose"} <= options
+    assert runs.finray(*path, "-h")[:2] == runs.finray(*path, "--help")[:2]
+
+
+def test_version_help_and_completion_are_found() -> None:
+    assert runs.finray("--version")[:2] == (0, f"{finray.__version__}\n")
+    assert json.loads(runs.finray("version", "--json")[1]) == {"version": finray.__version__}
+    code, out, _ = runs.finray("-h")
+    assert code == 0
+    for words in ("--install-completion", "--show-completion", "train"):
+        assert words in out
+
+
+def test_finray_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "finray", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{finray.__version__}\n"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_printed_and_is_a_config_for_commands(name: str) -> None:
+    assert yaml.safe_load(runs.finray("config", "presets", name)[1]) == read_preset(name)
+    code, out, _ = runs.finray("config", "show", name, "run.seed=4", "--json")
+    assert code == 0
+    shown = json.loads(out)
+    assert (shown["model"]["name"], shown["run"]["seed"]) == (read_preset(name)["model"]["name"], 4)
+
+
+def test_a_command_without_a_config_takes_finray_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = runs.finray("config", "show")
+    assert (code, out) == (2, "")
+    assert "finray.yaml" in err
+    assert "finray init" in err
+    runs.finray("init", "--model", "m", "--data", "d.jsonl")
+    for words in ([], ["run.seed=4"], ["finray.yaml", "run.seed=4"]):
+        code, out, err = runs.finray("config", "show", *words)
+        assert code == 0, err
+        assert yaml.safe_load(out)["run"]["seed"] == (4 if words else 17)
+    # A file may have an equals sign in its name.
+    (tmp_path / "a=b.yaml").write_text("model: {name: other}\ndata: {source: d}\n")
+    assert yaml.safe_load(runs.finray("config", "show", "a=b.yaml")[1])["model"]["name"] == "other"
+
+
+def test_an_error_is_one_document_on_standard_output_and_a_message_on_standard_error(tmp_path: Path) -> None:
+    code, out, err = runs.finray("config", "show", tmp_path / "none.yaml", "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["where"] == str(tmp_path / "none.yaml")
+    assert err.startswith("error: ")
+
+
+def test_secrets_are_masked_in_documents(tmp_path: Path) -> None:
+    token = "hf_" + "a" * 30
+    code, out, _ = runs.finray("config", "show", "smollm2-lora", f"data.source=https://me:{token}@host/x", "--json")
+    assert code == 0
+    assert token not in out
+
+
+def test_init_writes_the_schema_beside_the_file_that_names_it(tmp_path: Path) -> None:
+    assert runs.finray("init", tmp_path / "mine.yaml", "--full")[0] == 0
+    first = (tmp_path / "mine.yaml").read_text().splitlines()[0]
+    schema = json.loads((tmp_path / first.rpartition("=")[2]).read_text())
+    assert schema == json.loads(runs.finray("config", "schema")[1])
+    assert "max_grad_norm" in (tmp_path / "mine.yaml").read_text()
+
+
+IMPORTS = """
+import sys
+import finray
+dir(finray), finray.load_config, finray.train, finray.plan, finray.Config
+print([name for name in ("torch", "ray", "transformers", "datasets", "pandas") if name in sys.modules])
+"""
+
+
+def test_the_api_is_there_without_torch_or_ray() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
