@@ -1,0 +1,264 @@
+"""Whole runs, their settings at values that are no defaults, against a loop in plain torch, Transformers and PEFT.
+
+The loop shares nothing with finray but the first values of the adapter (`test_first_values` is about these) and the
+numbers of the rows of each step. It reads the rows, writes the chat by hand, and takes one row at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support import runs, tiny
+from tests.support.runs import Plain
+
+STEPS, BATCH, SEED = 7, 3, 5
+# Every third step, and the last one.
+EVALUATED = (3, 6, 7)
+ADAM = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-2, "weight_decay": 0.3}
+LINEAR = {"schedule": "linear", "learning_rate": 0.02, "min_learning_rate": 0.004, "warmup_steps": 3}
+COSINE = {"schedule": "cosine", "learning_rate": 0.02, "min_learning_rate": 0.006, "warmup_ratio": 0.2}
+CONSTANT = {"schedule": "constant", "learning_rate": 0.005, "warmup_steps": 0}
+FULL = {"adapter.method": "none"}
+
+# What is trained: finray's settings, and those of PEFT that mean the same; None trains all weights.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "lora": (
+        {"adapter": {"rank": 5, "alpha": 3.0}, "train": {**ADAM, **LINEAR, "max_grad_norm": 0.2}},
+        {"r": 5, "lora_alpha": 3.0},
+    ),
+    "rslora": (
+        {"adapter": {"method": "rslora", "alpha": 3.0}, "train": {**ADAM, **COSINE, "max_grad_norm": None}},
+        {"lora_alpha": 3.0, "use_rslora": True},
+    ),
+    "dora": ({"adapter": {"method": "dora", "alpha": 3.0}, "train": ADAM}, {"lora_alpha": 3.0, "use_dora": True}),
+    "pissa": (
+        {"adapter": {"method": "pissa", "alpha": 3.0}, "train": {**ADAM, **CONSTANT}},
+        {"lora_alpha": 3.0, "init_lora_weights": "pissa"},
+    ),
+    "lora+": ({"adapter.lora_plus_ratio": 3.0, "train": {**ADAM, **LINEAR}}, {}),
+    "modules to save": (
+        {"adapter": {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "down_proj"]}, "train": ADAM},
+        {"modules_to_save": ["lm_head"], "target_modules": ["q_proj", "down_proj"]},
+    ),
+    "pattern": (
+        {"adapter.target_modules": r".*\.0\.self_attn\.[qv]_proj", "train": ADAM},
+        {"target_modules": r".*\.0\.self_attn\.[qv]_proj"},
+    ),
+    "dropout": ({"adapter.dropout": 0.4, "train": ADAM}, {"lora_dropout": 0.4}),
+    "full": ({**FULL, "train": {**ADAM, **COSINE, "max_grad_norm": 0.5}}, None),
+    "adafactor": ({**FULL, "train": {**LINEAR, "optimizer": "adafactor", "weight_decay": 0.3}}, None),
+    "muon": ({**FULL, "train": {**ADAM, **CONSTANT, "optimizer": "muon"}}, None),
+}
+# Muon's matrices are rounded to bf16, PiSSA's are decomposed by two algorithms.
+TOLERANCE = {"muon": 5e-3, "pissa": 1e-3}
+
+
+def drawn(seed: int, *parts: object) -> int:
+    """The first eight bytes of a SHA-256, as docs/formats.md says of finray's keys."""
+    text = "/".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def rate(train: dict[str, Any], step: int) -> float:
+    """The learning rate of a step, by the description of the config's fields."""
+    peak, low = train["learning_rate"], train.get("min_learning_rate", 0.0)
+    warm = train["warmup_steps"] if train["warmup_steps"] is not None else math.ceil(train["warmup_ratio"] * STEPS)
+    if step < warm:
+        return float(peak * (step + 1) / warm)
+    share = (step - warm) / (STEPS - warm)
+    kept = {"linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2, "constant": 1.0}
+    return float(low + (peak - low) * kept[train.get("schedule", "cosine")])
+
+
+def tokens_of(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Ids, and the places of those that are learned: the answer and its end."""
+    question, answer = (message["content"] for message in row["messages"])
+    parts = (f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n", answer, "<|im_end|>", "\n")
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in parts]
+    start = len(ids[0])
+    return [one for part in ids for one in part], list(range(start, start + len(ids[1]) + 1))
+
+
+def loss_sum(model: Any, ids: list[int], learned: list[int]) -> torch.Tensor:
+    tokens = torch.tensor(ids)
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0].float()
+    return F.cross_entropy(logits[[place - 1 for place in learned]], tokens[learned], reduction="sum")
+
+
+def optimizers(model: Any, plain: Plain) -> list[tuple[torch.optim.Optimizer, list[float]]]:
+    """torch's own, with the factor of the learning rate of each group."""
+    train, ratio = plain["train"], plain["adapter"].get("lora_plus_ratio", 1.0)
+    kinds: dict[tuple[bool, float, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            hidden = train.get("optimizer") == "muon" and parameter.ndim == 2 and name.startswith("model.layers.")
+            fast = ratio if "lora_B" in name else 1.0
+            kinds.setdefault((hidden, fast, parameter.ndim >= 2), []).append(parameter)
+    decay = train.get("weight_decay", 0.0)
+    found: list[tuple[torch.optim.Optimizer, list[float]]] = []
+    for hidden in {key[0] for key in kinds}:
+        own = [(fast, decays, held) for (muon, fast, decays), held in kinds.items() if muon == hidden]
+        groups = [{"params": held, "weight_decay": decay if decays else 0.0} for _, decays, held in own]
+        if hidden:
+            made: torch.optim.Optimizer = torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
+        elif train.get("optimizer") == "adafactor":
+            made = torch.optim.Adafactor(groups)
+        else:
+            betas = (train["adam_beta1"], train["adam_beta2"])
+            made = torch.optim.AdamW(groups, betas=betas, eps=train["adam_epsilon"])
+        found.append((made, [fast for fast, _, _ in own]))
+    return found
+
+
+class Reference:
+    """The loop anybody would write: losses, norms and rates by step, the model at its end, and its evaluation."""
+
+    def __init__(self, plain: Plain, peft: dict[str, Any] | None, start: dict[str, torch.Tensor]) -> None:
+        self.plain = plain
+        self.tokenizer = AutoTokenizer.from_pretrained(plain["model"]["name"])
+        self.model: Any = AutoModelForCausalLM.from_pretrained(plain["model"]["name"], dtype=torch.float32)
+        if peft is not None:
+            settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **peft}
+            self.model = get_peft_model(self.model, LoraConfig(**settings))
+            named = dict(self.model.named_parameters())
+            with torch.no_grad():
+                for name, tensor in start.items() if "init_lora_weights" not in peft else ():
+                    if ".lora_" in name and "magnitude" not in name:
+                        named[name.replace(".weight", ".default.weight")].copy_(tensor)
+        self.evaluations: list[tuple[float, int]] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+
+    def rows(self, path: str) -> list[tuple[list[int], list[int]]]:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        return [tokens_of(self.tokenizer, json.loads(line)) for line in lines]
+
+    def train(self, steps: list[list[int]]) -> None:
+        rows, train = self.rows(self.plain["data"]["source"]), self.plain["train"]
+        self.tokens = [sum(len(rows[row][0]) for row in own) for own in steps]
+        self.targets = [sum(len(rows[row][1]) for row in own) for own in steps]
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        made = optimizers(self.model, self.plain)
+        self.model.train()
+        for step, own in enumerate(steps):
+            total = 0.0
+            for number, row in enumerate(own):
+                # A micro-batch is a row here.
+                torch.manual_seed(drawn(drawn(SEED, "dropout"), step, number))
+                loss = loss_sum(self.model, *rows[row]) / self.targets[step]
+                loss.backward()
+                total += float(loss.detach())
+            most = train.get("max_grad_norm", 1.0)
+            norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if most is None else most)
+            for optimizer, factors in made:
+                for group, factor in zip(optimizer.param_groups, factors, strict=True):
+                    group["lr"] = rate(train, step) * factor
+                optimizer.step()
+                optimizer.zero_grad()
+            self.losses.append(total)
+            self.norms.append(float(norm))
+            self.rates.append(rate(train, step))
+            if step + 1 in EVALUATED:
+                self.evaluations.append(self.evaluate())
+                self.model.train()
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, int]:
+        """Loss per target of the held-out rows, and the number of targets."""
+        self.model.eval()
+        rows = self.rows(self.plain["data"]["eval_source"])[: self.plain["evaluation"]["max_rows"]]
+        targets = sum(len(learned) for _, learned in rows)
+        return sum(float(loss_sum(self.model, *row)) for row in rows) / targets, targets
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        state = self.model.state_dict() if self.plain["adapter"]["method"] == "none" else None
+        found = get_peft_model_state_dict(self.model) if state is None else state
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_run: Callable[..., Plain], tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """Rows one at a time, and eight other rows of which five are evaluated; their answers are of many lengths."""
+    held_out = tiny.write_chat_rows(tmp_path_factory.mktemp("held-out"), 8, start=100)
+    settings = {"max_steps": STEPS, "global_batch_size": BATCH, "warmup_steps": 2, "warmup_ratio": 0.03}
+    changes = {
+        "train": settings,
+        "run.seed": SEED,
+        "adapter.method": "lora",
+        "data": {"packing": False, "max_length": 128, "eval_source": str(held_out)},
+        "evaluation": {"every_steps": 3, "max_rows": 5},
+        "checkpoint.every_steps": 100,
+    }
+    return tiny_run(changes, rows=30)
+
+
+def fitted(plain: Plain, changes: dict[str, Any]) -> Plain:
+    """`warmup_ratio` counts where there are no steps."""
+    found = runs.changed(plain, changes)
+    if "warmup_ratio" in changes["train"]:
+        found["train"]["warmup_steps"] = None
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_a_plain_loop(case: str, plain: Plain, tmp_path: Path) -> None:
+    changes, peft = CASES[case]
+    settings = fitted(plain, changes)
+    assembled = runs.assemble_alone(settings, tmp_path)
+    start = {name: tensor.detach().clone() for name, tensor in assembled.loop.task.layout.tensors().items()}
+    assembled.loop.run()
+    assembled.loop.trackers.finish()
+    steps = runs.values(tmp_path, "samples")
+    assert [len(own) for own in steps] == [BATCH] * STEPS
+    expected = Reference(settings, peft, start)
+    before, _ = expected.evaluate()
+    expected.train(steps)
+
+    rel = TOLERANCE.get(case, 2e-5)
+    assert runs.values(tmp_path, "lr") == pytest.approx(expected.rates, rel=1e-12)
+    assert runs.values(tmp_path, "loss") == pytest.approx(expected.losses, rel=rel)
+    assert runs.values(tmp_path, "grad_norm") == pytest.approx(expected.norms, rel=20 * rel)
+    assert runs.values(tmp_path, "supervised") == expected.targets
+    assert runs.values(tmp_path, "tokens") == [sum(expected.tokens[: step + 1]) for step in range(STEPS)]
+
+    evaluated = runs.records(tmp_path, "eval")
+    assert tuple(record["step"] for record in evaluated) == EVALUATED
+    for record, (loss, targets) in zip(evaluated, expected.evaluations, strict=True):
+        assert record["eval_loss"] == pytest.approx(loss, rel=rel)
+        assert record["perplexity"] == pytest.approx(math.exp(loss), rel=10 * rel)
+        assert record["eval_targets"] == targets
+    assert abs(loss / before - 1) > 10 * rel, "what is learned must be more than what is tolerated"
+
+    checkpoint = tmp_path / f"checkpoint-{STEPS:06d}"
+    found = load_file(checkpoint / ("model.safetensors" if peft is None else "adapter_model.safetensors"))
+    theirs = expected.weights()
+    if case == "pissa":
+        # Saved on the untouched base: twice the rank.
+        assert {name: one.numel() for name, one in found.items()} == {
+            name: 2 * one.numel() for name, one in theirs.items()
+        }
+    else:
+        assert runs.relative_difference(theirs, found) < 10 * rel
+    if peft is not None:
+        written = json.loads((checkpoint / "adapter_config.json").read_text())
+        for field, value in peft.items():
+            if case != "pissa":
+                same = sorted(written[field]) == sorted(value) if isinstance(value, list) else written[field] == value
+                assert same, field
+    (state,) = (checkpoint / "training_state").glob("optimizer-*")
+    hidden = {name.removesuffix("/momentum_buffer") for name in load_file(state) if "/momentum_buffer" in name}
+    matrices = {name for name, one in theirs.items() if name.startswith("model.layers.") and one.ndim == 2}
+    assert hidden == (matrices if case == "muon" else set())
