@@ -54,7 +54,7 @@ def _look(run_dir: Path, strategy: DDPStrategy) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "digest_of", spy)
         try:
-            found = find_latest(store, strategy, warnings.append)
+            found = find_latest(store, strategy, warnings.append, steps=store.steps())
             result = f"step {found.step}" if found is not None else "nothing"
         except CheckpointError as error:
             result = str(error)

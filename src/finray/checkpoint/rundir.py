@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from finray.checkpoint import manifest
 from finray.checkpoint.store import CheckpointStore, replace_text
-from finray.config.identity import differences
+from finray.config.identity import LENGTH, differences, length
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import run_path
 from finray.config.redact import redact
@@ -167,13 +167,25 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             aside = next(path for path in map(run.path.with_name, names) if not path.exists())
             os.replace(run.path, aside)
             say(f"the earlier run was moved to {aside}")
-        _require_same_run(config, run)
+        before = _require_same_run(config, run)
+        found = {path: path.read_text("utf-8") for path in (run.config_file, run.summary_file) if path.is_file()}
         run.path.mkdir(exist_ok=True)
         run.keep_config(config)
+        if before is not None and length(before) != length(config):
+            (was, old), (now, new) = length(before), length(config)
+            say(f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run goes on to there")
+            # Without it the run is not finished.
+            run.summary_file.unlink(missing_ok=True)
         (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
         for rest in run.path.glob(".tmp-*"):
             shutil.rmtree(rest, ignore_errors=True)
-        yield run
+        try:
+            yield run
+        except ConfigError:
+            # A start that is refused leaves what it found.
+            for path, text in found.items():
+                replace_text(path, text)
+            raise
     finally:
         lock.release()
 
@@ -208,19 +220,46 @@ def saved_config(run: RunDir) -> Config:
     return build_config(read_yaml(run.config_file), source=str(run.config_file))
 
 
-def _require_same_run(config: Config, run: RunDir) -> None:
-    """Refuse a directory that holds something else than a run with this configuration."""
+def _require_same_run(config: Config, run: RunDir) -> Config | None:
+    """Refuse a directory that holds something else than a run with this configuration, or a shorter one; returns the
+    configuration it was started with.
+    """
     if run.config_file.is_file():
-        if changed := differences(saved_config(run), config):
-            raise ConfigError(
-                "the run directory holds a run with another configuration",
-                where=str(run.path),
-                repair="set these fields back to continue it, choose another run.name, or start anew with --fresh",
-                problems=tuple(f"{path}: was {old!r}, is now {new!r}" for path, old, new in changed),
-            )
-    elif run.path.is_dir() and any(path.name != RAY_SNAPSHOT for path in run.path.iterdir()):
+        before = saved_config(run)
+        problems = [f"{path}: was {old!r}, is now {new!r}" for path, old, new in differences(before, config)]
+        (was, _), (now, steps) = length(before), length(config)
+        if was != now == "train.max_steps" and run.summary_file.is_file():
+            had = json.loads(run.summary_file.read_text(encoding="utf-8"))["summary"]["total_steps"]
+            problems += [f"{now}: the run had {had} steps, is now {steps}"] if steps < had else []
+        if problems:
+            raise other_run(run, *problems, shorter=any(one.startswith(LENGTH) for one in problems))
+        return before
+    if run.path.is_dir() and any(path.name != RAY_SNAPSHOT for path in run.path.iterdir()):
         raise ConfigError(
             f"the directory exists and is no finray run (it has no {CONFIG_FILE})",
             where=str(run.path),
             repair="choose another run.name or run.output_dir; --fresh moves it aside",
         )
+    return None
+
+
+def other_run(run: RunDir, *problems: str, shorter: bool) -> ConfigError:
+    """The directory holds a run with another configuration; with every way out.
+
+    Args:
+        problems: fields that differ.
+        shorter: whether one of them would make the run shorter.
+    """
+    repair = "set these fields back to continue it, choose another run.name, or start anew with --fresh"
+    if run.final.is_dir():
+        is_adapter = saved_config(run).adapter.method != "none"
+        start = f"adapter.start_from={run.path}" if is_adapter else f"model.name={run.final}"
+        repair += f"; under another run.name, {start} begins with what this run has learned"
+    if shorter:
+        repair += "; a run can be made longer, not shorter"
+    return ConfigError(
+        "the run directory holds a run with another configuration",
+        where=str(run.path),
+        repair=repair,
+        problems=problems,
+    )

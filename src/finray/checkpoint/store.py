@@ -195,7 +195,7 @@ class CheckpointStore:
 
         Args:
             warn: told about each newer checkpoint that had to be passed over, by file.
-            steps: to choose from, ascending; those on disk when None.
+            steps: to choose from, the one to take first at the end; those on disk, ascending, when None.
             verify: reads the manifest, and raises for a damaged checkpoint; a group of ranks shares the work.
             set_aside: rename those that were passed over to ``damaged-...``, so that retention does not count them and
                 delete good ones in their place.
@@ -244,6 +244,12 @@ class CheckpointStore:
         for step in doomed:
             shutil.rmtree(self.path_of(step), ignore_errors=True)
         return doomed
+
+    def drop_after(self, step: int) -> None:
+        """Delete the checkpoints after a step, from which the run does not go on."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self.path_of(later), ignore_errors=True)
 
 
 def to_delete(steps: list[int], *, keep_last: int, best: int | None) -> list[int]:

@@ -1,7 +1,7 @@
 """Which configurations describe the same run.
 
-A run may be continued on other hardware, with other metrics and more checkpoints. Whatever changes what is learned
-makes it a different run.
+A run may be continued on other hardware, with other metrics and more checkpoints, and it may be made longer. Whatever
+else changes what is learned makes it a different run.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ FREE = (
     "prepare.local_dir",
 )
 
+# How long a run is. It may be made longer: the order of the data goes on without an end.
+LENGTH = ("train.epochs", "train.max_steps")
+
+
+def length(config: Config) -> tuple[str, float]:
+    """The field that says how long the run is, and its value."""
+    if config.train.max_steps is not None:
+        return "train.max_steps", config.train.max_steps
+    return "train.epochs", 1.0 if config.train.epochs is None else config.train.epochs
+
 
 def flatten(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Dotted path (``section.field``) to value; lists and mappings stay values."""
@@ -41,11 +51,17 @@ def is_free(path: str) -> bool:
 
 
 def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Fields that make two configurations different runs, as ``(path, old, new)``."""
+    """Fields that make two configurations different runs, as ``(path, old, new)``.
+
+    Of the length of the run only whether it became shorter; whether some steps are fewer than some epochs, only the
+    data tells.
+    """
     # The configuration on disk has its secrets masked, so both sides are compared masked.
     before, after = flatten(redact(old.plain())), flatten(redact(new.plain()))
-    return [
+    found = [
         (path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path) and not is_free(path)
+        if before.get(path) != after.get(path) and not is_free(path) and path not in LENGTH
     ]
+    (field, was), (now, becomes) = length(old), length(new)
+    return [*found, *([(field, was, becomes)] if field == now and becomes < was else [])]

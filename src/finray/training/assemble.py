@@ -32,6 +32,7 @@ from finray.pretrained.tokenizers import load_tokenizer
 from finray.records import Metrics, Note, Record, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
 from finray.tracking.jsonl import JsonlTracker
+from finray.training import extending
 from finray.training.checkpointing import CheckpointWriter, find_latest, restore
 from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.loader import EvalLoader, StepLoader
@@ -92,20 +93,29 @@ def assemble(
         fence.take()
     store = CheckpointStore(run_dir, fence=fence.check)
     task, optimizer = _model(config, resolved, strategy, warn)
-    found = find_latest(store, strategy, warn)
     dataset = on_all_ranks(strategy, lambda: open_dataset(config, prepared, task.spec))
+    loader, evaluation, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
+    candidates = extending.by_preference(store, loader, dataset.content) if first else []
+    found = find_latest(store, strategy, warn, steps=candidates)
     state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
+    said: list[str] = []
     if found is not None:
         state = on_all_ranks(strategy, lambda: restore(found, task.layout, optimizer))
         on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
+        newest = strategy.broadcast_object(max(store.steps()) if first else 0)
+        steps, said = on_all_ranks(
+            strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=run_dir)
+        )
+        if first:
+            store.drop_after(state.step)
+    state.total_steps = steps
+    if dataset.folder.is_remote:
+        loader.split.prefetch(loader.rows_from(state.position))
     strategy.broadcast_parameters(task.initialised_parameters())
-    loader, evaluation, steps = on_all_ranks(
-        strategy, lambda: _data(config, resolved, task, dataset, strategy, position=state.position)
-    )
     header = _header(config, resolved, task, strategy, loader, evaluation, step=state.step, total_steps=steps)
     if first:
         notify(header)
-        for message in config.train.replaced:
+        for message in (*config.train.replaced, *said):
             notify(Note(message, state.step))
         for message in warnings_of(config.train, strategy.device):
             warn(message, state.step)
@@ -202,7 +212,7 @@ def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config)
 
 
 def _data(
-    config: Config, resolved: Resolved, task: Task, dataset: PreparedDataset, strategy: Strategy, *, position: int
+    config: Config, resolved: Resolved, task: Task, dataset: PreparedDataset, strategy: Strategy
 ) -> tuple[StepLoader, EvalLoader | None, int]:
     """This rank's training data, the rows that are held out, and the steps of the run."""
     data, train = config.data, config.train
@@ -226,8 +236,6 @@ def _data(
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
     )
-    if dataset.folder.is_remote:
-        rows.prefetch(loader.rows_from(position))
     if held_out is None:
         return loader, None, steps
     lengths = held_out.lengths[: config.evaluation.max_rows]

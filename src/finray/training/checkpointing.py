@@ -9,7 +9,7 @@ checkpoint at the step at which every rank has said that it is done (a number th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -241,12 +241,14 @@ class CheckpointWriter:
 # --- finding and restoring ------------------------------------------------------------------------------------------
 
 
-def find_latest(store: CheckpointStore, strategy: Strategy, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint whose every file is as it was written; a collective.
+def find_latest(
+    store: CheckpointStore, strategy: Strategy, warn: Callable[[str], None], *, steps: Sequence[int]
+) -> Checkpoint | None:
+    """The last of some checkpoints whose every file is as it was written; a collective.
 
     Each rank hashes a share of the files: one rank alone would take longer over a terabyte than the others wait for it.
-    Newer checkpoints that are damaged are renamed, so that retention does not count them and delete good ones.
-    ``warn`` is told of them, by file, on rank 0.
+    Those after it, which are damaged, are renamed, so that retention does not count them and delete good ones.
+    ``warn`` is told of them, by file, on rank 0. ``steps`` are those of rank 0.
 
     Raises:
         CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
@@ -260,7 +262,7 @@ def find_latest(store: CheckpointStore, strategy: Strategy, warn: Callable[[str]
         return content
 
     first = strategy.rank == 0
-    steps = strategy.broadcast_object(store.steps())
+    steps = strategy.broadcast_object(list(steps))
     return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=first)
 
 

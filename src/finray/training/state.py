@@ -22,6 +22,7 @@ class TrainState:
     Attributes:
         position: items of the data stream consumed (the cursor; the epoch follows from it).
         updates: updates the schedule has seen.
+        total_steps: steps that the run was to have; 0 in files of older versions.
         random_key: key of all random streams.
         data: digest of all rows of the prepared dataset. The cursor means something in these rows only.
         tokens, supervised: tokens seen and targets learned from, over all ranks.
@@ -37,6 +38,7 @@ class TrainState:
     step: int = 0
     position: int = 0
     updates: int = 0
+    total_steps: int = 0
     random_key: int = 0
     data: str = ""
     tokens: int = 0

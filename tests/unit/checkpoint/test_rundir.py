@@ -127,3 +127,78 @@ def test_a_damaged_best_checkpoint_does_not_become_final(finished: RunDir) -> No
         (finished.path / f"checkpoint-00000{step}" / "model.safetensors").write_text("damaged", encoding="utf-8")
     with pytest.raises(CheckpointError, match="every checkpoint"):
         finished.make_final(best=("eval_loss", "min"), warn=said.append)
+
+
+def finish(run: RunDir, total: int) -> None:
+    run.finish({"chosen_step": total, "summary": {"total_steps": total}})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"epochs": 2}, {"epochs": 3}),
+        ({}, {"epochs": 1.5}),
+        ({"max_steps": 4}, {"max_steps": 5}),
+        ({"epochs": 2}, {"epochs": 2, "max_steps": 21}),
+        ({"epochs": 2, "max_steps": 20}, {"epochs": 2}),
+    ],
+)
+def test_a_longer_run_is_the_same_run_and_not_finished(
+    tmp_path: Path, before: dict[str, float], after: dict[str, float]
+) -> None:
+    with open_run(config(tmp_path, **before), fresh=False, say=nobody) as run:
+        finish(run, 20)
+    said: list[str] = []
+    with open_run(config(tmp_path, **after), fresh=False, say=said.append) as run:
+        assert not run.summary_file.exists()
+        assert saved_config(run) == config(tmp_path, **after)
+    assert len(said) == 1
+    assert "is now" in said[0]
+    finish(run, 30)
+    with open_run(config(tmp_path, **after), fresh=False, say=nobody) as run:
+        assert run.summary_file.exists()
+
+
+def test_what_another_field_takes_the_place_of_may_change(tmp_path: Path) -> None:
+    with open_run(config(tmp_path, epochs=2, max_steps=3), fresh=False, say=nobody) as run:
+        finish(run, 3)
+    with open_run(config(tmp_path, epochs=5, max_steps=3), fresh=False, say=nobody) as run:
+        assert run.summary_file.exists()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({"epochs": 2}, {"epochs": 1}, "train.epochs: was 2.0, is now 1.0"),
+        ({"epochs": 2}, {}, "train.epochs: was 2.0, is now 1.0"),
+        ({"max_steps": 20}, {"max_steps": 5}, "train.max_steps: was 20, is now 5"),
+        ({"epochs": 2}, {"epochs": 2, "max_steps": 5}, "train.max_steps: the run had 20 steps, is now 5"),
+    ],
+)
+@pytest.mark.parametrize("adapter", ["lora", "none"])
+def test_a_shorter_run_is_refused_with_every_way_out(
+    tmp_path: Path, before: dict[str, float], after: dict[str, float], said: str, adapter: str
+) -> None:
+    def made(**train: float) -> Config:
+        plain = config(tmp_path, **train).plain()
+        return build_config({**plain, "adapter": {"method": adapter}}, source="test")
+
+    with open_run(made(**before), fresh=False, say=nobody) as run:
+        finish(run, 20)
+        run.final.mkdir()
+    with pytest.raises(ConfigError) as caught, open_run(made(**after), fresh=False, say=nobody):
+        pass
+    start = f"adapter.start_from={run.path}" if adapter == "lora" else f"model.name={run.final}"
+    for part in (said, "can be made longer, not shorter", "--fresh", "another run.name", start):
+        assert part in str(caught.value)
+    assert run.summary_file.exists()
+    assert saved_config(run) == made(**before)
+
+
+def test_a_longer_run_that_is_refused_later_is_what_it_was(tmp_path: Path) -> None:
+    with open_run(config(tmp_path, epochs=2), fresh=False, say=nobody) as run:
+        finish(run, 20)
+    with pytest.raises(ConfigError), open_run(config(tmp_path, epochs=3), fresh=False, say=lambda text: None):
+        raise ConfigError("the workers refuse it")
+    assert run.summary_file.exists()
+    assert saved_config(run) == config(tmp_path, epochs=2)

@@ -1,0 +1,89 @@
+"""Making a run longer: from which checkpoint it goes on, and what is said of it.
+
+Position *p* of the data's stream is the same in a run of any length, and a step takes the next ``global_batch_size``
+positions; only the last step of a run of epochs takes what is left. A longer run would have filled it up.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from finray.checkpoint import CheckpointStore
+from finray.checkpoint.rundir import RunDir, other_run
+from finray.config.identity import length
+from finray.config.schema import Config
+from finray.errors import CheckpointError, ConfigError
+from finray.training.loader import StepLoader
+from finray.training.schedule import learning_rate
+from finray.training.state import TrainState
+
+
+def by_preference(store: CheckpointStore, loader: StepLoader, content: str) -> list[int]:
+    """The steps of all checkpoints, ascending, but first those that a run of this length would not have.
+
+    Args:
+        content: digest of the prepared rows; positions in others mean nothing.
+    """
+
+    def is_short(step: int) -> bool:
+        try:
+            state = TrainState.load(store.path_of(step))
+        except CheckpointError:
+            return False
+        full = state.step * loader.global_batch_size
+        planned = full if loader.order.total is None else min(full, loader.order.total)
+        return state.data == content and state.position != planned
+
+    return sorted(store.steps(), key=lambda step: (not is_short(step), step))
+
+
+def go_on(
+    config: Config, state: TrainState, loader: StepLoader, planned: int, *, newest: int, run_dir: Path
+) -> tuple[int, list[str]]:
+    """Steps of a continued run in all, and what to say where they have become more.
+
+    Args:
+        state: where it goes on.
+        planned: steps of a run that begins now.
+        newest: of its checkpoints, before those newer than the state were given up.
+        run_dir: the run directory.
+
+    Raises:
+        ConfigError: it would be shorter than before, or has stopped early and would do so again.
+    """
+    train, total, steps, before = config.train, loader.order.total, planned, state.total_steps
+    if total is not None:
+        # Another number than planned only where an earlier extension had to go on after a step that was not full.
+        steps = state.step + math.ceil((total - state.position) / loader.global_batch_size)
+    if before in (0, steps):
+        return steps, []
+    field, value = length(config)
+    if steps < before:
+        problem = f"{field}: the run was to have {before:,} steps, and {field}={value:g} is {planned:,}"
+        raise other_run(RunDir(run_dir), problem, shorter=True)
+    stopping = config.evaluation.early_stopping
+    if stopping is not None and state.stale_evaluations >= stopping.patience:
+        raise ConfigError(
+            f"the run stopped early at step {state.step}, and would do so again at once",
+            where="evaluation.early_stopping",
+            repair=f"set evaluation.early_stopping.patience to more than {state.stale_evaluations}, or "
+            "evaluation.early_stopping to null",
+        )
+    rate, old_rate = (learning_rate(train, update=state.updates, total=number) for number in (steps, before))
+    change = f"the {train.schedule} schedule goes on as it was"
+    if not math.isclose(rate, old_rate):
+        last = learning_rate(train, update=max(0, state.updates - 1), total=before)
+        change = (
+            f"the learning rate of the {train.schedule} schedule goes from {last:.2e} to {rate:.2e}, and its end is "
+            f"now at step {steps:,}"
+        )
+    said = [f"the run is extended from {before:,} to {steps:,} steps; {change}"]
+    if newest > state.step:
+        said.append(f"the last step was not a full one: steps {state.step + 1:,} to {newest:,} are done again")
+    elif state.position != state.step * loader.global_batch_size:
+        said.append(
+            "the last step was not a full one, and there is no earlier checkpoint: later steps begin where it ended, "
+            "so their rows are not those of a run that was as long from the start"
+        )
+    return steps, said

@@ -1,0 +1,124 @@
+"""A run that is made longer goes on as the longer run that it would have been from the start."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from finray.errors import ConfigError
+from finray.records import Note
+from finray.training.checkpointing import MOMENTS
+from tests.support import runs
+from tests.support.checkpoints import reseal
+from tests.support.runs import Plain, changed
+
+# 30 rows in steps of 4: an epoch ends in the middle of a step, and the last step of one epoch has 2 rows.
+ROWS = {"data.packing": False, "train.max_steps": None, "train.schedule": "constant"}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
+    return tiny_run({"adapter.dropout": 0.2, **ROWS}, model=dropout_model)
+
+
+def extended(plain: Plain, run_dir: Path, **train: Any) -> list[str]:
+    """Go on with other fields of the train section; what was said."""
+    said: list[Any] = []
+    assembled = runs.assemble_alone(changed(plain, {"train": train}), run_dir, notify=said.append)
+    assembled.loop.run()
+    assembled.loop.trackers.finish()
+    return [record.message for record in said if isinstance(record, Note)]
+
+
+@pytest.mark.parametrize("method", ["lora", "none"])
+def test_more_epochs_are_those_of_a_run_that_had_them_from_the_start(plain: Plain, tmp_path: Path, method: str) -> None:
+    plain = changed(plain, {"adapter.method": method, "train.learning_rate": 0.003})
+    runs.run_alone(changed(plain, {"train.epochs": 2}), tmp_path / "planned")
+    runs.run_alone(changed(plain, {"train.epochs": 1}), tmp_path / "run")
+    assert runs.values(tmp_path / "run", "step") == list(range(1, 9))
+    assert len(runs.values(tmp_path / "run", "samples")[-1]) == 2
+    said = extended(plain, tmp_path / "run", epochs=2)
+    assert len(runs.values(tmp_path / "run", "step")) == 15
+    assert runs.trace(tmp_path / "run") == runs.trace(tmp_path / "planned")
+    assert any("from 8 to 15 steps; the constant schedule goes on as it was" in line for line in said), said
+    assert any("was not a full one: steps 5 to 8 are done again" in line for line in said), said
+
+
+def test_more_epochs_without_the_moments_are_another_run(plain: Plain, tmp_path: Path) -> None:
+    """Negative control: the comparison sees an optimizer that begins anew."""
+    runs.run_alone(changed(plain, {"train.epochs": 2}), tmp_path / "planned")
+    runs.run_alone(changed(plain, {"train.epochs": 1}), tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoint-000004"
+    save_file({}, checkpoint / "training_state" / f"{MOMENTS}-00001-of-00001.safetensors")
+    reseal(checkpoint)
+    extended(plain, tmp_path / "run", epochs=2)
+    assert runs.values(tmp_path / "run", "samples") == runs.values(tmp_path / "planned", "samples")
+    assert runs.trace(tmp_path / "run") != runs.trace(tmp_path / "planned")
+
+
+def test_more_steps_of_a_stopped_run_begin_another_curve_which_is_said(plain: Plain, tmp_path: Path) -> None:
+    plain = changed(plain, {"train": {"schedule": "cosine", "max_steps": 8, "min_learning_rate": 0.001}})
+    runs.run_alone(changed(plain, {"train.max_steps": 12}), tmp_path / "planned")
+    runs.run_alone(plain, tmp_path / "run")
+    said = extended(plain, tmp_path / "run", max_steps=12)
+    rates = runs.values(tmp_path / "run", "lr")
+    assert rates[8:] == runs.values(tmp_path / "planned", "lr")[8:]
+    assert rates[8] > 2 * rates[7]
+    assert any(f"goes from {rates[7]:.2e} to {rates[8]:.2e}, and its end is now at step 12" in line for line in said), (
+        said
+    )
+    assert runs.values(tmp_path / "run", "samples") == runs.values(tmp_path / "planned", "samples")
+    # Where nothing is extended, nothing is said.
+    assert not any(
+        "extended" in line
+        for line in extended(plain, runs.cut(tmp_path / "run", tmp_path / "cut", step=12), max_steps=12)
+    )
+
+
+def test_a_trial_of_some_steps_goes_on_to_whole_epochs(plain: Plain, tmp_path: Path) -> None:
+    runs.run_alone(changed(plain, {"train.epochs": 2}), tmp_path / "planned")
+    runs.run_alone(changed(plain, {"train": {"epochs": 2, "max_steps": 3}}), tmp_path / "run")
+    assert len(runs.values(tmp_path / "run", "step")) == 3
+    assert any("from 3 to 15 steps" in line for line in extended(plain, tmp_path / "run", epochs=2))
+    assert runs.trace(tmp_path / "run") == runs.trace(tmp_path / "planned")
+
+
+def test_without_an_earlier_checkpoint_it_goes_on_from_the_short_step_and_every_row_is_seen(
+    plain: Plain, tmp_path: Path
+) -> None:
+    plain = changed(plain, {"checkpoint.every_steps": 100})
+    runs.run_alone(changed(plain, {"train.epochs": 2}), tmp_path / "planned")
+    runs.run_alone(changed(plain, {"train.epochs": 1}), tmp_path / "run")
+    said = extended(plain, tmp_path / "run", epochs=2)
+    assert any("later steps begin where it ended" in line for line in said), said
+    flat = [sample for step in runs.values(tmp_path / "run", "samples") for sample in step]
+    assert flat == [sample for step in runs.values(tmp_path / "planned", "samples") for sample in step]
+    assert len(runs.values(tmp_path / "run", "step")) == 16
+    # The same from a checkpoint of the longer run.
+    again = Path(shutil.copytree(tmp_path / "run", tmp_path / "again"))
+    assert not any("extended" in line for line in extended(plain, again, epochs=2))
+
+
+def test_a_run_is_not_made_shorter(plain: Plain, tmp_path: Path) -> None:
+    """Whether some epochs are fewer than some steps is only known with the data."""
+    runs.run_alone(changed(plain, {"train.max_steps": 8}), tmp_path / "run")
+    with pytest.raises(ConfigError, match="another configuration") as caught:
+        extended(plain, tmp_path / "run", epochs=0.5)
+    for part in ("was to have 8 steps, and train.epochs=0.5 is 4", "--fresh", "longer, not shorter"):
+        assert part in str(caught.value)
+
+
+def test_a_run_that_stopped_early_is_not_extended_to_stop_again(plain: Plain, tmp_path: Path) -> None:
+    evaluation = {"every_steps": 1, "early_stopping": {"patience": 1, "min_gain": 100.0}}
+    plain = changed(plain, {"data.eval_ratio": 0.2, "evaluation": evaluation})
+    runs.run_alone(changed(plain, {"train.max_steps": 8}), tmp_path / "run")
+    assert runs.values(tmp_path / "run", "step") == [1, 2]
+    with pytest.raises(ConfigError, match=r"evaluation.early_stopping.*stopped early"):
+        extended(plain, tmp_path / "run", max_steps=12)
+    extended(changed(plain, {"evaluation.early_stopping.patience": 3}), tmp_path / "run", max_steps=12)
+    assert runs.values(tmp_path / "run", "step") == [1, 2, 3, 4]
