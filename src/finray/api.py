@@ -15,6 +15,7 @@ from rich.console import Console
 
 from finray.config.load import ConfigLike, Overrides, load_config
 from finray.records import Note, Record
+from finray.results import PlainConsole
 from finray.tracking.console import RunView
 
 if TYPE_CHECKING:
@@ -238,8 +239,8 @@ def export(
 
 def _console() -> Console:
     """Standard output or the cell of a notebook; wide in a log, so that lines stay whole."""
-    console = Console(emoji=False)
-    return console if console.is_jupyter or sys.stdout.isatty() else Console(width=160, emoji=False)
+    console = PlainConsole()
+    return console if console.is_jupyter or sys.stdout.isatty() else PlainConsole(width=160)
 
 
 def _told(view: Callable[[Record], None], observers: Observer | Iterable[Observer]) -> Callable[[Record], None]:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 _WIDTH = 110
+_CONTROL = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+
+
+class PlainConsole(Console):
+    """A console on which text is text, wherever it comes from: brackets are no markup, colons no emoji, and what would
+    control the terminal, or is no Unicode, is shown by its code point."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(emoji=False, markup=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Text for the screen, from a string."""
+        text = text.replace("\r\n", "\n")
+        return super().render_str(_CONTROL.sub(lambda found: f"<U+{ord(found[0]):04X}>", text), **options)
 
 
 class Result:
@@ -25,7 +41,7 @@ class Result:
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
         """For a notebook, which asks for this name."""
-        console = Console(file=StringIO(), record=True, width=_WIDTH, force_jupyter=False, emoji=False)
+        console = PlainConsole(file=StringIO(), record=True, width=_WIDTH, force_jupyter=False)
         self.print(console)
         page = console.export_html(code_format="<pre>{code}</pre>", inline_styles=True, clear=False)
         return {"text/plain": console.export_text(), "text/html": page}

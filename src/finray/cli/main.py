@@ -1,6 +1,7 @@
 """The command line: parse, call the API, print.
 
-Exit codes: 0 success, 2 an error that the user can repair (one message, no traceback), 130 interrupted.
+Exit codes: 0 success, 1 a defect in finray, 2 an error that the user can repair (one message, no traceback), 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from finray.cli import config as config_commands
-from finray.cli import data, look, show
-from finray.config.redact import redact_text
-from finray.errors import ConfigError, FinrayError
+from finray.cli import data, failure, look, show
+from finray.errors import ConfigError
+from finray.limits import arm
+from finray.results import PlainConsole
 from finray.tracking.console import steps
 
 app = typer.Typer(
@@ -173,18 +174,18 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point: run the application and turn finray's errors into one message."""
-    errors = Console(stderr=True, emoji=False)
+    """Entry point: run the application and turn whatever it raises into one message."""
+    errors = PlainConsole(stderr=True)
+    arm()
     try:
         app()
-    except FinrayError as error:
-        errors.print(f"error: {redact_text(str(error))}", highlight=False, markup=False, soft_wrap=True)
-        sys.exit(error.exit_code)
     except SystemExit as stop:
         # Typer turns a keyboard interrupt into this.
         if stop.code == _INTERRUPTED:
             errors.print("interrupted; run the same command again to continue", highlight=False)
         raise
+    except Exception as error:
+        sys.exit(failure.report(error, errors))
 
 
 if __name__ == "__main__":

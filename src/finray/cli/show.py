@@ -19,8 +19,8 @@ from rich.console import Console
 from finray.config.load import DEFAULT_FILE, load_config
 from finray.config.redact import redact
 from finray.config.schema import Config
-from finray.errors import FinrayError
-from finray.results import Result
+from finray.errors import explained
+from finray.results import PlainConsole, Result
 from finray.tracking.console import RunView
 
 # Arguments of several commands.
@@ -66,9 +66,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             os.environ["FINRAY_VERBOSE"] = "1"
         try:
             function(**arguments)
-        except FinrayError as error:
-            if as_json and not mode().written:
-                document({"error": error.to_dict()})
+        except Exception as error:
+            if as_json and not mode().written and (known := explained(error)) is not None:
+                document({"error": known.to_dict()})
             raise
 
     own = inspect.signature(function, eval_str=True).parameters.values()
@@ -99,7 +99,7 @@ def load(config: str | None, overrides: list[str] | None) -> Config:
 def console() -> Console:
     """Where people read; wide where that is not a terminal, so that lines stay whole in a log."""
     stream = sys.stderr if mode().json else sys.stdout
-    return Console(file=stream, width=None if stream.isatty() else 160, emoji=False)
+    return PlainConsole(file=stream, width=None if stream.isatty() else 160)
 
 
 def run_view() -> RunView:
@@ -109,7 +109,7 @@ def run_view() -> RunView:
 
 def say(text: str) -> None:
     """A line as it is."""
-    console().print(text, highlight=False, markup=False, soft_wrap=True)
+    console().print(text, highlight=False, soft_wrap=True)
 
 
 def document(plain: Any) -> None:

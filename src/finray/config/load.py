@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
 from finray.errors import ConfigError, did_you_mean
+from finray.limits import cut, shown
 
 PRESET_KEY = "preset"
 # The config of a command, or of a call, that names none.
@@ -29,22 +30,103 @@ _SOURCE_FIELDS = frozenset(SourceConfig.model_fields).union(
 )
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML silently keeps the last of two equal keys; here a duplicate key is an error."""
+# A config is a page or two. What is larger than this is not one, or is made to fill the memory of whoever reads it.
+_MAX_BYTES = 1_000_000
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 50
+_MAX_PROBLEMS = 20
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, with limits of depth and of what aliases come to.
+
+    PyYAML silently keeps the last of two equal keys; here a duplicate key is an error.
+    """
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise yaml.MarkedYAMLError(
+                problem=f"more than {_MAX_DEPTH} levels", problem_mark=self.peek_event().start_mark
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _expanded(node, {})
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    mark = key.start_mark
-                    raise ConfigError(
-                        f"duplicate key `{key.value}`",
-                        where=f"{mark.name}:{mark.line + 1}",
-                        repair="keep one of the two",
-                    )
-                seen.add(key.value)
+            mark = key.start_mark
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be a name; text with braces needs quotes, as in `'{{ MODEL }}'`",
+                    problem_mark=mark,
+                )
+            if key.value in seen:
+                raise ConfigError(
+                    f"duplicate key `{cut(key.value)}`",
+                    where=f"{mark.name}:{mark.line + 1}",
+                    repair="keep one of the two",
+                )
+            seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
+
+
+def _expanded(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Number of values under a node, an alias counted as what it stands for; 0 marks a node that is being counted."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) in sizes:
+        if not sizes[id(node)]:
+            raise yaml.MarkedYAMLError(problem="an alias refers to what it is in", problem_mark=node.start_mark)
+        return sizes[id(node)]
+    sizes[id(node)] = 0
+    inside = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
+    total = 1 + sum(_expanded(one, sizes) for one in inside)
+    if total > _MAX_VALUES:
+        raise yaml.MarkedYAMLError(
+            problem=f"its aliases come to more than {_MAX_VALUES:,} values", problem_mark=node.start_mark
+        )
+    sizes[id(node)] = total
+    return total
+
+
+def parse_yaml(text: str, *, name: str) -> Any:
+    """What a YAML text says, within limits of size.
+
+    Args:
+        text: a document.
+        name: of the file, in messages.
+
+    Raises:
+        ConfigError: it is no YAML, has a key twice, or is too large or too deep.
+    """
+    mark = None
+    try:
+        if len(text) > _MAX_BYTES:
+            raise ValueError(f"it has {len(text):,} characters; a config has at most {_MAX_BYTES:,}")
+        loader = _Loader(text)
+        loader.name = name
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark, reason = getattr(error, "problem_mark", None), str(getattr(error, "problem", None) or error)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        # PyYAML reads 2024-99-99 as a date, `1_` as a number, and fails as Python does.
+        reason = str(error)
+    raise ConfigError(
+        f"not valid YAML: {cut(' '.join(reason.split()))}", where=name if mark is None else f"{name}:{mark.line + 1}"
+    )
 
 
 def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed: Any) -> Config:
@@ -117,32 +199,29 @@ def build_config(
         found += _problems(error)
     if found:
         count = f"{len(found)} problem{'s' if len(found) > 1 else ''}"
-        raise ConfigError(f"{count} in the configuration", where=source, problems=tuple(found))
+        more = len(found) - _MAX_PROBLEMS
+        listed = [cut(problem, 1000) for problem in found[:_MAX_PROBLEMS]] + ([f"and {more} more"] if more > 0 else [])
+        raise ConfigError(f"{count} in the configuration", where=source, problems=tuple(listed))
     return config
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping; duplicate keys and syntax errors are reported with their line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8-sig") as stream:
+            text = stream.read(_MAX_BYTES + 1)
     except FileNotFoundError:
         raise ConfigError(
             f"the config file does not exist{did_you_mean(str(path), preset_names())}",
             where=str(path),
             repair="`finray init` writes a starter file; `finray config presets` lists what comes with finray",
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file cannot be read: {error}", where=str(path)) from None
-    loader = _UniqueKeyLoader(text)
-    loader.name = str(path)
-    try:
-        data = loader.get_single_data()
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise ConfigError(f"not valid YAML: {getattr(error, 'problem', error)}", where=where) from None
-    finally:
-        loader.dispose()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"the config file cannot be read: {reason}", where=str(path), repair="name a YAML file, in UTF-8"
+        ) from None
+    data = parse_yaml(text, name=str(path))
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -181,9 +260,10 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
     if "." not in path and path.strip() != PRESET_KEY:
         return [f"`{override}` names no section: write section.field=value{_suggest_owner(path.strip())}"]
     try:
-        return _set(data, path, yaml.safe_load(text))
-    except yaml.YAMLError:
-        return [f"{path}: `{text}` is not a YAML value"]
+        value = parse_yaml(text, name=path)
+    except ConfigError as error:
+        return [f"{cut(path)}: `{cut(text)}` is no value: {error.message}"]
+    return _set(data, path, value)
 
 
 def _set(data: dict[str, Any], path: str, value: Any) -> list[str]:
@@ -248,12 +328,12 @@ def _problems(error: ValidationError) -> list[str]:
             case "missing":
                 reason = f"missing ({field.description})" if field is not None and len(keys) > 1 else "missing"
             case "model_type" | "dict_type":
-                reason = f"must be a section with fields, got {item['input']!r}"
+                reason = f"must be a section with fields, got {shown(item['input'])}"
             case "value_error":
                 # A rule over several fields names the field itself.
                 path = "" if reason.startswith(f"{path}.") else path
             case _:
-                reason = f"{reason[0].lower()}{reason[1:]}, got {item['input']!r}"
+                reason = f"{reason[0].lower()}{reason[1:]}, got {shown(item['input'])}"
         if reason not in reasons.setdefault(path, []):
             reasons[path].append(reason)
     # The branches of a union fail one by one.

@@ -100,8 +100,8 @@ class Comparison(Result):
                 ("base", one.base),
                 ("tuned", one.tuned),
             ):
-                console.print(f"[bold]{label:>9}[/bold] ", end="")
-                console.print(text.strip(), markup=False, highlight=False, soft_wrap=True)
+                console.print(f"{label:>9} ", style="bold", end="", highlight=False)
+                console.print(text.strip(), highlight=False, soft_wrap=True)
         console.print(f"\npredictions: {self.folder / 'predictions.jsonl'}", highlight=False, soft_wrap=True)
 
 

@@ -67,7 +67,7 @@ class Answers(Result, Sequence[str]):
     def print(self, console: Console) -> None:
         """The answers alone."""
         for text in self.texts:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            console.print(text, highlight=False, soft_wrap=True)
 
     def write(self, path: Path) -> None:
         """Write the rows as JSON lines.

@@ -38,7 +38,7 @@ def show_plan(target: Console, result: Plan) -> None:
         for one in found:
             # An error prints as where, message and repair.
             text = f"{kind}: {FinrayError(one.message, where=one.where, repair=one.repair)}"
-            target.print(redact_text(text), style=style, highlight=False, markup=False, soft_wrap=True)
+            target.print(redact_text(text), style=style, highlight=False, soft_wrap=True)
     count = len(result.problems)
     verdict, style = "the run would start", "bold green"
     if count:

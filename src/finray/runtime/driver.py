@@ -146,7 +146,7 @@ class TrainResult(Result):
             f"finray evaluate {self.run_dir}",
             f"finray export {self.run_dir} --output DIR",
         ):
-            console.print(f"next: {line}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"next: {line}", highlight=False, soft_wrap=True)
 
 
 def train(

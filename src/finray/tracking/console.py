@@ -32,7 +32,7 @@ class _View:
         self._last_line = -PLAIN_EVERY_S
         self._progress: Progress | None = None
         if console.is_terminal:
-            line = TextColumn("{task.fields[line]}")
+            line = TextColumn("{task.fields[line]}", markup=False)
             self._progress = Progress(
                 TextColumn(what), BarColumn(), MofNCompleteColumn(), line, TimeRemainingColumn(), console=console
             )

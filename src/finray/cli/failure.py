@@ -1,0 +1,54 @@
+"""The one place where an error of a command becomes a message: what the user can repair, or a defect of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from rich.console import Console
+
+from finray import __version__
+from finray.config.redact import redact_text
+from finray.errors import FinrayError, explained
+
+
+def report(error: Exception, errors: Console) -> int:
+    """Print an error of a command, whatever it is; returns the exit code.
+
+    What the user can act on is one message. Anything else is a defect in finray: its traceback goes to a file, under a
+    short reference that is the same wherever the same happens. ``FINRAY_VERBOSE`` shows the traceback of either.
+    """
+    known = explained(error)
+    text = redact_text("".join(traceback.format_exception(error)))
+    if os.environ.get("FINRAY_VERBOSE") and not isinstance(error, FinrayError):
+        errors.print(text, highlight=False, soft_wrap=True)
+    if known is None:
+        places = [f"{frame.filename}:{frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+        reference = hashlib.sha256(" ".join([type(error).__name__, *places]).encode()).hexdigest()[:8]
+        known = FinrayError(
+            f"a defect in finray (reference {reference}): {type(error).__name__}: {str(error)[:300]}",
+            repair=f"report it, please, with {_kept(reference, text)}; FINRAY_VERBOSE=1 shows its content here",
+        )
+        known.exit_code = 1
+    errors.print(f"error: {redact_text(str(known))}", highlight=False, soft_wrap=True)
+    return known.exit_code
+
+
+def _kept(reference: str, text: str) -> str:
+    """Where the traceback was written."""
+    content = f"finray {__version__}, Python {sys.version}\n{redact_text(' '.join(sys.argv))}\n\n{text}"
+    # As `Path.expanduser`, but without an error where there is no home.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111
+    for folder in (cache / "finray" / "defects", Path(tempfile.gettempdir())):
+        path = folder / f"finray-{reference}.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8", errors="backslashreplace")
+        except OSError:
+            continue
+        return str(path)
+    return "the traceback"

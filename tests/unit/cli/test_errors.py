@@ -1,0 +1,137 @@
+"""Whatever a command raises is one message with a repair; what comes from outside is text on the screen."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pyarrow as pa
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError
+
+from finray.cli import show
+from finray.errors import FinrayError
+from finray.tracking.console import ConsoleTracker
+from tests.support import runs
+
+
+def _raising(error: BaseException) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def _from_transformers() -> Exception:
+    """An error of Python's that a library raises over what it was given."""
+    from transformers import PreTrainedConfig
+
+    try:
+        PreTrainedConfig.from_dict(None)  # type: ignore[arg-type]
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("error", "parts"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/data/x"), ("/data/x: permission denied", "the right")),
+        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), ("/data/x: no space left", "make room")),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), ("file name too long", "shorter")),
+        (OSError("Couldn't reach the server"), ("Couldn't reach the server",)),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), ("not text in UTF-8", "save it")),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), ("no Unicode", "look for it")),
+        (json.JSONDecodeError("Expecting value", "", 0), ("not JSON",)),
+        (yaml.YAMLError("mapping values are not allowed here"), ("not YAML",)),
+        (SafetensorError("Error while deserializing header"), ("safetensors", "fetch the model again")),
+        (MemoryError(), ("not enough memory", "a number that is too large")),
+        (RecursionError("maximum recursion depth exceeded"), ("nested too deeply",)),
+        (jinja2.TemplateSyntaxError("unexpected '}'", 1), ("the chat template fails", "mend it")),
+        (pa.ArrowInvalid("Not a Parquet file"), ("Arrow", "Not a Parquet file")),
+        (torch.OutOfMemoryError("CUDA out of memory"), ("the GPU has not enough memory", "finray plan")),
+        (FinrayError("mine", where="here", repair="so"), ("here: mine", "repair: so")),
+        (_from_transformers(), ("transformers cannot go on", "may be damaged")),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_error_that_input_causes_is_one_message_with_a_repair(
+    error: Exception, parts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(show, "load", _raising(error))
+    code, out, err = runs.finray("config", "show", "run.yaml")
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    for part in (*parts, "  repair: "):
+        assert part in err
+
+
+def test_a_defect_has_a_reference_and_a_file_with_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("MY_TOKEN", "a-secret-of-mine")
+    monkeypatch.setattr(show, "load", _raising(TypeError("a-secret-of-mine is not a number")))
+    code, _, err = runs.finray("config", "show", "run.yaml")
+    assert code == 1
+    assert "Traceback" not in err
+    reference = re.search(r"a defect in finray \(reference ([0-9a-f]{8})\): TypeError", err)
+    assert reference is not None
+    text = (tmp_path / "finray" / "defects" / f"finray-{reference[1]}.txt").read_text()
+    assert "Traceback" in text
+    assert "show_config" in text
+    assert "a-secret-of-mine" not in err + text
+    # The same defect is told by the same reference.
+    monkeypatch.setattr(show, "load", _raising(TypeError("another text")))
+    assert f"reference {reference[1]}" in runs.finray("config", "show", "run.yaml")[2]
+
+
+def test_verbose_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("FINRAY_VERBOSE", "1")
+    monkeypatch.setattr(show, "load", _raising(MemoryError()))
+    assert "Traceback" in runs.finray("config", "show", "run.yaml")[2]
+
+
+@pytest.mark.parametrize("text", ["/data/[exp1]/runs", "[/x]", "[bold]", "a:smile:b", "\\[x]"])
+def test_brackets_and_colons_are_shown_as_they_are(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    console = show.console()
+    console.print(f"note {text}", highlight=False)
+    table = Table(title=f"title {text}")
+    table.add_column(f"column {text}")
+    table.add_row(f"cell {text}")
+    console.print(table)
+    shown = capsys.readouterr().out
+    for place in ("note", "title", "column", "cell"):
+        assert f"{place} {text}" in shown
+
+
+def test_what_would_control_the_terminal_is_shown_by_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    show.console().print("a\x1b[31mb\ud800c\rd\n", highlight=False)
+    assert capsys.readouterr().out == "a<U+001B>[31mb<U+D800>c<U+000D>d\n\n"
+
+
+def test_the_line_beside_a_bar_may_hold_brackets() -> None:
+    console = Console(file=StringIO(), force_terminal=True, markup=False)
+    tracker = ConsoleTracker(console, total_steps=4)
+    tracker._show(1, "loss [/x]", 0.0, "")
+    tracker.close()
+    assert "[/x]" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_every_console_of_finray_is_a_plain_one() -> None:
+    source = Path(show.__file__).parents[1]
+    made = [path.name for path in source.rglob("*.py") if re.search(r"\bConsole\((?!\))", path.read_text())]
+    assert made == []
