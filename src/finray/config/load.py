@@ -49,7 +49,8 @@ class _Loader(yaml.SafeLoader):
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise yaml.MarkedYAMLError(
-                problem=f"more than {_MAX_DEPTH} levels", problem_mark=self.peek_event().start_mark
+                problem=f"more than {_MAX_DEPTH} levels",
+                problem_mark=self.peek_event().start_mark,  # type: ignore[no-untyped-call]
             )
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
