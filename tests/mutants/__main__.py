@@ -235,10 +235,8 @@ def main() -> int:
     with suppress(KeyboardInterrupt):
         if arguments.command == "known":
             return min(1, put_in_again(arguments.processes, arguments.only))
-        if arguments.command == "map":
-            draw_map([one for one in arguments.only.split(",") if one], arguments.processes)
-        else:
-            draw_map([], arguments.processes)
+        draw_map([one for one in arguments.only.split(",") if one], arguments.processes)
+        if arguments.command == "sample":
             sample(arguments)
         return 0
     return 130

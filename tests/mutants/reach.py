@@ -31,9 +31,7 @@ def sources() -> dict[str, str]:
 
 def test_files() -> list[str]:
     found = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("test_*.py")]
-    found += [
-        f"tests/integration/{name}.py" for name in INTEGRATION if (ROOT / f"tests/integration/{name}.py").exists()
-    ]
+    found += [name for name in INTEGRATION if (ROOT / name).exists()]
     return sorted(name for name in found if not name.startswith(LEFT_OUT))
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
+from finray.checkpoint.rundir import RunDir
 from finray.config.resolved import Precision
+from finray.errors import FinrayError, ModelError
 from finray.evaluation import artifacts
-from finray.evaluation.artifacts import inference_dtype
+from finray.evaluation.artifacts import export_model, find_artifact, inference_device, inference_dtype
+from tests.support import runs
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -29,3 +37,94 @@ def test_no_emulated_bf16_is_taken_unasked(
 @pytest.mark.parametrize(("precision", "on_cpu"), [("fp32", torch.float32), ("fp16", torch.float32)])
 def test_a_cpu_takes_fp32_for_what_it_would_emulate(precision: Precision, on_cpu: torch.dtype) -> None:
     assert inference_dtype(precision, CPU) == on_cpu
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "asked_for_cpu", "expected"), [(True, "", "cuda"), (True, "1", "cpu"), (False, "", "cpu")]
+)
+def test_the_gpu_is_taken_unless_the_cpu_is_asked_for(
+    has_gpu: bool, asked_for_cpu: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setenv("FINRAY_CPU", asked_for_cpu)
+    assert inference_device().type == expected
+
+
+def test_a_gpu_keeps_the_dtype_of_training_and_an_unknown_one_is_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert inference_dtype("fp32", CUDA) == torch.float32
+    assert inference_dtype("auto", CUDA) == torch.bfloat16
+
+
+# --- which weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_run: Callable[..., dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two checkpoints with its final model."""
+    plain = tiny_run({"train.max_steps": 2, "checkpoint.every_steps": 1}, rows=8)
+    config = runs.config_of(plain)
+    run = RunDir.of(config)
+    runs.run_alone(plain, run.path)
+    run.keep_config(config)
+    run.make_final(best=None, warn=lambda message: None)
+    return run.path
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_a_finished_run_stands_for_its_final_model(run_dir: Path) -> None:
+    found = find_artifact(run_dir)
+    assert found.folder == run_dir / "final"
+    assert found.is_adapter
+
+
+def test_a_run_that_is_not_finished_stands_for_its_newest_valid_checkpoint(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "final")
+    assert find_artifact(run_dir).folder == run_dir / "checkpoint-000002"
+    runs.flip(run_dir / "checkpoint-000002" / "adapter_model.safetensors")
+    assert find_artifact(run_dir).folder == run_dir / "checkpoint-000001"
+
+
+def test_a_directory_of_weights_stands_for_itself(run_dir: Path) -> None:
+    assert find_artifact(run_dir / "checkpoint-000001").folder == run_dir / "checkpoint-000001"
+    # Weights without a manifest, as plain PEFT writes them.
+    (run_dir / "final" / "manifest.json").unlink()
+    assert find_artifact(run_dir / "final").folder == run_dir / "final"
+
+
+@pytest.mark.parametrize("folder", ["", "final"])
+def test_damaged_weights_are_refused(run_dir: Path, folder: str) -> None:
+    weights = run_dir / "final" / "adapter_model.safetensors"
+    runs.flip(weights)
+    with pytest.raises(FinrayError) as caught:
+        find_artifact(run_dir / folder)
+    assert str(weights) in str(caught.value)
+
+
+def test_a_directory_that_is_not_there_and_a_run_without_checkpoints_are_errors(tmp_path: Path, run_dir: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        find_artifact(tmp_path / "none")
+    for folder in [run_dir / "final", *run_dir.glob("checkpoint-*")]:
+        shutil.rmtree(folder)
+    with pytest.raises(ModelError, match="no checkpoint yet"):
+        find_artifact(run_dir)
+
+
+def test_another_base_is_taken_where_one_is_named(run_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    assert find_artifact(run_dir).model.name == str(tiny_model_dir)
+    moved = shutil.copytree(tiny_model_dir, tmp_path / "moved")
+    assert find_artifact(run_dir, base=str(moved)).model.name == str(moved)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_model_is_exported_as_it_is_asked_for(
+    run_dir: Path, tiny_model_dir: Path, tmp_path: Path, moved: bool
+) -> None:
+    base = str(shutil.copytree(tiny_model_dir, tmp_path / "moved")) if moved else None
+    merged = export_model(run_dir, tmp_path / "merged", merge=True, dtype="bf16", base=base)
+    assert (merged.merged, merged.dtype, merged.onto) == (True, "bf16", base or str(tiny_model_dir))
+    assert not export_model(run_dir, tmp_path / "adapter", merge=False, dtype="fp32", base=base).merged

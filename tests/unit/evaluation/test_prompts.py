@@ -1,0 +1,113 @@
+"""Prompts from arguments, files and standard input, and the tokens that a model is given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.errors import DataError, ModelError
+from finray.evaluation.prompts import Prompt, prompt_ids, read_prompts
+from tests.support import tiny
+
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+def asked(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n  \n two é\nthree", encoding="utf-8")
+    return path
+
+
+def test_arguments_come_first_then_the_files_lines(text_file: Path) -> None:
+    found = read_prompts(["zero"], text_file, system=None)
+    assert found == [Prompt("zero"), Prompt("one"), Prompt(" two é"), Prompt("three")]
+
+
+def test_other_lines_count_only_where_there_is_neither(text_file: Path) -> None:
+    assert read_prompts([], None, system=None, lines=["a\n", "\n", "b"]) == [Prompt("a"), Prompt("b")]
+    assert read_prompts(["x"], None, system=None, lines=["a\n"]) == [Prompt("x")]
+    assert read_prompts([], text_file, system=None, lines=["a\n"])[0] == Prompt("one")
+
+
+def test_a_system_message_makes_every_text_a_conversation(text_file: Path, tmp_path: Path) -> None:
+    found = read_prompts(["zero"], text_file, system="Be brief.")
+    assert found[0] == Prompt(messages=(BRIEF, asked("zero")))
+    assert found[-1] == Prompt(messages=(BRIEF, asked("three")))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "four"}\n')
+    assert read_prompts([], rows, system="Be brief.") == [Prompt(messages=(BRIEF, asked("four")))]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "ROWS.JSONL", "rows.json"])
+def test_rows_are_prompts_or_conversations_up_to_the_last_question(tmp_path: Path, name: str) -> None:
+    answered = [asked("a"), {"role": "assistant", "content": "b"}, asked("c")]
+    rows = [
+        {"messages": [*answered, {"role": "assistant", "content": "d"}, {"role": "assistant", "content": "e"}]},
+        {"prompt": "f", "other": 1},
+        {"messages": answered},
+    ]
+    path = tmp_path / name
+    text = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_text(text)
+    expected = [Prompt(messages=tuple(answered)), Prompt("f"), Prompt(messages=tuple(answered))]
+    assert read_prompts(["x"], path, system=None) == [Prompt("x"), *expected]
+
+
+def test_what_is_no_prompt_is_an_error_that_says_where(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist") as caught:
+        read_prompts(["x"], tmp_path / "none.txt", system=None)
+    assert "none.txt" in str(caught.value.where)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n{"text": "b", "messages": "c"}\n')
+    with pytest.raises(DataError, match=r"columns: text, messages") as caught:
+        read_prompts([], rows, system=None)
+    assert str(caught.value.where).endswith("rows.jsonl:2")
+    with pytest.raises(DataError, match="there is no prompt"):
+        read_prompts([], None, system=None, lines=["\n"])
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Its tokens are characters; text on its own begins with a special token."""
+
+    def __init__(self, template: str | None = tiny.CHATML) -> None:
+        self.chat_template = template
+        self._tokenizer = tiny.train_tokenizer()
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[str]]:
+        return {"input_ids": [*(["BOS"] if add_special_tokens else []), *text]}
+
+    def apply_chat_template(self, messages: list[Any], **options: Any) -> Any:
+        return self._tokenizer.apply_chat_template(messages, **options)
+
+
+def test_text_is_a_users_turn_up_to_where_the_answer_begins() -> None:
+    expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_ids(Tokenizer(), Prompt("hi"), raw=False) == list(expected)
+    messages = (BRIEF, asked("hi"))
+    assert prompt_ids(Tokenizer(), Prompt(messages=messages), raw=False) == list(
+        f"<|im_start|>system\nBe brief.<|im_end|>\n{expected}"
+    )
+
+
+def test_raw_text_is_tokenized_as_it_is_and_a_conversation_is_not() -> None:
+    assert prompt_ids(Tokenizer(), Prompt("hi"), raw=True) == ["BOS", "h", "i"]
+    assert prompt_ids(Tokenizer(None), Prompt("hi"), raw=True) == ["BOS", "h", "i"]
+    conversation = Prompt(messages=(asked("hi"),))
+    assert prompt_ids(Tokenizer(), conversation, raw=True) == prompt_ids(Tokenizer(), conversation, raw=False)
+
+
+@pytest.mark.parametrize(("prompt", "raw"), [(Prompt("hi"), False), (Prompt(messages=(asked("hi"),)), True)])
+def test_a_model_without_a_chat_template_has_no_conversations(prompt: Prompt, raw: bool) -> None:
+    with pytest.raises(ModelError, match="no chat template"):
+        prompt_ids(Tokenizer(None), prompt, raw=raw)
