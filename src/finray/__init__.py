@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from finray.api import evaluate, export, generate, inspect, plan, prepare, train
-    from finray.config.load import load_config
+    from finray.api import evaluate, export, generate, inspect, load_config, plan, prepare, train
     from finray.config.schema import Config
     from finray.errors import FinrayError
     from finray.runtime.driver import TrainResult
@@ -30,7 +29,7 @@ _HOMES = {
     "export": "finray.api",
     "generate": "finray.api",
     "inspect": "finray.api",
-    "load_config": "finray.config.load",
+    "load_config": "finray.api",
     "plan": "finray.api",
     "prepare": "finray.api",
     "train": "finray.api",

@@ -6,14 +6,20 @@ A config is anything that :func:`finray.load_config` takes: a YAML file, the nam
 
 from __future__ import annotations
 
+import re
+import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from finray.config.load import ConfigLike, Overrides, load_config
+from finray.config import load
+from finray.config.load import ConfigLike, Overrides
+from finray.config.paths import PREPARED, run_path
+from finray.config.schema import Config
+from finray.data.sources.memory import ROWS, write_rows
 from finray.records import Note, Record
 from finray.results import PlainConsole
 from finray.tracking.console import RunView
@@ -29,6 +35,56 @@ if TYPE_CHECKING:
     from finray.runtime.prepare import PreparedData
 
 Observer = Callable[[Record], object]
+
+# Where a config may hold rows instead of the name of a source.
+_SOURCES = re.compile(r"data(\.source|\.eval_source|\.mix\.\d+\.source)?")
+
+
+def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed: Any) -> Config:
+    """The configuration that a file, a preset, a mapping or another configuration gives, with overrides applied.
+
+    Where a source is named there may be rows instead: a list of dicts, a ``datasets.Dataset``, a table of pandas or
+    Arrow. They are written to ``<run.output_dir>/.prepared/rows/``, to a file named after their content.
+
+    Args:
+        config: a YAML file, the name of a preset, a mapping of sections, or a :class:`Config`. None builds it from what
+            follows alone; where nothing follows, it is ``finray.yaml`` in this directory.
+        overrides: strings ``section.field=value`` (values are YAML), or a mapping: ``{"train.max_steps": 4}`` and
+            ``{"train": {"max_steps": 4}}`` set the same field. A number reaches into a list: ``data.mix.0.weight``.
+        changed: overrides as keywords, ``train={"max_steps": 4}``. Here and in mappings a name alone is enough for
+            ``model`` (``model.name``) and ``data`` (``data.source``), and rows alone for ``data``.
+
+    Raises:
+        ConfigError: with every problem found, each with its dotted path.
+        DataError: rows cannot be written.
+    """
+    held: dict[str, Any] = {}
+    settings = load.load_config(
+        _without_rows(config, held) if isinstance(config, Mapping) else config,
+        _without_rows(overrides, held) if isinstance(overrides, Mapping) else overrides,
+        **_without_rows(changed, held),
+    )
+    if not held:
+        return settings
+    data = settings.data
+    named = {"data.source": data.source, "data.eval_source": data.eval_source}
+    named |= {f"data.mix.{number}.source": one.source for number, one in enumerate(data.mix)}
+    folder = run_path(settings).parent / PREPARED / ROWS
+    written = {path: str(write_rows(held[name], folder)) for path, name in named.items() if name in held}
+    return load.load_config(settings, written)
+
+
+def _without_rows(value: Any, held: dict[str, Any], path: str = "") -> Any:
+    """A mapping with the rows in it taken out; names that nothing else has stand for them."""
+    if path == "data.mix" and isinstance(value, list | tuple):
+        return [_without_rows(one, held, f"{path}.{number}") for number, one in enumerate(value)]
+    if isinstance(value, Mapping) and not hasattr(value, "column_names"):
+        return {key: _without_rows(one, held, f"{path}.{key}" if path else str(key)) for key, one in value.items()}
+    if _SOURCES.fullmatch(path) and value is not None and not isinstance(value, str | PurePath):
+        name = f"rows in memory {len(held)} {secrets.token_hex(4)}"
+        held[name] = value
+        return name
+    return value
 
 
 def train(
@@ -58,7 +114,7 @@ def train(
 
     settings = load_config(config, overrides, **changed)
     with RunView(_console(), quiet=quiet) as view:
-        return run(settings, fresh=fresh, handle=_told(view.handle, observers))
+        return run(settings, fresh=fresh, handle=told(view.handle, observers))
 
 
 def prepare(
@@ -243,7 +299,7 @@ def _console() -> Console:
     return console if console.is_jupyter or sys.stdout.isatty() else PlainConsole(width=160)
 
 
-def _told(view: Callable[[Record], None], observers: Observer | Iterable[Observer]) -> Callable[[Record], None]:
+def told(view: Callable[[Record], None], observers: Observer | Iterable[Observer]) -> Callable[[Record], None]:
     """Hands records to the view and to observers that cannot disturb the run."""
     watching = [observers] if callable(observers) else list(observers)
 

@@ -1,0 +1,95 @@
+"""Rows that a program holds, as a file: workers, later starts and digests then know them as any other source.
+
+The file's name is a digest of its content. So the same rows are the same source when a run is continued, and other rows
+are another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finray.errors import DataError
+
+# The folder of such files, beside the prepared datasets.
+ROWS = "rows"
+# How pandas names an index that it hands on as a column.
+_INDEX = "__index_level_"
+_ROWS = "a list of dicts, a datasets.Dataset, a pandas or Arrow table"
+
+
+def write_rows(rows: Any, folder: Path) -> Path:
+    """Write rows to a file of JSON lines in the folder, unless it is there; returns the file.
+
+    Args:
+        rows: mappings of column to value, or a table (of pandas, Arrow, or anything that exports Arrow streams).
+        folder: made where it is missing.
+
+    Raises:
+        DataError: there are no rows, one of them cannot be written as JSON, or the folder cannot be written.
+    """
+    digest = hashlib.sha256()
+    scratch = folder / f".tmp-{os.getpid()}-{id(rows)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with scratch.open("wb") as stream:
+                for number, row in enumerate(_each(rows), 1):
+                    line = _line(row, number)
+                    digest.update(line)
+                    stream.write(line)
+                if not stream.tell():
+                    raise DataError("there are no rows", where="data.source", repair=f"give {_ROWS} with rows in it")
+            path = folder / f"{digest.hexdigest()[:24]}.jsonl"
+            if not path.is_file():
+                os.replace(scratch, path)
+        finally:
+            scratch.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"the rows cannot be written: {error.strerror}", where=str(folder)) from None
+    return path
+
+
+def _each(rows: Any) -> Iterator[Any]:
+    if hasattr(rows, "__arrow_c_stream__"):
+        import pyarrow as pa
+
+        for batch in pa.RecordBatchReader.from_stream(rows):
+            for row in batch.to_pylist():
+                yield {name: value for name, value in row.items() if not name.startswith(_INDEX)}
+    elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | str | bytes):
+        # A data set that is set to give tensors gives plain values without its format.
+        yield from rows.with_format(None) if hasattr(rows, "with_format") else rows
+    else:
+        kind = type(rows).__name__
+        hint = " of one split" if isinstance(rows, Mapping) else ""
+        raise DataError(f"a {kind} is no data source", where="data.source", repair=f"give a path, or {_ROWS}{hint}")
+
+
+def _line(row: Any, number: int) -> bytes:
+    try:
+        if not isinstance(row, Mapping):
+            raise TypeError(f"a row is a dict of columns, not {type(row).__name__}")
+        text = json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain)
+        return (text + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"the row cannot be written as JSON: {error}",
+            where=f"row {number} in memory",
+            repair="use text, numbers, lists and dicts, and None where a value is missing",
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no type for: values of NumPy, times, paths."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
