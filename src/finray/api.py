@@ -52,7 +52,7 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
         overrides: strings ``section.field=value`` (values are YAML), or a mapping: ``{"train.max_steps": 4}`` and
             ``{"train": {"max_steps": 4}}`` set the same field. A number reaches into a list: ``data.mix.0.weight``.
         changed: overrides as keywords, ``train={"max_steps": 4}``. Here and in mappings a name alone is enough for
-            ``model`` (``model.name``) and ``data`` (``data.source``), and rows alone for ``data``.
+            ``model``, ``run``, ``adapter`` (its method) and ``data`` (its source, or rows).
 
     Raises:
         ConfigError: with every problem found, each with its dotted path.

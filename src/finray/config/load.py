@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from finray.config.names import called_here
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
 from finray.errors import ConfigError, did_you_mean
 from finray.limits import cut, shown
@@ -20,7 +21,9 @@ PRESET_KEY = "preset"
 # The config of a command, or of a call, that names none.
 DEFAULT_FILE = "finray.yaml"
 # The field that a mapping gives where it gives a section a name instead of fields.
-_NAMED_BY = {"model": "name", "data": "source"}
+_NAMED_BY = {"model": "name", "data": "source", "adapter": "method", "run": "name"}
+# How like a field of another section a name must be: below this, suggestions mislead (`stage`: `parallel.zero_stage`).
+_ALIKE = 0.75
 # What a configuration is made of.
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
 Overrides = Iterable[str] | Mapping[str, Any]
@@ -139,7 +142,7 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
         overrides: strings ``section.field=value`` (values are YAML), or a mapping: ``{"train.max_steps": 4}`` and
             ``{"train": {"max_steps": 4}}`` set the same field. A number reaches into a list: ``data.mix.0.weight``.
         changed: overrides as keywords, ``train={"max_steps": 4}``. Here and in mappings a name alone is enough for
-            ``model`` (``model.name``) and ``data`` (``data.source``).
+            ``model``, ``run``, ``adapter`` (its method) and ``data`` (its source).
 
     Raises:
         ConfigError: with every problem found, each with its dotted path.
@@ -325,11 +328,13 @@ def _problems(error: ValidationError) -> list[str]:
             case "extra_forbidden":
                 key = str(item["loc"][-1])
                 path = ".".join([*keys, key])
-                reason = f"unknown key{did_you_mean(key, kind.model_fields) or _suggest_owner(key)}"
+                near = did_you_mean(key, kind.model_fields, cutoff=_ALIKE)
+                reason = f"unknown key{called_here(key) or near or _suggest_owner(key)}"
             case "missing":
                 reason = f"missing ({field.description})" if field is not None and len(keys) > 1 else "missing"
             case "model_type" | "dict_type":
-                reason = f"must be a section with fields, got {shown(item['input'])}"
+                own = f" (did you mean `{path}.{_NAMED_BY[path]}`?)" if path in _NAMED_BY else ""
+                reason = f"must be a section with fields, got {shown(item['input'])}{own}"
             case "value_error":
                 # A rule over several fields names the field itself.
                 path = "" if reason.startswith(f"{path}.") else path
@@ -342,8 +347,10 @@ def _problems(error: ValidationError) -> list[str]:
 
 
 def _suggest_owner(name: str) -> str:
-    """A suggestion of ``section.field`` for the name of a field that only one section has."""
+    """A suggestion of ``section.field`` for another system's name, or the name of a field that only one section has."""
+    if known := called_here(name):
+        return known
     fields = [(field, f"{section}.{field}") for section, model in sections().items() for field in model.model_fields]
     names = [field for field, _ in fields]
-    close = difflib.get_close_matches(name, [field for field in names if names.count(field) == 1], n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, [field for field in names if names.count(field) == 1], n=1, cutoff=_ALIKE)
     return f" (did you mean `{dict(fields)[close[0]]}`?)" if close else ""

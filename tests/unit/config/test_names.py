@@ -1,0 +1,136 @@
+"""Settings of TRL, LLaMA-Factory and Axolotl: each mistaken name gets the right hint, and no hint misleads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finray.config.load import load_config
+from finray.config.names import NAMES, names_markdown
+from finray.config.schema import sections
+from finray.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+# As their users write them, from the examples of each project.
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+preprocessing_num_workers: 16
+dataloader_num_workers: 4
+output_dir: saves/llama3-8b/lora/sft
+logging_steps: 10
+save_steps: 500
+overwrite_output_dir: true
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+bf16: true
+resume_from_checkpoint: null
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 500
+"""
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+datasets: [{path: teknium/GPT4-LLM-Cleaned, type: alpaca}]
+val_set_size: 0.1
+adapter: lora
+sequence_len: 2048
+sample_packing: true
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_modules: [gate_proj]
+wandb_project: mine
+num_epochs: 1
+optimizer: adamw_8bit
+lr_scheduler: cosine
+flash_attention: true
+evals_per_epoch: 4
+saves_per_epoch: 1
+"""
+
+
+def problems(**written: object) -> dict[str, str]:
+    """What is said of each key."""
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": {"name": "m"}, "data": {"source": "d"}, **written})
+    return dict(problem.split(": ", 1) for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL], ids=["LLaMA-Factory", "Axolotl"])
+def test_every_key_of_another_systems_file_is_told_what_it_is_here(text: str) -> None:
+    file = yaml.safe_load(text)
+    found = problems(**{key: value for key, value in file.items() if key != "adapter"})
+    assert found.keys() == file.keys() - {"adapter"}
+    for key, said in found.items():
+        hint = re.search(r"\((here: `|`|not needed|it follows|set `|did you mean `(train|run)\.)", said)
+        assert hint, f"{key}: {said}"
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("model_name_or_path", "here: `model.name`"),
+        ("cutoff_len", "here: `data.max_length`"),
+        ("sequence_len", "here: `data.max_length`"),
+        ("num_train_epochs", "here: `train.epochs`"),
+        ("gradient_accumulation_steps", "it follows from `train.global_batch_size`"),
+        ("train.lr", "here: `train.learning_rate`"),
+        ("adapter.r", "here: `adapter.rank`"),
+        ("train.bf16", "here: `train.precision: bf16`"),
+        ("adapter.lora_target", "here: `adapter.target_modules`"),
+        ("stage", "not needed: finray does supervised fine-tuning"),
+        ("finetuning_type", "here: `adapter.method`"),
+        ("train.batch_size", "`train.global_batch_size` counts the rows of a step"),
+        ("train.packing", "did you mean `data.packing`?"),
+        ("optimizer", "did you mean `train.optimizer`?"),
+    ],
+)
+def test_a_name_of_another_system_is_explained_in_files_and_in_overrides(key: str, said: str) -> None:
+    assert said in problems(**{key: 1})[key]
+    if "." not in key:
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            load_config({"model": "m", "data": "d"}, [f"{key}=1"])
+
+
+def test_a_name_where_a_section_belongs_is_told_its_field(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name: m}\ndata: {source: d}\nadapter: lora\n")
+    with pytest.raises(ConfigError, match=r"got 'lora' \(did you mean `adapter.method`\?\)"):
+        load_config(path)
+
+
+def test_names_that_are_like_nothing_get_no_hint() -> None:
+    assert problems(colour=1)["colour"] == "unknown key"
+    assert problems(**{"train.moon": 1})["train.moon"] == "unknown key"
+
+
+def test_what_the_table_names_is_there_and_takes_the_value() -> None:
+    for name, found in NAMES.items():
+        for path in re.findall(r"`([a-z_]+\.[a-z_0-9]+)`", found) or re.findall(r"^([a-z]+\.[a-z_0-9]+)", found):
+            section, field = path.split(".")
+            assert field in sections()[section].model_fields, f"{name}: {found}"
+            assert name != field, f"{name} is the name here too"
+        if re.fullmatch(r"[a-z]+\.[a-z_0-9]+: \S+", found):
+            path, value = found.split(": ")
+            load_config({"model": "m", "data": "d"}, [f"{path}={value}"])
+
+
+def test_the_guide_has_the_table() -> None:
+    page = (ROOT / "docs" / "guide" / "coming-from.md").read_text(encoding="utf-8")
+    assert names_markdown() in page, "put what finray.config.names.names_markdown() gives into the page"
