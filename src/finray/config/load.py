@@ -37,7 +37,8 @@ _SOURCE_FIELDS = frozenset(SourceConfig.model_fields).union(
 _MAX_BYTES = 1_000_000
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
-_MAX_PROBLEMS = 20
+# A whole file of another system is told key by key.
+_MAX_PROBLEMS = 60
 
 
 class _Loader(yaml.SafeLoader):
