@@ -40,11 +40,11 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A row to answer: the whole of it, and cut into what comes before its last answer and that answer."""
+    """A row to score: the whole of it, and where it has a prompt, what comes before its last answer and that answer."""
 
     row: Row
-    prompt: list[int]
-    reference: list[int]
+    prompt: list[int] | None = None
+    reference: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Result):
-    """Scores of the model that training started from and of the trained one; ``folder`` is where they were written."""
+    """Scores of the model that training started from and of the trained one; ``folder`` is where they were written.
+
+    Plain text has no prompts to answer, so its rows have losses and no predictions.
+    """
 
     base: Scores
     tuned: Scores
+    rows: int
     predictions: list[Prediction]
     folder: Path
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return len(self.predictions)
 
     def scores(self) -> dict[str, Any]:
         """What ``scores.json`` holds."""
@@ -102,15 +101,19 @@ class Comparison(Result):
             ):
                 console.print(f"{label:>9} ", style="bold", end="", highlight=False)
                 console.print(text.strip(), highlight=False, soft_wrap=True)
-        console.print(f"\npredictions: {self.folder / 'predictions.jsonl'}", highlight=False, soft_wrap=True)
+        written = f"predictions: {self.folder / 'predictions.jsonl'}"
+        if not self.predictions:
+            written = f"scores: {self.folder / 'scores.json'} (these rows have no prompts to answer)"
+        console.print(f"\n{written}", highlight=False, soft_wrap=True)
 
 
 def evaluate(
     run_path: str | Path, *, max_rows: int | None = None, progress: Progress = lambda what, done, *, total: None
 ) -> Comparison:
-    """Generate on a run's held-out rows with the base and the tuned model, and score both.
+    """Score a run's held-out rows with the base and the tuned model: their losses, and answers to their prompts.
 
     Rows are read from the prepared dataset, so that a prompt is the very tokens of training up to the last answer.
+    Rows that are learned as a whole have no prompt; of them it is the losses alone.
 
     Args:
         run_path: a run directory.
@@ -128,6 +131,7 @@ def evaluate(
     config = saved_config(run)
     artifact = find_artifact(run.path)
     rows = held_out_rows(run, config, config.evaluation.max_rows if max_rows is None else max_rows)
+    asked = [one for one in rows if one.prompt is not None]
     tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
     resolved = run.resolved()
     packs = check_packing(config.model).safe if resolved is None else resolved.packs
@@ -139,18 +143,20 @@ def evaluate(
         """Mean loss and answers."""
         told = partial(progress, total=len(rows))
         loss = mean_loss(model, [one.row for one in rows], packs=packs, progress=partial(told, f"{name} loss"))
+        if not asked:
+            return loss, []
         answers = generate(
             model,
             tokenizer,
-            [one.prompt for one in rows],
+            [one.prompt or [] for one in asked],
             sampling=Sampling(max_new_tokens=config.evaluation.max_new_tokens),
             batch_size=config.evaluation.batch_size,
             progress=partial(told, f"{name} answers"),
         )
         return loss, answers
 
-    def text(tokens: list[int]) -> str:
-        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+    def text(tokens: list[int] | None) -> str:
+        return str(tokenizer.decode(tokens or [], skip_special_tokens=True))
 
     model = load_artifact(artifact, dtype=dtype).to(device)
     if artifact.is_adapter:
@@ -160,22 +166,24 @@ def evaluate(
     else:
         base_loss, base = score("base", load_model(config.model, dtype=dtype).eval().to(device))
     tuned_loss, tuned = score("tuned", model)
-    references = [text(one.reference) for one in rows]
+    references = [text(one.reference) for one in asked]
     predictions = [
         Prediction(text(one.prompt), right, before, after, is_exact(before, right), is_exact(after, right))
-        for one, right, before, after in zip(rows, references, base, tuned, strict=True)
+        for one, right, before, after in zip(asked, references, base, tuned, strict=True)
     ]
-    metrics = config.evaluation.metrics
+    metrics = config.evaluation.metrics if asked else []
     found = Comparison(
         Scores.of(base, references, loss=base_loss, metrics=metrics),
         Scores.of(tuned, references, loss=tuned_loss, metrics=metrics),
+        len(rows),
         predictions,
         run.path / "evaluation",
     )
     lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in found.predictions)
     try:
         found.folder.mkdir(exist_ok=True)
-        (found.folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
+        if found.predictions:
+            (found.folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
         (found.folder / "scores.json").write_text(json.dumps(found.scores(), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise FinrayError(f"the scores cannot be written: {error.strerror}", where=str(found.folder)) from None
@@ -186,19 +194,13 @@ def held_out_rows(run: RunDir, config: Config, max_rows: int | None) -> list[Hel
     """The test split of a run, or its evaluation split where it has no test split.
 
     Raises:
-        DataError: the run holds no rows out, they have no answer apart from their prompt, or the data has changed.
+        DataError: the run holds no rows out, or the data has changed.
     """
     dataset = PreparedDataset(
         prepare_here(config, root=None if config.prepare.dir else run.path.parent / PREPARED),
         local_dir=local_dir_of(config),
     )
     _require_same_data(run, config, dataset)
-    if config.data.train_on == "all" or dataset.kind() == "text":
-        raise DataError(
-            "rows that are learned as a whole have no prompt to answer",
-            where="data",
-            repair="`finray evaluate` compares answers; for plain text see the evaluation loss in metrics.jsonl",
-        )
     splits = dataset.splits(config.data, seed=config.run.seed)
     split = splits.test or splits.eval
     if split is None:
@@ -210,6 +212,9 @@ def held_out_rows(run: RunDir, config: Config, max_rows: int | None) -> list[Hel
     rows = []
     for number in range(min(len(split), max_rows or len(split))):
         ids, mask = split.row(number)
+        if config.data.train_on == "all" or dataset.kind() == "text":
+            rows.append(HeldOut((ids, mask)))
+            continue
         edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.astype(bool), [False]]).astype(np.int8)))
         start, stop = int(edges[-2]), int(edges[-1])
         rows.append(HeldOut((ids, mask), ids[:start].tolist(), ids[start:stop].tolist()))

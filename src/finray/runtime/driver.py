@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from finray.checkpoint.rundir import RunDir, open_run
+from finray.checkpoint.rundir import RunDir, open_run, saved_config
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -141,12 +141,17 @@ class TrainResult(Result):
         table.add_row("waiting for data", f"{phases['data_wait']:.2f} s")
         table.add_row("final model", f"{self.final} (step {self.chosen_step})")
         console.print(table)
-        for line in (
-            f'finray generate {self.run_dir} "your prompt"',
-            f"finray evaluate {self.run_dir}",
-            f"finray export {self.run_dir} --output DIR",
+        config = saved_config(RunDir(self.run_dir))
+        holds_out = numbers.best is not None or config.data.test_split or config.data.test_ratio
+        # What only answers prompts and scores text knows no other task.
+        speaks = config.model.task in SPECS
+        for line, works in (
+            (f'generate {self.run_dir} "your prompt"', speaks),
+            (f"evaluate {self.run_dir}", speaks and holds_out),
+            (f"export {self.run_dir} --output DIR", True),
         ):
-            console.print(f"next: {line}", highlight=False, soft_wrap=True)
+            if works:
+                console.print(f"next: finray {line}", highlight=False, soft_wrap=True)
 
 
 def train(

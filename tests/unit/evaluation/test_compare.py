@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finray.checkpoint.rundir import RunDir
+from finray.checkpoint.rundir import RunDir, saved_config
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset
 from finray.errors import DataError
 from finray.evaluation.compare import evaluate
 from finray.tracking.jsonl import read_records
@@ -56,6 +62,61 @@ def test_scores_and_answers_of_held_out_rows(run_dir: Path) -> None:
     assert scores["base"]["loss"] == found.base.loss
     assert found.tuned.loss != found.base.loss
     assert found.tuned.loss == pytest.approx(evaluation_loss(run_dir), rel=1e-5)
+
+
+def by_transformers(model: Path, rows: list[list[int]], *, adapter: Path | None = None) -> float:
+    """Loss per target of rows of which all is learned but the first token."""
+    found = AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32)
+    if adapter is not None:
+        found = PeftModel.from_pretrained(found, str(adapter))
+    found.eval()
+    total, targets = 0.0, 0
+    for row in rows:
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            total += float(found(input_ids=ids, labels=ids).loss) * (len(row) - 1)
+        targets += len(row) - 1
+    return total / targets
+
+
+@pytest.mark.parametrize("learned", ["text", "all"])
+@pytest.mark.parametrize("method", ["lora", "none"])
+def test_rows_without_prompts_have_the_losses_of_plain_transformers(
+    tmp_path: Path, tiny_model_dir: Path, learned: str, method: str
+) -> None:
+    data: dict[str, Any] = {"max_length": 64, "eval_ratio": 0.3, "train_on": "all"}
+    if learned == "text":
+        (tmp_path / "texts.jsonl").write_text(
+            "".join(
+                json.dumps({"text": f"Row {number} has {'the same ' * (number % 5)}words."}) + "\n"
+                for number in range(20)
+            )
+        )
+        data = {"max_length": 64, "eval_ratio": 0.3, "source": str(tmp_path / "texts.jsonl")}
+    else:
+        data["source"] = str(tiny.write_chat_rows(tmp_path, ROWS))
+    path = trained(tiny_model_dir, tmp_path, data=data, adapter={"method": method})
+    found = evaluate(path, max_rows=5)
+    config = saved_config(RunDir(path))
+    dataset = PreparedDataset(prepare_here(config))
+    held_out = dataset.splits(config.data, seed=config.run.seed).eval
+    assert held_out is not None
+    rows = [held_out.row(number)[0].tolist() for number in range(5)]
+    assert len({len(row) for row in rows}) > 1
+    checkpoint = path / "checkpoint-000001"
+    assert found.rows == 5
+    assert found.base.loss == pytest.approx(by_transformers(tiny_model_dir, rows), rel=1e-5)
+    tuned = (tiny_model_dir, checkpoint) if method == "lora" else (checkpoint, None)
+    assert found.tuned.loss == pytest.approx(by_transformers(tuned[0], rows, adapter=tuned[1]), rel=1e-5)
+    assert found.tuned.loss != pytest.approx(found.base.loss, rel=1e-4)
+    assert found.tuned.perplexity == pytest.approx(math.exp(found.tuned.loss))
+    scores = json.loads((found.folder / "scores.json").read_text())
+    assert scores == {"rows": 5, "base": found.base.json(), "tuned": found.tuned.json()}
+    assert scores["base"].keys() == {"loss", "perplexity"}
+    assert not (found.folder / "predictions.jsonl").exists()
+    console = Console(file=io.StringIO(), width=120)
+    found.print(console)
+    assert "no prompts to answer" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("change", [lambda rows: [*rows, rows[0]], lambda rows: rows[1:]])

@@ -1,0 +1,41 @@
+"""What a finished run recommends works on it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from finray.checkpoint.rundir import RunDir
+from finray.config.load import build_config
+from finray.records import RunSummary
+from finray.runtime.driver import TrainResult
+
+PHASES = dict.fromkeys(
+    ("start_ray", "prepare", "start_workers", "load", "train", "evaluate", "checkpoint", "data_wait", "total"), 1.0
+)
+SUMMARY = RunSummary(2, 2, 9, 9, 1.0, 9.0, 1.0, 0.5, "eval_loss", None, PHASES, (1,))
+
+
+@pytest.mark.parametrize(
+    ("sections", "best", "expected"),
+    [
+        ({}, None, ["generate", "export"]),
+        ({"data": {"source": "d.jsonl", "eval_ratio": 0.1}}, 0.5, ["generate", "evaluate", "export"]),
+        ({"data": {"source": "d.jsonl", "test_ratio": 0.1}}, None, ["generate", "evaluate", "export"]),
+        ({"model": {"name": "m", "task": "tests.support.talk:Task"}}, 0.5, ["export"]),
+    ],
+)
+def test_a_finished_run_recommends_what_works(
+    tmp_path: Path, sections: dict[str, Any], best: float | None, expected: list[str]
+) -> None:
+    config = build_config({"model": {"name": "m"}, "data": {"source": "d.jsonl"}, **sections}, source="test")
+    RunDir(tmp_path).keep_config(config)
+    console = Console(file=io.StringIO(), width=160)
+    TrainResult(tmp_path, tmp_path / "final", 2, replace(SUMMARY, best=best)).print(console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split()[2] for line in lines if line.startswith("next: ")] == expected
