@@ -128,7 +128,8 @@ class Done:
 def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain]) -> Done:
     folder = tmp_path_factory.mktemp("runs")
     # Steps of three rows on two workers: one of them always has a micro-batch for nothing.
-    plain = tiny_run({"train.global_batch_size": 3, "data.eval_ratio": 0.1}, rows=37)
+    changes = {"train.global_batch_size": 3, "data.eval_ratio": 0.1, "evaluation.on_start": True}
+    plain = tiny_run(changes, rows=37)
     full = changed(plain, FULL)
     half = changed(full, {"train.precision": "bf16", "train.gradient_checkpointing": True})
     small = changed(full, {"train.optimizer": "paged_adamw_8bit"})

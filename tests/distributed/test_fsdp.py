@@ -29,13 +29,15 @@ def sharded(plain: Plain) -> Plain:
 
 @BOTH
 def test_the_curve_is_that_of_one_process(tmp_path: Path, plain: Plain, extra: dict[str, Any]) -> None:
-    one = changed(plain, extra)
+    one = changed(plain, extra, {"evaluation.on_start": True})
     runs.run_alone(one, tmp_path / "one")
     run_group(sharded(one), tmp_path / "two", world_size=2)
     runs.assert_same_curve(tmp_path / "one", tmp_path / "two")
-    expected, found = (runs.records(tmp_path / name, "eval")[0] for name in ("one", "two"))
-    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
-    assert found["eval_targets"] == expected["eval_targets"]
+    alone, shared = (runs.records(tmp_path / name, "eval") for name in ("one", "two"))
+    assert [record["step"] for record in alone] == [0, 8]
+    for expected, found in zip(alone, shared, strict=True):
+        assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-4)
+        assert found["eval_targets"] == expected["eval_targets"]
 
 
 @BOTH

@@ -38,7 +38,7 @@ COMPARED = ("step", "samples", "loss", "grad_norm", "lr")
 
 
 def tiny_run(model: Path, rows: Path | str, output: Path, changes: Mapping[str, Any] | None = None) -> Plain:
-    """A small run: every step recorded with its samples, checkpoints often, no TensorBoard.
+    """A small run: every step recorded with its samples, checkpoints often, no TensorBoard, no evaluation at the start.
 
     Args:
         model: directory of the model.
@@ -56,6 +56,7 @@ def tiny_run(model: Path, rows: Path | str, output: Path, changes: Mapping[str, 
             **{"global_batch_size": 4, "precision": "fp32"},
         },
         "checkpoint": {"every_steps": 4, "keep_last": 10},
+        "evaluation": {"on_start": False},
         "tracking": {"tensorboard": False, "record_samples": True},
         "cluster": {"cpus_per_worker": 1},
     }

@@ -199,7 +199,7 @@ def plain(tiny_run: Callable[..., Plain], tmp_path_factory: pytest.TempPathFacto
         "run.seed": SEED,
         "adapter.method": "lora",
         "data": {"packing": False, "max_length": 128, "eval_source": str(held_out)},
-        "evaluation": {"every_steps": 3, "max_rows": 5},
+        "evaluation": {"every_steps": 3, "max_rows": 5, "on_start": True},
         "checkpoint.every_steps": 100,
     }
     return tiny_run(changes, rows=30)
@@ -224,7 +224,7 @@ def test_a_run_is_that_of_a_plain_loop(case: str, plain: Plain, tmp_path: Path) 
     steps = runs.values(tmp_path, "samples")
     assert [len(own) for own in steps] == [BATCH] * STEPS
     expected = Reference(settings, peft, start)
-    before, _ = expected.evaluate()
+    before, in_all = expected.evaluate()
     expected.train(steps)
 
     rel = TOLERANCE.get(case, 2e-5)
@@ -235,8 +235,8 @@ def test_a_run_is_that_of_a_plain_loop(case: str, plain: Plain, tmp_path: Path) 
     assert runs.values(tmp_path, "tokens") == [sum(expected.tokens[: step + 1]) for step in range(STEPS)]
 
     evaluated = runs.records(tmp_path, "eval")
-    assert tuple(record["step"] for record in evaluated) == EVALUATED
-    for record, (loss, targets) in zip(evaluated, expected.evaluations, strict=True):
+    assert tuple(record["step"] for record in evaluated) == (0, *EVALUATED)
+    for record, (loss, targets) in zip(evaluated, [(before, in_all), *expected.evaluations], strict=True):
         assert record["eval_loss"] == pytest.approx(loss, rel=rel)
         assert record["perplexity"] == pytest.approx(math.exp(loss), rel=10 * rel)
         assert record["eval_targets"] == targets

@@ -529,7 +529,12 @@ class EvaluationConfig(Section):
     """Evaluation during training, and `finray evaluate` after it."""
 
     every_steps: PositiveInt | None = Field(
-        None, description="Optimizer steps between evaluations. null evaluates at the end only."
+        None, description="Optimizer steps between evaluations. null evaluates at the start and at the end only."
+    )
+    on_start: bool = Field(
+        True,
+        description="Also evaluate before the first step: the loss of the model that training starts from. It has no "
+        "part in `early_stopping` and the best checkpoint.",
     )
     early_stopping: EarlyStoppingConfig | None = Field(
         None,

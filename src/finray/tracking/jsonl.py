@@ -29,7 +29,8 @@ class JsonlTracker:
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
         with scratch.open("w", encoding="utf-8") as stream:
             for record in read_records(path):
-                if record.get("step", 0) <= run.resume_step:
+                # A run that begins anew evaluates anew.
+                if record.get("step", 0) <= run.resume_step and (run.resume_step or record.get("kind") != "eval"):
                     stream.write(json.dumps(record) + "\n")
         os.replace(scratch, path)
         self._stream = path.open("a", encoding="utf-8")

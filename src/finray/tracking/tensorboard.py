@@ -17,7 +17,7 @@ class TensorBoardTracker:
         """Open the event files; TensorBoard hides what an earlier start wrote after the step to resume at."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run.run_dir / FOLDER), purge_step=run.resume_step + 1)
+        self._writer: Any = SummaryWriter(str(run.run_dir / FOLDER), purge_step=run.resume_step and run.resume_step + 1)
 
     def log(self, record: Metrics) -> None:
         """Write one record."""

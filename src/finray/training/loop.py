@@ -79,6 +79,8 @@ class Loop:
         if self._is_over():
             return
         config, state = self.config, self.state
+        if self.evaluation is not None and config.evaluation.on_start and state.step == 0:
+            self._evaluate(self.evaluation)
         self.task.model.train()
         data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
         # Numbers are read from the device at these intervals; between such steps nothing waits for it.
@@ -145,7 +147,8 @@ class Loop:
         every = config.evaluation.every_steps
         self.last_metrics, is_best = {}, False
         if self.evaluation is not None and (last or (every is not None and state.step % every == 0)):
-            is_best = self._evaluate(self.evaluation)
+            self.last_metrics = self._evaluate(self.evaluation)
+            is_best = self._is_best()
         if self._has_stopped() and not last:
             last = True
             if self._window.tokens:
@@ -194,28 +197,31 @@ class Loop:
             )
         )
 
-    def _evaluate(self, loader: EvalLoader) -> bool:
-        """Evaluate; returns whether the task's metric is the best so far."""
+    def _evaluate(self, loader: EvalLoader) -> dict[str, float]:
+        """Evaluate and log; returns the metrics."""
         started = self.clock()
         self.task.model.eval()
         metrics = evaluate(self.task, self.strategy, loader)
         self.task.model.train()
-        metric, mode = self.task.spec.best
-        value = metrics[metric]
-        if not math.isfinite(value):
+        metric, _ = self.task.spec.best
+        if not math.isfinite(metrics[metric]):
             # No checkpoint could be called better or worse than another by it.
+            learned = ", or lower train.learning_rate; the last checkpoint is good" if self.state.step else ""
             raise TrainingError(
-                f"{metric} is {value} at step {self.state.step}",
-                repair="look at the held-out rows, or lower train.learning_rate; the last checkpoint is good",
+                f"{metric} is {metrics[metric]} at step {self.state.step}",
+                repair=f"look at the held-out rows{learned}",
             )
         seconds = self.clock() - started
         self.phases["evaluate"] += seconds
-        self.last_metrics = metrics
+        self.trackers.log(EvalRecord(self.state.step, metrics, loader.weight, round(seconds, 6)))
+        return metrics
+
+    def _is_best(self) -> bool:
+        """Count the evaluation after this step; returns whether the task's metric is the best so far."""
+        metric, mode = self.task.spec.best
         stopping = self.config.evaluation.early_stopping
         min_gain = 0.0 if stopping is None else stopping.min_gain
-        is_best = self.state.evaluated(value, mode, min_gain=min_gain)
-        self.trackers.log(EvalRecord(self.state.step, metrics, loader.weight, round(seconds, 6)))
-        return is_best
+        return self.state.evaluated(self.last_metrics[metric], mode, min_gain=min_gain)
 
     def _finish_saving(self) -> None:
         """Make what was written behind the training a checkpoint, and tell Ray."""
