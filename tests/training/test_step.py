@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finray.errors import TrainingError
 from finray.training import nonfinite as watch
 from finray.training.assemble import Assembled
+from finray.training.step import reseed, train_step
 from tests.support import runs
 from tests.support.checkpoints import reseal
 from tests.support.group import run_group
@@ -108,6 +112,50 @@ def test_records_of_several_steps_are_the_means_of_theirs(plain: Plain, tmp_path
         mean = sum(one["loss"] * one["supervised"] for one in part) / weights
         assert record["loss"] == pytest.approx(mean, rel=1e-12)
         assert record["grad_norm"] == part[-1]["grad_norm"]
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def share(plain: Plain, run_dir: Path, *, rank: int, workers: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """What one of several workers adds to the loss and to the gradients of the first step."""
+    loop = runs.assemble_alone(plain, run_dir).loop
+    loop.task.model.train()
+    with torch.no_grad():
+        for name, one in loop.optimizer.parameters.items():
+            # While it is zero, what is dropped before it does not reach the loss.
+            one.add_(0.1 if "lora_B" in name else 0.0)
+    data = replace(loop.loader, rank=rank, world_size=workers).at(0)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(rate: float, **_: Any) -> None:
+        found = {name: one.grad.clone() for name, one in loop.optimizer.parameters.items() if one.grad is not None}
+        gradients.update(found)
+
+    loop.optimizer.step = keep  # type: ignore[method-assign]
+    settings = {"learning_rate": 0.1, "max_grad_norm": None}
+    result = train_step(loop.task, loop.strategy, loop.optimizer, data, loop.state, loop._guard, **settings)
+    loop.trackers.finish()
+    return result.loss.item(), gradients
+
+
+def test_dropout_belongs_to_a_micro_batch_and_not_to_the_worker(plain: Plain, tmp_path: Path) -> None:
+    noisy = changed(plain, {"adapter.dropout": 0.3, "train.global_batch_size": 5})
+    loss, gradients = share(noisy, tmp_path / "one", rank=0, workers=1)
+    parts = [share(noisy, tmp_path / f"{rank}-of-3", rank=rank, workers=3) for rank in range(3)]
+    assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-6)
+    for name, whole in gradients.items():
+        torch.testing.assert_close(sum(part[name] for _, part in parts), whole, rtol=1e-4, atol=1e-6)
+    other, _ = share(changed(noisy, {"adapter.dropout": 0.0}), tmp_path / "quiet", rank=0, workers=1)
+    assert other != pytest.approx(loss, rel=1e-6), "the dropout must matter"
+
+
+def test_a_micro_batch_starts_every_random_stream_anew() -> None:
+    """Runs that go on depend on these numbers: the first eight bytes of the SHA-256 of `7/3/1`."""
+    seed = 0xE745B62FBE1CA334
+    reseed(7, 3, 1)
+    found = [torch.initial_seed() % 2**64, float(np.random.random()), random.random()]
+    assert found == [seed, float(np.random.RandomState(seed % 2**32).random()), random.Random(seed).random()]
 
 
 # --- numbers that are not finite -------------------------------------------------------------------------------------

@@ -31,13 +31,15 @@ def gradients(model: Any, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tens
     }
 
 
-def test_it_is_pefts_arithmetic() -> None:
-    theirs = model_with_lora().train()
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_it_is_pefts_arithmetic(dropout: float) -> None:
+    theirs = model_with_lora(alpha=3.0, dropout=dropout).train()
     ours = copy.deepcopy(theirs)
     assert fused_lora.fuse(ours) == 14
     expected, expected_grads = gradients(theirs, 0)
     actual, actual_grads = gradients(ours, 0)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    # What is not dropped is larger, and so is its rounding.
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 / (1 - dropout) ** 2)
     for name, grad in expected_grads.items():
         torch.testing.assert_close(actual_grads[name], grad, rtol=1e-4, atol=1e-7, msg=name)
 
@@ -66,7 +68,8 @@ def test_gradients_in_float64() -> None:
             torch.testing.assert_close(left.double(), right, rtol=1e-6, atol=1e-6)
 
 
-def test_dropout_drops_only_the_adapters_input_and_only_in_training() -> None:
+def test_dropout_is_random_in_training_and_off_after_it() -> None:
+    """That only the adapter's input is dropped, and the rest scaled, is in the comparison with PEFT above."""
     model = model_with_lora(dropout=0.5)
     fused_lora.fuse(model)
     one, _ = gradients(model.train(), 0)
@@ -74,8 +77,8 @@ def test_dropout_drops_only_the_adapters_input_and_only_in_training() -> None:
     other, _ = gradients(model, 1)
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    model.eval()
-    assert torch.equal(gradients(model, 0)[0], gradients(model, 1)[0])
+    plain = model_with_lora(dropout=0.0).eval()
+    torch.testing.assert_close(gradients(model.eval(), 0)[0], gradients(plain, 1)[0])
 
 
 def test_a_disabled_adapter_is_the_base_model() -> None:

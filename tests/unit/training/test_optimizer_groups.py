@@ -12,16 +12,20 @@ TRAIN = TrainConfig(learning_rate=0.01, weight_decay=0.1, adam_epsilon=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("name", "dimensions", "expected"),
+    ("name", "dimensions", "role", "expected"),
     [
-        ("layers.0.q_proj.lora_A.default.weight", 2, (1.0, 0.1)),
-        ("layers.0.q_proj.lora_B.default.weight", 2, (16.0, 0.1)),
-        ("layers.0.q_proj.lora_magnitude_vector.default.weight", 1, (1.0, 0.0)),
-        ("layers.0.norm.weight", 1, (1.0, 0.0)),
+        ("layers.0.q_proj.lora_A.default.weight", 2, "", (1.0, 0.1)),
+        ("layers.0.q_proj.lora_B.default.weight", 2, "", (16.0, 0.1)),
+        ("layers.0.q_proj.lora_magnitude_vector.default.weight", 1, "", (1.0, 0.0)),
+        ("layers.0.norm.weight", 1, "norm", (1.0, 0.0)),
+        # A norm of each head has a row for each.
+        ("layers.0.k_norm.weight", 2, "norm", (1.0, 0.0)),
+        ("embed_tokens.weight", 2, "embedding", (1.0, 0.1)),
+        ("lm_head.weight", 2, "head", (1.0, 0.1)),
     ],
 )
-def test_treatment(name: str, dimensions: int, expected: tuple[float, float]) -> None:
-    assert param_group_options(name, dimensions, TRAIN, lora_plus_ratio=16.0) == expected
+def test_treatment(name: str, dimensions: int, role: str, expected: tuple[float, float]) -> None:
+    assert param_group_options(name, dimensions, TRAIN, lora_plus_ratio=16.0, role=role) == expected
 
 
 def test_b_matrices_move_by_the_ratio() -> None:
