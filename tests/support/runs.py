@@ -34,7 +34,7 @@ from finray.training.assemble import Assembled, assemble
 # A config as its YAML file has it.
 Plain = dict[str, Any]
 # What must not change when a run is disturbed.
-COMPARED = ("step", "samples", "loss", "grad_norm", "lr")
+COMPARED = ("step", "samples", "loss", "grad_norm", "lr", "epoch", "tokens", "supervised")
 
 
 def tiny_run(model: Path, rows: Path | str, output: Path, changes: Mapping[str, Any] | None = None) -> Plain:
@@ -119,7 +119,7 @@ def values(run_dir: Path, key: str) -> list[Any]:
 
 
 def trace(run_dir: Path) -> list[tuple[str, ...]]:
-    """The per-step record of a run, as it must be reproduced: step, samples, loss, gradient norm, learning rate."""
+    """The per-step record of a run, as it must be reproduced."""
     return [tuple(json.dumps(record[key]) for key in COMPARED) for record in records(run_dir)]
 
 

@@ -232,6 +232,7 @@ def test_a_run_is_that_of_a_plain_loop(case: str, plain: Plain, tmp_path: Path) 
     assert runs.values(tmp_path, "loss") == pytest.approx(expected.losses, rel=rel)
     assert runs.values(tmp_path, "grad_norm") == pytest.approx(expected.norms, rel=20 * rel)
     assert runs.values(tmp_path, "supervised") == expected.targets
+    assert runs.values(tmp_path, "epoch") == pytest.approx([(step + 1) * BATCH / 30 for step in range(STEPS)], abs=1e-6)
     assert runs.values(tmp_path, "tokens") == [sum(expected.tokens[: step + 1]) for step in range(STEPS)]
 
     evaluated = runs.records(tmp_path, "eval")
@@ -240,6 +241,10 @@ def test_a_run_is_that_of_a_plain_loop(case: str, plain: Plain, tmp_path: Path) 
         assert record["eval_loss"] == pytest.approx(loss, rel=rel)
         assert record["perplexity"] == pytest.approx(math.exp(loss), rel=10 * rel)
         assert record["eval_targets"] == targets
+    summary = assembled.loop.summary()
+    assert (summary.step, summary.tokens, summary.supervised) == (STEPS, sum(expected.tokens), sum(expected.targets))
+    ends = [expected.losses[0], expected.losses[-1], min(loss for loss, _ in expected.evaluations)]
+    assert [summary.first_loss, summary.final_loss, summary.best] == pytest.approx(ends, rel=rel)
     assert abs(loss / before - 1) > 10 * rel, "what is learned must be more than what is tolerated"
 
     checkpoint = tmp_path / f"checkpoint-{STEPS:06d}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from finray.checkpoint import CheckpointStore
 from finray.config.schema import CheckpointConfig
@@ -70,28 +70,42 @@ def snapshot(loop: Loop, buffers: dict[str, torch.Tensor] | None) -> Snapshot:
     return take_snapshot(layout, loop.optimizer, loop.state, loop.strategy, others=lambda folder: None, buffers=buffers)
 
 
-def stored(path: Path, name: str) -> torch.Tensor:
-    with safe_open(path / "model.safetensors", framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(name)
-        return tensor
+def held(loop: Loop) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of a run: weights, moments and counts."""
+    return {**loop.task.layout.tensors(), **loop.optimizer.sharded_state()}
+
+
+def stored(path: Path) -> dict[str, torch.Tensor]:
+    """The same in its files."""
+    state = "training_state/optimizer-00001-of-00001.safetensors"
+    return {**load_file(path / "model.safetensors"), **load_file(path / state)}
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["from a copy", "control: without one"])
-def test_weights_that_change_during_the_write_do_not_reach_the_file(
+def test_what_changes_during_the_write_does_not_reach_the_file(
     assembled: Assembled, tmp_path: Path, copied: bool
 ) -> None:
+    """Weights, moments and counts of updates alike."""
     loop, store = assembled.loop, HeldStore(tmp_path / "run")
     put_store(loop, store)
-    name, weight = next(iter(loop.task.trainable().items()))
-    before = weight.detach().clone()
+    for parameter in loop.optimizer.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    loop.optimizer.step(0.1)
+    before = {name: tensor.detach().clone() for name, tensor in held(loop).items()}
     loop.writer.begin(snapshot(loop, {} if copied else None), step=1, metrics={})
     with torch.no_grad():
-        weight.add_(1.0)
+        for tensor in held(loop).values():
+            tensor.add_(1.0)
     assert not loop.writer.is_done
     store.go.set()
     saved = loop.writer.finish()
     assert saved is not None
-    assert torch.equal(stored(saved.path, name), before) is copied
+    found = stored(saved.path)
+    kinds = {name.rpartition("/")[2] for name in found if "/" in name}
+    assert kinds == {"exp_avg", "exp_avg_sq", "step"}
+    assert found.keys() == before.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, before[name]) is copied, name
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(assembled: Assembled, tmp_path: Path) -> None:
@@ -112,6 +126,45 @@ def test_training_goes_on_while_a_checkpoint_is_written(assembled: Assembled, tm
     loop.run()
     assert steps == [1, 2, 3, 4, 5, 6]
     assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_save_is_waited_for_where_it_is_not_asynchronous(plain: Plain, tmp_path: Path, behind: bool) -> None:
+    """A write that takes its time: when the next step begins, only one behind the training may not be done."""
+    found = runs.assemble_alone(changed(plain, {"checkpoint.asynchronous": behind}), tmp_path / "run")
+    loop, began = found.loop, Event()
+    there: dict[int, list[int]] = {}
+
+    class SlowStore(CheckpointStore):
+        def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[Any]:
+            began.wait(60 if behind else 0.2)
+            return super().fill(scratch, step, fill)
+
+    put_store(loop, SlowStore(tmp_path / "run"))
+
+    def before(step: int) -> None:
+        there[step] = CheckpointStore(tmp_path / "run").steps()
+        if step == 4:
+            began.set()
+
+    loop.profiler.before = before  # type: ignore[method-assign]
+    loop.run()
+    found.loop.trackers.finish()
+    assert there[3] == ([] if behind else [2])
+    # The last one is waited for in any case.
+    assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
+
+
+def test_an_attempt_that_was_overtaken_writes_no_checkpoint(plain: Plain, tmp_path: Path) -> None:
+    """A process that was cut off and comes back: the run belongs to the one that was assembled last."""
+    old, new = (runs.assemble_alone(plain, tmp_path / "run") for _ in range(2))
+    with pytest.raises(CheckpointError, match="another attempt"):
+        old.loop.run()
+    assert CheckpointStore(tmp_path / "run").steps() == []
+    new.loop.run()
+    assert CheckpointStore(tmp_path / "run").steps() == [2, 4, 6]
+    for one in (old, new):
+        one.loop.trackers.finish()
 
 
 def test_a_checkpoint_written_behind_is_the_one_written_at_once(plain: Plain, tmp_path: Path) -> None:

@@ -247,3 +247,19 @@ def test_a_sealed_manifest_of_another_shape_is_refused(tmp_path: Path) -> None:
         (tmp_path / "manifest.json").write_text(json.dumps(files.sealed(content)))
         with pytest.raises(CheckpointError, match="is not what belongs there"):
             manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_checkpoint_of_another_format_version_is_passed_over(store: CheckpointStore, version: int) -> None:
+    """Whole and sealed: only its version says that it means something else."""
+    path = store.run_dir / "checkpoint-000020" / manifest.NAME
+    content = json.loads(path.read_text())
+    del content["seal"]
+    content["format_version"] = version
+    seal = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({**content, "seal": seal}))
+    warnings: list[str] = []
+    found = store.latest(warnings.append)
+    assert found is not None
+    assert found.step == 10
+    assert f"format version {version}" in warnings[0]
