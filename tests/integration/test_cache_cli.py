@@ -14,10 +14,9 @@ import pytest
 from filelock import FileLock
 
 from finray.data.dataset import cache
-from finray.data.dataset.manifest import PartResult
+from finray.data.dataset.manifest import MANIFEST, PartResult
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.prepare import is_prepared, prepare_here
-from finray.data.dataset.prepared import MANIFEST
 from finray.data.storage import Folder
 from tests.support import runs, s3, tiny
 from tests.support.runs import Plain

@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from finray.data.dataset.fetch import DatasetFiles
-from finray.data.dataset.manifest import PartResult
+from finray.data.dataset.manifest import MANIFEST, PartResult
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.prepare import is_prepared, prepare_here
-from finray.data.dataset.prepared import MANIFEST, PreparedDataset
+from finray.data.dataset.prepared import PreparedDataset
 from finray.data.storage import Folder
 from finray.errors import DataError
 from tests.support import runs, s3, tiny

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+# Of any file: what is drawn must not depend on its size, which may be another at the next example.
+_PLACES = st.integers(0, 2**40)
+
 
 def unreadable(file: Path, monkeypatch: pytest.MonkeyPatch, number: int = errno.EACCES) -> None:
     """Let every attempt of this process to read a file fail, also root's."""
@@ -35,6 +38,6 @@ def draw(file: Path, data: st.DataObject) -> None:
     """One flipped bit anywhere, or a cut, in a file of any size."""
     size = file.stat().st_size
     if data.draw(st.booleans(), label="flip"):
-        flip_bit(file, data.draw(st.integers(0, 8 * size - 1), label="bit"))
+        flip_bit(file, data.draw(_PLACES, label="bit") % (8 * size))
     else:
-        file.write_bytes(file.read_bytes()[: data.draw(st.integers(0, size - 1), label="keep")])
+        file.write_bytes(file.read_bytes()[: data.draw(_PLACES, label="keep") % size])

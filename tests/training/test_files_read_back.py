@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finray.checkpoint.pieces import Piece, write_pieces
+from finray.data.dataset.prepare import prepare_here
+from finray.errors import DataError
 from tests.support import runs
 from tests.support.runs import Plain
 
@@ -53,3 +55,12 @@ def test_a_resume_does_not_look_at_files_that_the_manifest_does_not_list(
     runs.run_alone(plain, resumed)
     assert runs.trace(resumed) == runs.trace(tmp_path / "whole")
     shutil.rmtree(resumed)
+
+
+def test_changed_tokens_of_the_same_size_are_not_trained_on(tiny_run: Callable[..., Plain], tmp_path: Path) -> None:
+    plain = tiny_run({"run.output_dir": str(tmp_path / "out")}, rows=16)
+    file = Path(prepare_here(runs.config_of(plain))) / "train" / "tokens-00000.arrow"
+    runs.flip(file)
+    with pytest.raises(DataError, match="has other bytes than were written") as caught:
+        runs.run_alone(plain, tmp_path / "run")
+    assert caught.value.where == str(file)

@@ -22,11 +22,14 @@ import fsspec
 
 from finray.config.paths import is_url
 from finray.errors import DataError
+from finray.files import FileKind, digest_of
 
 COMPRESSION: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
 # A file that was written this short a time ago may be written again without its times showing it.
 _SETTLED_S = 2.0
+# Lines about files that have changed since, after which the digests are written anew.
+_STALE = 1000
 _BUFFER = 2**20
 # As much as one wants to read of a piece of a large file; the libraries' own blocks are up to 50 MB.
 _AHEAD = 4 * 2**20
@@ -154,15 +157,26 @@ class Digests:
     """Digests of files. SHA-256 of local ones is remembered by size, times and inode, and not worked out again.
 
     Args:
-        path: JSON file to keep them in; None remembers nothing.
+        path: file to keep them in, a line of JSON for each, to which lines are only added; None remembers nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        # By absolute path: size, times, inode, and SHA-256.
         self._known: dict[str, list[Any]] = {}
         if path is not None:
-            with suppress(OSError, ValueError):
-                self._known = json.loads(path.read_text(encoding="utf-8"))
+            lines: list[bytes] = []
+            # Only a convenience: what cannot be read is worked out again.
+            with suppress(DataError):
+                lines = FileKind(DataError).read(path).splitlines()
+            for line in lines:
+                with suppress(ValueError, TypeError):
+                    *entry, check = json.loads(line)
+                    if check == zlib.crc32(json.dumps(entry).encode()):
+                        self._known[entry[0]] = entry[1:]
+            if len(lines) > 2 * len(self._known) + _STALE:
+                with suppress(OSError):
+                    Folder(path.parent).write(path.name, b"".join(map(_line, self._known.items())))
 
     def of(self, name: str | Path) -> str:
         """A digest that changes with the content: SHA-256 of a local file, else what the storage keeps (ETag, ...).
@@ -190,16 +204,24 @@ class Digests:
         known = self._known.get(key)
         if known is not None and known[:-1] == signature:
             return str(known[-1])
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        with storage_errors(str(path)):
+            digest = digest_of(path)
         # As in git's index: a file that changed a moment ago could change once more within the clock's resolution.
         if time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S:
             self._known[key] = [*signature, digest]
             if self._path is not None:
                 # Only a convenience: without it the file is read again next time.
                 with suppress(OSError):
-                    Folder(self._path.parent).write(self._path.name, json.dumps(self._known).encode())
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    with self._path.open("ab") as stream:
+                        stream.write(_line((key, self._known[key])))
         return digest
+
+
+def _line(item: tuple[str, list[Any]]) -> bytes:
+    """What is remembered of a file, with a check of the line."""
+    entry = [item[0], *item[1]]
+    return json.dumps([*entry, zlib.crc32(json.dumps(entry).encode())]).encode() + b"\n"
 
 
 class Folder:

@@ -12,11 +12,11 @@ import numpy as np
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
-from finray.data.dataset.manifest import manifest_of
+from finray.data.dataset.manifest import MANIFEST, manifest_of
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import plan
 from finray.data.dataset.prepare import plan_preparation
-from finray.data.dataset.prepared import MANIFEST, PreparedDataset
+from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from finray.checkpoint.store import Fence
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.config.tasks import TaskSpec, task_class, task_spec
+from finray.config.tasks import task_class, task_spec
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.order import Order, derive_key, total_steps
 from finray.data.sampling.packing import one_row_each, plan_packs
@@ -92,8 +93,13 @@ def assemble(
     if first:
         fence.take()
     store = CheckpointStore(run_dir, fence=fence.check)
-    task, optimizer = _model(config, resolved, strategy, warn)
-    dataset = on_all_ranks(strategy, lambda: open_dataset(config, prepared, task.spec))
+    with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
+        # While the model is loaded: each rank compares a share of the prepared files with their digests.
+        opening = pool.submit(open_dataset, config, prepared, rank=strategy.rank, world_size=strategy.world_size)
+        task, optimizer = _model(config, resolved, strategy, warn)
+        dataset = on_all_ranks(strategy, opening.result)
+    on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
+    dataset.trust()
     loader, evaluation, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
     candidates = extending.by_preference(store, loader, dataset.content) if first else []
     found = find_latest(store, strategy, warn, steps=candidates)
@@ -182,15 +188,15 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
     return task, optimizer
 
 
-def open_dataset(config: Config, prepared: str | Path, spec: TaskSpec) -> PreparedDataset:
-    """The prepared dataset of a run.
+def open_dataset(config: Config, prepared: str | Path, *, rank: int, world_size: int) -> PreparedDataset:
+    """The prepared dataset of a run, of which this rank has verified a share.
 
     Raises:
-        DataError: it is damaged, or its rows are not what the task learns from.
+        DataError: it is damaged.
     """
     local_dir = config.prepare.local_dir
     dataset = PreparedDataset(prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
-    dataset.require_kind(spec)
+    dataset.verify(rank=rank, world_size=world_size)
     return dataset
 
 

@@ -8,15 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from finray import files
 from finray.config.load import build_config
 from finray.config.schema import DataConfig
 from finray.config.tasks import task_spec
+from finray.data.dataset import prepare
 from finray.data.dataset.prepare import check_inputs, prepare_here
 from finray.data.dataset.prepared import PreparedDataset, Splits
 from finray.data.sampling.collate import collate
-from finray.errors import DataError
-from tests.support import tiny
+from finray.errors import ClusterError, DataError
+from tests.support import damaged, runs, tiny
+from tests.support.preparing import Preparing
+from tests.support.preparing import preparing as preparing
 
 Run = Callable[..., Path]
 
@@ -195,3 +201,109 @@ def test_collation_restarts_positions_and_never_predicts_across_rows(run: Run) -
     assert len(batch.targets_K) == split.supervised.sum() == batch.tokens - 2
     assert batch.targets_K.tolist() == [int(batch.tokens_1T[0, at + 1]) for at in batch.target_positions_K]
     assert json.loads((folder / "manifest.json").read_text())["splits"]["train"]["kind"] == "text"
+
+
+# --- changed after it was prepared ------------------------------------------------------------------------------------
+
+
+def test_changed_tokens_of_the_same_size_are_refused_by_name_before_a_row_is_read(run: Run) -> None:
+    folder = run(tiny.chat_rows(40))
+    file = folder / "train" / "tokens-00000.arrow"
+    dataset = PreparedDataset(folder)
+    runs.flip(file)
+    for read in (dataset.verify, lambda: dataset.splits(DataConfig(source="x"), seed=0).train.row(0)):
+        with pytest.raises(DataError, match="has other bytes than were written") as caught:
+            read()
+        assert caught.value.where == str(file)
+        assert caught.value.repair == f"delete {folder} and run the command again"
+
+
+def test_every_rank_compares_another_share_and_then_nobody_again(
+    run: Run, write_rows: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = run(tiny.chat_rows(40), eval_source=str(write_rows(tiny.chat_rows(5, start=50), "eval.jsonl")))
+    compared: list[str] = []
+    real = files.digest_of
+
+    def spy(path: Path) -> str:
+        compared.append(path.relative_to(folder).as_posix())
+        return real(path)
+
+    monkeypatch.setattr(files, "digest_of", spy)
+    everything = [name for name, _ in PreparedDataset(folder).files()]
+    assert len(everything) == 4
+    for rank in range(3):
+        dataset = PreparedDataset(folder)
+        dataset.verify(rank=rank, world_size=3)
+    assert sorted(compared) == sorted(everything)
+    dataset.trust()
+    splits = dataset.splits(DataConfig(source="x"), seed=0)
+    splits.train.row(0)
+    assert len(compared) == len(everything)
+    # Who was in no group compares what it reads, once.
+    splits = PreparedDataset(folder).splits(DataConfig(source="x"), seed=0)
+    for _ in range(2):
+        splits.train.row(0)
+    assert sorted(compared[4:]) == ["eval/index-00000.arrow", "train/index-00000.arrow", "train/tokens-00000.arrow"]
+
+
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_one_flipped_bit_or_a_cut_anywhere_is_noticed(data: st.DataObject, run: Run) -> None:
+    folder = run(tiny.chat_rows(10))
+    said = PreparedDataset(folder).manifest
+    file = data.draw(st.sampled_from(sorted(path for path in folder.rglob("*") if path.is_file())))
+    content = file.read_bytes()
+    damaged.draw(file, data)
+    try:
+        with pytest.raises(DataError) as caught:
+            PreparedDataset(folder).verify()
+        assert caught.value.where == str(file)
+    finally:
+        file.write_bytes(content)
+    PreparedDataset(folder).verify()
+    assert PreparedDataset(folder).manifest == said
+
+
+def test_a_manifest_without_a_seal_is_read_as_before_and_must_fit_itself(run: Run) -> None:
+    """Older versions wrote none."""
+    folder = run(tiny.chat_rows(10))
+    sealed = PreparedDataset(folder).manifest
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["seal"]
+    (folder / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
+    assert PreparedDataset(folder).manifest == sealed
+    assert run(tiny.chat_rows(10)) == folder
+    for change in ({"content": "0" * 64}, {"shaped_by": {}}, {"fingerprint": "0" * 24}, {"more": 1}):
+        (folder / "manifest.json").write_text(json.dumps(content | change))
+        with pytest.raises(DataError, match="was changed after it was written"):
+            PreparedDataset(folder)
+
+
+def test_a_damaged_manifest_is_said_and_the_data_prepared_again(preparing: Preparing, tmp_path: Path) -> None:
+    config = preparing.config(tiny.write_chat_rows(tmp_path, 10))
+    folder = Path(prepare_here(config, root=tmp_path / "c"))
+    before = {path.name: path.read_bytes() for path in folder.rglob("*.*")}
+    runs.flip(folder / "manifest.json")
+    told: list[Any] = []
+    with prepare.start_preparation(config, root=tmp_path / "c") as preparation:
+        assert preparation.result(handle=told.append) == str(folder)
+    assert told[0].level == "warning"
+    assert f"{folder / 'manifest.json'} is damaged" in told[0].message
+    assert {path.name: path.read_bytes() for path in folder.rglob("*.*")} == before
+
+
+def test_a_part_that_was_changed_while_its_preparation_lay_unfinished_is_written_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise ClusterError("killed")
+
+    for name in ("tokens-00000.arrow", "index-00000.arrow", "part-00000.json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "finish", killed)
+            with pytest.raises(ClusterError):
+                run(tiny.chat_rows(10), cache=name)
+        partial = next((tmp_path / name).glob(".partial-*"))
+        runs.flip(partial / "train" / name)
+        PreparedDataset(run(tiny.chat_rows(10), cache=name)).verify()

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
+import time
 import uuid
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from finray.data import storage
 from finray.data.dataset.fetch import DatasetFiles
 from finray.data.dataset.manifest import DataFile
 from finray.data.storage import Digests, Folder, opened, size
 from finray.errors import DataError
+from tests.support import damaged
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -80,3 +87,90 @@ def test_a_fetched_file_is_kept_once_it_is_verified(tmp_path: Path) -> None:
     assert files.path("a.bin").read_bytes() == b"one"
     folder.remove("a.bin")
     assert files.path("a.bin") == tmp_path / "print" / "a.bin"
+
+
+# --- remembered digests -----------------------------------------------------------------------------------------------
+
+
+def settled(folder: Path, count: int) -> list[Path]:
+    """Files that nobody has written to for a while, as far as their times tell."""
+    files = [folder / f"{number}.txt" for number in range(count)]
+    for file in files:
+        file.write_text(file.name)
+    return files
+
+
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a minute later than the clock says."""
+    now = time.time
+    monkeypatch.setattr("finray.data.storage.time.time", lambda: now() + 60)
+
+
+def test_remembering_a_file_writes_one_line_however_many_are_known(tmp_path: Path, later: None) -> None:
+    kept = tmp_path / "kept" / "digests"
+    digests = Digests(kept)
+    sizes = []
+    for file in settled(tmp_path, 50):
+        assert digests.of(file) == hashlib.sha256(file.name.encode()).hexdigest()
+        sizes.append(kept.stat().st_size)
+    inode = kept.stat().st_ino
+    lines = kept.read_bytes().splitlines(keepends=True)
+    assert [len(line) for line in lines] == [after - before for before, after in pairwise([0, *sizes])]
+    Digests(kept).of(settled(tmp_path, 1)[0])
+    assert kept.stat().st_ino == inode, "it was written anew"
+
+
+def test_a_remembered_file_is_not_read_again_and_a_changed_one_is(
+    tmp_path: Path, later: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = settled(tmp_path, 2)
+    kept = tmp_path / "digests"
+    found = [Digests(kept).of(file) for file in (first, second)]
+    second.write_text("other")
+    read: list[Path] = []
+    real = storage.digest_of
+
+    def spy(path: Path) -> str:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(storage, "digest_of", spy)
+    again = Digests(kept)
+    assert (again.of(first), again.of(second)) == (found[0], hashlib.sha256(b"other").hexdigest())
+    assert read == [second]
+
+
+@given(data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_damage_to_what_is_remembered_never_gives_another_digest(
+    data: st.DataObject, tmp_path: Path, later: None
+) -> None:
+    files = settled(tmp_path, 3)
+    kept = tmp_path / "digests"
+    kept.unlink(missing_ok=True)
+    right = [Digests(kept).of(file) for file in files]
+    damaged.draw(kept, data)
+    assert [Digests(kept).of(file) for file in files] == right
+
+
+def test_lines_about_files_that_have_changed_since_are_given_up(
+    tmp_path: Path, later: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_STALE", 3)
+    (file,) = settled(tmp_path, 1)
+    kept = tmp_path / "digests"
+    for number in range(9):
+        file.write_text(str(number))
+        Digests(kept).of(file)
+    assert len(kept.read_bytes().splitlines()) <= 6
+    assert Digests(kept).of(file) == hashlib.sha256(b"8").hexdigest()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = settled(tmp_path, 1)
+    damaged.unreadable(file, monkeypatch, number)
+    with pytest.raises(DataError, match="cannot be read: ") as caught:
+        Digests(None).of(file)
+    assert caught.value.where == str(file)

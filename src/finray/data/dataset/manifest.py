@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from finray.data.dataset.plan import Stream, fingerprint
 from finray.data.sources.readers import ByteRange
+from finray.data.storage import Folder
 from finray.errors import DataError
+from finray.files import FileKind, sealed
 
-# Made when the first file is read, because that takes milliseconds.
-_reader: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +102,13 @@ class PartResult(RowCounts):
         """From the file.
 
         Raises:
-            ValueError: it is no such file, or another version's.
+            DataError: it is no such file, another version's, or was changed.
         """
-        return _reader(cls).validate_json(content)  # type: ignore[no-any-return]
+        return FileKind(DataError).unsealed(content, cls, "the note of a part")
 
     def to_bytes(self) -> bytes:
         """The file."""
-        return (json.dumps(asdict(self)) + "\n").encode()
+        return (json.dumps(sealed(_plain(self))) + "\n").encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +184,35 @@ class Manifest:
     splits: Mapping[str, SplitStats]
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Manifest:
+    def from_bytes(cls, content: bytes, folder: Folder) -> Manifest:
         """From the file.
 
         Raises:
-            ValueError: it is not a manifest.
+            DataError: it is not a manifest, or was changed after it was written.
         """
-        return _reader(cls).validate_json(content)  # type: ignore[no-any-return]
+        kind, where = files_of(folder), folder.at(MANIFEST)
+        plain = kind.parsed(content, dict[str, Any], where)
+        # Those of older versions have no seal; their digests must fit each other at least.
+        is_older = plain.keys() == {field.name for field in fields(cls)}
+        found = kind.parsed(content, cls, where) if is_older else kind.unsealed(content, cls, where)
+        if (found.fingerprint, found.content) != (fingerprint(found.shaped_by), content_of(found.splits)):
+            raise kind.refused("was changed after it was written", where)
+        return found
 
     def to_bytes(self) -> bytes:
         """The file."""
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+        return (json.dumps(sealed(_plain(self)), indent=1) + "\n").encode()
+
+
+def _plain(of: PartResult | Manifest) -> dict[str, Any]:
+    """As JSON types, which a seal is of."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(of)))
+    return plain
+
+
+def files_of(folder: Folder) -> FileKind:
+    """How the files of a prepared dataset are read."""
+    return FileKind(DataError, repair=f"delete {folder.root} and run the command again")
 
 
 def part_note(stream: str, number: int) -> str:

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from finray.data.dataset.manifest import BadRowNote, DataFile, PartResult, part_note
+from finray.data.dataset.manifest import BadRowNote, DataFile, PartResult, files_of, part_note
 from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
 from finray.data.formats.convert import column, converter_of
 from finray.data.formats.examples import Example
@@ -81,9 +82,10 @@ class PartWriter:
         done = self._folder.read(note)
         if done is not None:
             # What an interrupted preparation left may be another version's, or cut in another way.
-            with suppress(ValueError):
+            with suppress(DataError):
                 finished = PartResult.from_bytes(done)
                 if finished.pieces == pieces:
+                    self._require_written(part.stream.name, finished)
                     return finished
         passed = [0] * len(pieces)
         bad: list[BadRowNote] = []
@@ -117,6 +119,12 @@ class PartWriter:
                 f"the prepared data set cannot be written: {error.strerror or error}", where=self._folder.root
             ) from None
         return result
+
+    def _require_written(self, stream: str, part: PartResult) -> None:
+        """See that the files of a part that an earlier preparation wrote are there and as they were written."""
+        for file in (part.tokens_file, part.index_file) if not self._folder.is_remote else ():
+            path = Path(self._folder.sub(stream).at(file.name))
+            files_of(self._folder).verify(path, size=file.bytes, sha256=file.sha256)
 
     def _rows(self, part: Part, passed: list[int], bad: list[BadRowNote]) -> Iterator[_SourceRow]:
         position = 0

@@ -23,7 +23,7 @@ from typing import Any
 from finray.config.paths import is_url, prepared_dir
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
-from finray.data.dataset.manifest import PartResult, bad_rows, manifest_of, part_note
+from finray.data.dataset.manifest import MANIFEST, Manifest, PartResult, bad_rows, manifest_of, part_note
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import (
     Part,
@@ -35,14 +35,14 @@ from finray.data.dataset.plan import (
     shaped_by,
     tokenizer_identity,
 )
-from finray.data.dataset.prepared import BAD_ROWS, MANIFEST
+from finray.data.dataset.prepared import BAD_ROWS
 from finray.data.storage import Digests, Folder
 from finray.errors import ClusterError, DataError, FinrayError
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, without_torch
 from finray.records import Note, PrepareProgress, Record
 
 Handle = Callable[[Record], None]
-_DIGESTS = ".digests.json"
+_DIGESTS = ".digests.jsonl"
 _PATIENCE_S = 1.0
 
 
@@ -83,10 +83,11 @@ class Planned:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is there already, with a manifest that can be read."""
+        """Whether it is there already, with a manifest that is as it was written."""
         try:
-            return bool(json.loads(self.target.read(MANIFEST) or b"{}").get("fingerprint") == self.name)
-        except (ValueError, AttributeError):
+            content = self.target.read(MANIFEST)
+            return content is not None and Manifest.from_bytes(content, self.target).fingerprint == self.name
+        except DataError:
             return False
 
     def note_use(self) -> None:
@@ -230,6 +231,9 @@ class Preparation:
                 with locked(planned.root, planned.name, handle=self._tell):
                     # Another process may have prepared it meanwhile.
                     if not planned.is_done:
+                        if planned.target.read(MANIFEST) is not None:
+                            text = f"{planned.target.at(MANIFEST)} is damaged: the data is prepared again"
+                            self._tell(Note(text, level="warning"))
                         self._prepare(planned)
             planned.note_use()
         except BaseException as error:

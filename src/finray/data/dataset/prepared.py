@@ -18,14 +18,13 @@ import pyarrow as pa
 from finray.config.schema import DataConfig
 from finray.config.tasks import TaskSpec
 from finray.data.dataset.fetch import DatasetFiles
-from finray.data.dataset.manifest import DataFile, Manifest, StreamEntry
+from finray.data.dataset.manifest import MANIFEST, DataFile, Manifest, StreamEntry
 from finray.data.dataset.plan import ROWS_PER_BATCH
 from finray.data.sampling.order import mix
 from finray.data.sampling.splits import hold_out, mixed, sizes_of_mix
 from finray.data.storage import Folder
 from finray.errors import DataError
 
-MANIFEST = "manifest.json"
 BAD_ROWS = "bad-rows.jsonl"
 
 IntArray = npt.NDArray[np.int64]
@@ -162,12 +161,9 @@ class PreparedDataset:
     def __init__(self, location: str | Path, *, local_dir: Path | None = None) -> None:
         self.folder = Folder(location)
         content = self.folder.read(MANIFEST)
-        try:
-            self.manifest = Manifest.from_bytes(content or b"")
-        except ValueError:
-            raise DataError(
-                "not a prepared data set", where=str(location), repair="run `finray prepare` again"
-            ) from None
+        if content is None:
+            raise DataError("not a prepared data set", where=str(location), repair="run `finray prepare` again")
+        self.manifest = Manifest.from_bytes(content, self.folder)
         found = dict(self.folder.files())
         for name, expected in self.files():
             if found.get(name) != expected.bytes:
@@ -177,6 +173,22 @@ class PreparedDataset:
                     repair=f"delete {self.folder.root} and run the command again",
                 )
         self._files = DatasetFiles(self.folder, self.name, self.files(), local_dir)
+
+    def verify(self, *, rank: int = 0, world_size: int = 1) -> None:
+        """Compare a share of the files with their digests, before any is read; every rank of a group has another share.
+
+        Whatever is not compared here is when it is read first, by whoever reads it; see :meth:`trust`.
+
+        Raises:
+            DataError: names the first file that is not as it was written.
+        """
+        if not self.folder.is_remote:
+            for name, _ in list(self.files())[rank::world_size]:
+                self._files.path(name)
+
+    def trust(self) -> None:
+        """Compare no file any more: all of a group have compared their shares."""
+        self._files.trust()
 
     @property
     def name(self) -> str:

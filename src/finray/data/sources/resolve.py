@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -70,7 +71,7 @@ def _position(text: str, rows: int, *, default: int) -> int:
     return min(max(value + rows if value < 0 or text.startswith("-") else value, 0), rows)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Source:
     """A resolved source.
 
@@ -99,13 +100,16 @@ class Source:
 
     def short(self, file: str) -> str:
         """A file's name without what is common to all of them, so that it does not depend on where the source lies."""
-        if file not in self.files:
-            return file
-        return str(PurePosixPath(*PurePosixPath(file).parts[_shared_depth(self.files) :]))
+        return self._short.get(file, file)
+
+    @cached_property
+    def _short(self) -> dict[str, str]:
+        # Once: there may be many thousands of files, and each is asked for.
+        depth = _shared_depth(self.files) if self.files else 0
+        return {file: str(PurePosixPath(*PurePosixPath(file).parts[depth:])) for file in self.files}
 
 
-@lru_cache(maxsize=64)
-def _shared_depth(files: tuple[str, ...]) -> int:
+def _shared_depth(files: Sequence[str]) -> int:
     """How many folders, from the root on, all files lie in."""
     return len(PurePosixPath(os.path.commonpath([PurePosixPath(file).parent for file in files])).parts)
 
@@ -216,7 +220,7 @@ def _of_files(name: str, files: list[str], split: str, *, is_directory: bool = F
 def _of_split(files: list[str], split: str) -> list[str]:
     """Those of a directory's files that belong to a split: by their own names, or by the folders that they lie in."""
     words = {*SPLITS, split}
-    depth = _shared_depth(tuple(files))
+    depth = _shared_depth(files)
     labels = {}
     for file in files:
         path = PurePosixPath(file)
