@@ -27,6 +27,7 @@ OPPOSITES = {"min": "max", "max": "min", "all": "any", "any": "all"}
 # What only a person reads, and what has no effect on a result.
 TALK = re.compile(r"(^|[._])(print|log|warn\w*|info|debug|progress|tell|say|cast|[A-Z]\w*(Error|Warning))$")
 IDLE_KEYWORDS = {"encoding", "strict", "stacklevel", "daemon", "doc", "desc", "thread_name_prefix", "repair", "where"}
+SYMMETRIC = {"isinstance", "min", "max"}
 KEYED = {"get", "pop", "setdefault"}
 # The names of scratch files are random: how many letters of them are taken does not matter.
 IDLE = re.compile(r"uuid4|__slots__|__all__|__name__ ==|TYPE_CHECKING|filterwarnings")
@@ -280,7 +281,7 @@ class _Finder:
         if name in KEYED and node.args:
             self.key(node.args[0])
         first = node.args[:2]
-        if len(first) == 2 and not any(isinstance(one, ast.Starred) for one in first) and name != "isinstance":
+        if len(first) == 2 and not any(isinstance(one, ast.Starred) for one in first) and name not in SYMMETRIC:
             one, two = first
             middle = self.source[self.end(one) : self.begin(two)].decode()
             self.add("swapped", self.begin(one), self.end(two), self.text(two) + middle + self.text(one))

@@ -34,7 +34,7 @@ def changes(text: str) -> set[str]:
         ("def f(a):\n    return a['key']\n", {"a['key_']"}),
         ("def f(a):\n    return a.get('key', 'text')\n", {"a.get('key_', 'text')", "a.get('text', 'key')"}),
         ("def f(a):\n    return a[1:]\n", {"a[:]", "a[2:]", "a[0:]"}),
-        ("def f(a, b):\n    return min(a, b)\n", {"max(a, b)", "min(b, a)"}),
+        ("def f(a, b):\n    return min(a, b)\n", {"max(a, b)"}),
         ("def f(a):\n    return all(one for one in a if one)\n", {"any(one for one in a if one)"} | {
             f"all(one for one in a if {value})" for value in ("True", "False")}),
         ("def f(a):\n    return open(a, mode='w')\n", {"open(a)"}),

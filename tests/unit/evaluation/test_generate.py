@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from finray.evaluation.generate import Sampling, generate, generate_text
+from finray.errors import DataError
+from finray.evaluation.generate import Answers, Sampling, generate, generate_text
 from finray.evaluation.prompts import Prompt
 from tests.support import tiny
 
@@ -187,4 +189,19 @@ def test_a_prompt_is_given_as_the_model_was_trained(
     tokenizer = tiny.train_tokenizer()
     chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     texts = prompts if is_raw else [chat.format(text) for text in prompts]
-    assert found == [answer_of(folder, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    assert list(found) == [answer_of(folder, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
+def test_answers_are_a_sequence_and_are_written_beside_what_was_asked(tmp_path: Path) -> None:
+    messages = ({"role": "user", "content": "é"},)
+    answers = Answers((Prompt("a"), Prompt(messages=messages)), ("one", "zwei ü"))
+    assert (answers[1], answers[:1], len(answers)) == ("zwei ü", ("one",), 2)
+    rows = [{"prompt": "a", "answer": "one"}, {"messages": list(messages), "answer": "zwei ü"}]
+    assert answers.plain() == {"answers": rows}
+    answers.write(tmp_path / "answers.jsonl")
+    text = (tmp_path / "answers.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line) for line in text.splitlines()] == rows
+    assert "zwei ü" in text
+    with pytest.raises(DataError, match="cannot be written") as caught:
+        answers.write(tmp_path / "none" / "answers.jsonl")
+    assert caught.value.where == str(tmp_path / "none" / "answers.jsonl")

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from finray.errors import ConfigError
 from finray.evaluation.metrics import Row, Scores, exact_match, mean_loss
 from finray.models import attention
+from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
 
 
@@ -119,3 +120,13 @@ def test_no_gradients_are_kept() -> None:
     model.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     mean_loss(model, rows_of_unequal_answers()[:1], packs=False)
     assert seen == [False]
+
+
+def test_losses_are_summed_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of 2 ** 24 + 1 has no place in 32 bits: over many rows the mean would drift."""
+
+    def score(task: CausalLM, batch: Any, sums: torch.Tensor) -> None:
+        sums += torch.tensor([2.0**24 + 1, 1], dtype=torch.float64)
+
+    monkeypatch.setattr(CausalLM, "score", score)
+    assert mean_loss(tiny.build_model("llama").eval(), rows_of_unequal_answers(), packs=False) == 2.0**24 + 1
