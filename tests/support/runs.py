@@ -118,6 +118,12 @@ def values(run_dir: Path, key: str) -> list[Any]:
     return [record[key] for record in records(run_dir)]
 
 
+def read_workers(run_dir: Path) -> list[dict[str, Any]]:
+    """Host and process id of each worker, by rank."""
+    workers: list[dict[str, Any]] = json.loads((run_dir / "workers.json").read_text(encoding="utf-8"))
+    return workers
+
+
 def trace(run_dir: Path) -> list[tuple[str, ...]]:
     """The per-step record of a run, as it must be reproduced."""
     return [tuple(json.dumps(record[key]) for key in COMPARED) for record in records(run_dir)]

@@ -182,3 +182,33 @@ def test_checkpointing_is_the_same_run_and_offload_needs_a_gpu(undisturbed: Path
     assert runs.values(run_dir, "loss") == pytest.approx(runs.values(undisturbed, "loss"), rel=1e-6)
     with pytest.raises(ConfigError, match="in the memory of the CPU already"):
         runs.assemble_alone(changed(plain, {"train.activation_offload": True}), tmp_path / "offload")
+
+
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_a_run_that_is_asked_to_stop_saves_at_that_step_and_goes_on_to_the_same_bits(
+    plain: Plain, undisturbed: Path, tmp_path: Path, log_every: int
+) -> None:
+    """Whatever the schedule: checkpoints are due at 4 and 8, and every third step is logged."""
+    logged = changed(plain, {"tracking.log_every": log_every})
+    assembled = runs.assemble_alone(logged, tmp_path)
+    loop = assembled.loop
+    loop.asked = lambda: loop.state.step == 4  # in the fifth
+    loop.run()
+    loop.trackers.finish()
+    assert loop.stopped
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-000004", "checkpoint-000005"]
+    assert runs.values(tmp_path, "step")[-1] == 5
+    assert not runs.run_alone(logged, tmp_path).loop.stopped
+    weights = [runs.adapter_weights(folder / "checkpoint-000008") for folder in (tmp_path, undisturbed)]
+    assert runs.relative_difference(*weights) == 0
+    assert sum(runs.values(tmp_path, "supervised")) == sum(runs.values(undisturbed, "supervised"))
+    if log_every == 1:
+        assert runs.trace(tmp_path) == runs.trace(undisturbed)
+
+
+def test_a_run_that_is_asked_to_stop_in_its_last_step_is_over(plain: Plain, tmp_path: Path) -> None:
+    loop = runs.assemble_alone(plain, tmp_path).loop
+    loop.asked = lambda: loop.state.step == 7
+    loop.run()
+    assert not loop.stopped
+    assert loop.summary().step == 8

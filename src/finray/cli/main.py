@@ -1,11 +1,12 @@
 """The command line: parse, call the API, print.
 
 Exit codes: 0 success, 1 a defect in finray, 2 an error that the user can repair (one message, no traceback), 130
-interrupted.
+interrupted, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +15,11 @@ import typer
 
 from finray.cli import config as config_commands
 from finray.cli import data, failure, look, show
+from finray.config.redact import redact_text
 from finray.errors import ConfigError
 from finray.limits import arm
 from finray.results import PlainConsole
+from finray.runtime import signals
 from finray.tracking.console import steps
 
 app = typer.Typer(
@@ -178,12 +181,20 @@ def main() -> None:
     errors = PlainConsole(stderr=True)
     arm()
     try:
-        app()
+        with signals.owned():
+            app()
     except SystemExit as stop:
         # Typer turns a keyboard interrupt into this.
-        if stop.code == _INTERRUPTED:
-            errors.print("interrupted; run the same command again to continue", highlight=False)
-        raise
+        cause: BaseException | None = stop
+        while cause is not None and not isinstance(cause, KeyboardInterrupt):
+            cause = cause.__cause__ or cause.__context__
+        if stop.code != _INTERRUPTED or cause is None:
+            raise
+        what = "; ".join([str(cause) or "interrupted", *getattr(cause, "__notes__", [])])
+        command = redact_text(shlex.join(["finray", *sys.argv[1:]]))
+        text = f"{what}; the same command goes on: {command}"
+        errors.print(text, highlight=False, markup=False, soft_wrap=True)
+        sys.exit(getattr(cause, "exit_code", _INTERRUPTED))
     except Exception as error:
         sys.exit(failure.report(error, errors))
 

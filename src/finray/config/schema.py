@@ -510,6 +510,11 @@ class CheckpointConfig(Section):
         description="Write checkpoints in the background, from a copy in CPU memory, while training continues. An "
         "error is raised at the next save.",
     )
+    grace_seconds: float = Field(
+        20.0,
+        gt=0,
+        description="After Ctrl-C or SIGTERM, how long the training may take to end its step and save a checkpoint.",
+    )
     keep_best: bool = Field(
         True,
         description="Also save a checkpoint at every evaluation with a new lowest loss, and keep the best one.",

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from finray.config.schema import ClusterConfig, Config
 from finray.errors import ClusterError
+from finray.runtime import signals, watch
 
 if TYPE_CHECKING:
     from finray.planning.plan import Plan
 
 OBJECT_STORE_BYTES = 256 * 2**20
+# Together less than the 15 s after which a cluster that does not answer is an error.
+_CONNECT_S, _ANSWER_S = 4.0, 8.0
 
 # A Ray of our own on this machine: a token is asked for, nothing is reported to anybody, what only a dashboard would
 # read is not collected, and nobody watches for a machine that is taken away. Workers are not made to yield to Ray's own
@@ -57,6 +60,12 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
     Raises:
         ClusterError: the cluster cannot be reached.
     """
+    with signals.owned(), _connected(cluster) as ray:
+        yield ray
+
+
+@contextmanager
+def _connected(cluster: ClusterConfig) -> Iterator[Any]:
     address = address_of(cluster)
     # Ray forks to start its processes. Unless told, tokenizers would warn at each and leave threads off from then on.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -78,20 +87,79 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
     if address is None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:
+        require_alive(address, where=_where(cluster, address))
         options["address"] = address
     try:
         with nullcontext() if address is not None or options["log_to_driver"] else _without_observers():
             ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(
-            f"Ray cannot be reached: {str(error).splitlines()[0]}",
-            where=f"cluster.address={address}",
-            repair="start it with `ray start --head`, or leave cluster.address out to use this machine",
-        ) from None
-    try:
+        signals.take_back()
         yield ray
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if ray.is_initialized():
+            raise
+        raise _unreachable(str(error).splitlines()[0], where=_where(cluster, address)) from None
     finally:
         ray.shutdown()
+
+
+def _where(cluster: ClusterConfig, address: str | None) -> str:
+    """Where an address comes from."""
+    return f"cluster.address={address}" if cluster.address is not None or address is None else f"RAY_ADDRESS={address}"
+
+
+def _unreachable(why: str, *, where: str) -> ClusterError:
+    name = where.partition("=")[0]
+    return ClusterError(
+        f"Ray cannot be reached: {why}",
+        where=where,
+        repair="start the cluster with `ray start --head` there, or name one that runs; without "
+        + ("the variable" if name == "RAY_ADDRESS" else name)
+        + " Ray is started on this machine",
+    )
+
+
+def require_alive(address: str, *, where: str) -> None:
+    """See that a cluster answers. Ray itself tries for minutes, and hears no signal meanwhile.
+
+    Args:
+        address: as Ray takes it: ``host:port``, ``ray://host:port``, or ``auto``, which is the Ray that was last
+            started on this machine.
+        where: the address comes from.
+
+    Raises:
+        ClusterError: nobody listens there, or nobody answers as Ray's head process does.
+    """
+    from ray._private.services import canonicalize_bootstrap_address
+
+    client = address.startswith("ray://")
+    try:
+        known = address.removeprefix("ray://") if client else canonicalize_bootstrap_address(address)
+    except (OSError, ValueError) as error:
+        raise _unreachable(str(error), where=where) from None
+    if known is None:
+        raise _unreachable("no Ray has been started on this machine", where=where)
+    tried = known if known == address else f"{known}, which `{address}` stands for,"
+    if (refusal := watch.refusal(known, timeout=_CONNECT_S)) is not None:
+        raise _unreachable(f"nobody answers at {tried} ({refusal})", where=where)
+    if client:
+        return
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    channel = init_grpc_channel(known)
+    try:
+        service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        service.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_ANSWER_S)
+    except grpc.RpcError as error:
+        # One that asks for a token is alive; Ray says what is missing.
+        if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+            raise _unreachable(
+                f"whoever listens at {tried} does not answer as Ray's head process does ({error.code().name.lower()})",
+                where=where,
+            ) from None
+    finally:
+        channel.close()
 
 
 @contextmanager

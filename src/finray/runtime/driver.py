@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from rich.console import Console
 from rich.table import Table
 
+from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, open_run, saved_config
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
@@ -36,11 +38,16 @@ from finray.runtime import failures
 from finray.runtime.preload import PRELOAD
 from finray.runtime.prepare import prepare_on_ray
 from finray.runtime.progress import Listener
+from finray.runtime.signals import deferred
+from finray.runtime.watch import Watch, refusal
 from finray.tracking.console import duration
 from finray.tracking.jsonl import metrics_table
 
 if TYPE_CHECKING:
     import pandas
+
+# How long Ray's head process may be gone. Nobody starts one of our own again; that of a cluster may come back.
+_OWN_HEAD_S, _HEAD_S = 4.0, 40.0
 
 Handle = Callable[[Record], None]
 
@@ -171,7 +178,7 @@ def train(
     """
     config = with_absolute_paths(config)
     require_startable(config)
-    with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run:
+    with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run, _saying_what_is_saved(run):
         if run.summary_file.is_file():
             handle(Note("the run is finished already; --fresh (in Python fresh=True) begins anew"))
             done = json.loads(run.summary_file.read_text(encoding="utf-8"))
@@ -189,6 +196,16 @@ def train(
             prepared = prepare(connected, preparation, handle)
             fitted = fit(connected, prepared, config, run, handle)
         return finish(connected, prepared, fitted, config, run, handle)
+
+
+@contextmanager
+def _saying_what_is_saved(run: RunDir) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        steps = CheckpointStore(run.path).steps()
+        stop.add_note(f"checkpoint-{steps[-1]:06d} is saved" if steps else "no checkpoint is saved yet")
+        raise
 
 
 @contextmanager
@@ -262,6 +279,7 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
     Raises:
         FinrayError: the training failed, and another attempt would fail alike.
     """
+    from ray.exceptions import RayError
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
 
@@ -270,38 +288,57 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
 
     started = time.perf_counter()
     placement = connected.placement
-    host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
-    listener = Listener(host, handle)
-    spec = WorkerSpec(
-        config=config.plain(),
-        resolved=connected.resolved,
-        prepared=prepared.location,
-        run_dir=str(run.path),
-        threads=placement.cpus_per_worker,
-        listener=listener.address,
-    )
-    trainer = Trainer(
-        train_worker,
-        alone=connected.is_own,
-        train_loop_config={"spec": spec},
-        scaling_config=ScalingConfig(
-            num_workers=placement.num_workers, use_gpu=placement.use_gpu, resources_per_worker=placement.resources
-        ),
-        run_config=RunConfig(
-            name=run.path.name,
-            storage_path=str(run.path.parent),
-            failure_config=FailureConfig(max_failures=config.cluster.max_failures),
-            worker_runtime_env={"env_vars": connected.worker_env},
-            logging_config=LoggingConfig(log_level="INFO" if os.environ.get("FINRAY_VERBOSE") else "ERROR"),
-        ),
-    )
-    with listener:
-        try:
-            outcome: Outcome = trainer.fit().return_value
-        except TrainingFailedError as error:
-            raise _explain(error, run) from None
-    if outcome.failure is not None:
-        raise from_dict(outcome.failure)
+    # No other run's begins alike, also where many are at work in this process.
+    group = f"finray {run.path.name} {uuid4().hex[:8]}"
+    with deferred() as pending:
+        watch = Watch(
+            connected.ray,
+            group,
+            placement,
+            pending,
+            handle,
+            grace_s=config.checkpoint.grace_seconds,
+            head=lambda: refusal(connected.ray.get_runtime_context().gcs_address) is None,
+            head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
+        )
+        listener = Listener("127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address(), watch.heard)
+        watch.stop = listener.stop
+        spec = WorkerSpec(
+            config=config.plain(),
+            resolved=connected.resolved,
+            prepared=prepared.location,
+            run_dir=str(run.path),
+            threads=placement.cpus_per_worker,
+            listener=listener.address,
+        )
+        trainer = Trainer(
+            train_worker,
+            alone=connected.is_own,
+            group=group,
+            watch=watch.look,
+            train_loop_config={"spec": spec},
+            scaling_config=ScalingConfig(
+                num_workers=placement.num_workers, use_gpu=placement.use_gpu, resources_per_worker=placement.resources
+            ),
+            run_config=RunConfig(
+                name=run.path.name,
+                storage_path=str(run.path.parent),
+                failure_config=FailureConfig(max_failures=config.cluster.max_failures),
+                worker_runtime_env={"env_vars": connected.worker_env},
+                logging_config=LoggingConfig(log_level="INFO" if os.environ.get("FINRAY_VERBOSE") else "ERROR"),
+            ),
+        )
+        handle(Note(f"starting {watch.workers}"))
+        with listener:
+            try:
+                outcome: Outcome = trainer.fit().return_value
+            except (TrainingFailedError, RayError) as error:
+                watch.end_if_due()
+                raise _explain(error, run) from None
+        if outcome.failure is not None:
+            raise from_dict(outcome.failure)
+        if outcome.summary is None:
+            watch.end()
     assert outcome.summary is not None
     return Fitted(outcome.summary, time.perf_counter() - started)
 

@@ -10,8 +10,8 @@ tokenizer are loaded once in each.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -63,7 +63,10 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
     """
     config = with_absolute_paths(config)
     # A converter of the user's may want a model.
-    with start_preparation(config, hide_torch=hide_torch and config.data.converter is None) as preparation:
+    with (
+        _saying_what_is_kept(),
+        start_preparation(config, hide_torch=hide_torch and config.data.converter is None) as preparation,
+    ):
         while not preparation.wait(_POLL_S, handle=handle):
             if _is_worth_help(preparation):
                 with clusters.connected(config.cluster) as ray:
@@ -115,6 +118,15 @@ def prepare_and_report(
         tuple(report_lines(manifest)),
         {str(path): rows for path, rows in exported.items()},
     )
+
+
+@contextmanager
+def _saying_what_is_kept() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        stop.add_note("the parts that are finished are kept")
+        raise
 
 
 def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], handle: Handle = ignore) -> str:

@@ -1,4 +1,4 @@
-"""Carries records from the workers to the driver's console, without a shared disk and without slowing a step.
+"""Carries records from the workers to the driver's console, and its wish that they stop, without slowing a step.
 
 A socket of the driver's, because an actor that holds records until they are fetched is one more process to start, and
 ``ray.train.report`` is a barrier of all workers. No worker waits for the driver: if it cannot be reached, the console
@@ -14,13 +14,15 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
 
 _KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRecord)}
 _PATIENCE_S = 5.0
+_STOP = b"stop\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,9 @@ class Listener:
         self.address = Address(host, self._server.getsockname()[1], secrets.token_hex(16))
         self._handle = handle
         self._one_at_a_time = threading.Lock()
+        self._stopping = False
+        self._workers: list[socket.socket] = []
+        self._workers_change = threading.Lock()
         self._readers: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="finray-listener", daemon=True)
         # The acceptor ends when the first is closed; it has taken every connection that was made before.
@@ -62,6 +67,26 @@ class Listener:
         for reader in self._readers:
             # The workers have ended, and with them their connections; a machine that was lost says nothing.
             reader.join(max(0.0, deadline - time.monotonic()))
+
+    def stop(self) -> None:
+        """Ask the workers that are connected, and those that will be, to save a checkpoint and end."""
+        with self._workers_change:
+            self._stopping = True
+            for worker in self._workers:
+                with suppress(OSError):
+                    worker.sendall(_STOP)
+
+    @contextmanager
+    def _told(self, worker: socket.socket) -> Iterator[None]:
+        with self._workers_change:
+            self._workers.append(worker)
+            if self._stopping:
+                worker.sendall(_STOP)
+        try:
+            yield
+        finally:
+            with self._workers_change:
+                self._workers.remove(worker)
 
     def _accept(self) -> None:
         with self._server, self._closed, selectors.DefaultSelector() as selector:
@@ -84,22 +109,28 @@ class Listener:
                 if not secrets.compare_digest(lines.readline(100).strip().encode(), self.address.token.encode()):
                     return
                 connection.settimeout(None)
-                for line in lines:
-                    plain = json.loads(line)
-                    with self._one_at_a_time:
-                        self._handle(_KINDS[plain.pop("record")](**plain))
+                with self._told(connection):
+                    for line in lines:
+                        plain = json.loads(line)
+                        with self._one_at_a_time:
+                            self._handle(_KINDS[plain.pop("record")](**plain))
         except (OSError, ValueError):
             # Half a line of a worker that was killed, or somebody else's.
             return
 
 
 class Sender:
-    """Sends records to the driver, in a thread that the first one starts."""
+    """Sends records to the driver, in a thread that the first one starts.
+
+    Attributes:
+        stop: set when the driver has asked for an end; never on a rank that sends nothing.
+    """
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.stop = threading.Event()
 
     def put(self, record: Record) -> None:
         """Send a record; returns at once."""
@@ -119,8 +150,16 @@ class Sender:
             with socket.create_connection((self._address.host, self._address.port), _PATIENCE_S) as connection:
                 connection.settimeout(None)
                 connection.sendall(f"{self._address.token}\n".encode())
+                threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
                 while (record := self._records.get()) is not None:
                     line = json.dumps({"record": type(record).__name__, **asdict(record)})
                     connection.sendall(f"{line}\n".encode())
+                # Closing alone would wait for the thread that receives.
+                connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             return
+
+    def _receive(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection.makefile("rb") as lines:
+            if lines.readline(len(_STOP)) == _STOP:
+                self.stop.set()

@@ -1,4 +1,4 @@
-"""Ray Train without the processes that a run of ours does not need.
+"""Ray Train without the processes that a run of ours does not need, and with a driver that looks after the run.
 
 Every actor is a process that costs a start one to two seconds of CPU, and Ray Train starts six beside the workers. Some
 are switched off by environment variables (:mod:`finray.runtime.cluster`). The methods that :class:`Trainer` overrides
@@ -8,11 +8,19 @@ that has moved the modules imported here fails, so pyproject.toml names the vers
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from uuid import uuid4
 
+import ray
 from ray.train import BackendConfig
 from ray.train.backend import Backend
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
+from ray.train.v2._internal.execution.callback import ControllerCallback
+from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
+from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 # What a run never uses: data sets of Ray Data.
@@ -21,19 +29,29 @@ _UNUSED = {"DatasetsCallback"}
 _UNUSED_ALONE = {"PlacementGroupCleanerCallback"}
 
 
+_POLL_S = 0.2
+
+
 class Trainer(DataParallelTrainer):  # type: ignore[misc]
     """Runs a function in every worker.
+
+    Whatever ends it, its placement group is removed: Ray keeps the group of a controller that died as long as the
+    driver lives, and whoever wants its CPUs then waits for ever.
 
     Args:
         function: of the workers; it also joins their process group, because Ray's own back end for that would import
             torch here and in the controller.
         alone: Ray was started for this run, and ends with it.
+        group: begin of the name of the run's placement group; no other run's begins like it.
+        watch: called again and again while the run is at work; what it raises ends the run.
         options: as Ray's trainer takes them.
     """
 
-    def __init__(self, function: Any, *, alone: bool, **options: Any) -> None:
+    def __init__(self, function: Any, *, alone: bool, group: str, watch: Callable[[], None], **options: Any) -> None:
         super().__init__(function, backend_config=_Config(), **options)
         self._alone = alone
+        self._group = group
+        self._watch = watch
 
     def _create_default_callbacks(self) -> list[Any]:
         unused = _UNUSED | _UNUSED_ALONE if self._alone else _UNUSED
@@ -42,7 +60,52 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
         if self._alone and type(arguments.get("scaling_policy")) is FixedScalingPolicy:
             arguments["scaling_policy"] = _FixedSize(self.scaling_config)
-        return super()._initialize_and_run_controller(**arguments)
+        arguments["callbacks"] = [*arguments["callbacks"], _NamedGroup(self._group)]
+        # As in Ray, but for the waiting: there, a handler of signals of its own ends the process with exit code 1.
+        here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        environment = {"env_vars": {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}}
+        options = {"num_cpus": 0, "label_selector": here, "runtime_env": environment}
+        controller = ray.remote(**options)(TrainController).remote(**arguments)
+        try:
+            run = controller.run.remote()
+            while not ray.wait([run], timeout=_POLL_S)[0]:
+                self._watch()
+            ray.get(run)
+            return ray.get(controller.get_result.remote())
+        except BaseException:
+            with suppress(Exception):
+                remove_groups(self._group)
+            raise
+        finally:
+            # Its workers end with it. One that is let go of instead is asked to exit, and now and then hangs for ever
+            # on the way (Ray 2.60), when Ray ends in the same moment.
+            ray.kill(controller)
+
+
+def remove_groups(name: str) -> None:
+    """Remove the placement groups whose name begins so, with what runs in them."""
+    for identity, group in ray.util.placement_group_table().items():
+        if group["name"].startswith(name) and group["state"] != "REMOVED":
+            ray.util.remove_placement_group(
+                ray.util.placement_group.PlacementGroup(ray.PlacementGroupID.from_hex(identity))
+            )
+
+
+class _NamedGroup(ControllerCallback):  # type: ignore[misc]
+    """Gives a name to the placement groups that a controller makes; in a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def after_controller_start(self, train_run_context: Any) -> None:  # noqa: ARG002
+        """Ray Train gives none."""
+        create = worker_group.placement_group
+
+        def create_named(**options: Any) -> Any:
+            # After a restart there is another one, and no two may have the same.
+            return create(**options, name=f"{self._name} {uuid4().hex[:8]}")
+
+        worker_group.placement_group = create_named
 
 
 class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]

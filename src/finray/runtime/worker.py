@@ -45,9 +45,11 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a worker ended: with the run's summary, or with a failure that another attempt would meet again."""
+    """How a worker ended: with the run's summary, stopped after a step because that was asked for, or with a failure
+    that another attempt would meet again."""
 
     summary: RunSummary | None = None
+    stopped: int | None = None
     failure: dict[str, Any] | None = None
 
 
@@ -87,6 +89,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             strategy=strategy,
             notify=sender.put,
             reported=_report,
+            asked=sender.stop.is_set,
         ).loop
         step = loop.state.step
         on_all_ranks(strategy, lambda: failures.check(run_dir, step))
@@ -95,7 +98,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             loop.run()
         finally:
             loop.trackers.finish()
-        outcome = Outcome(loop.summary())
+        outcome = Outcome(stopped=loop.state.step) if loop.stopped else Outcome(loop.summary())
         torch.distributed.destroy_process_group()
         return outcome
     except FinrayError as error:

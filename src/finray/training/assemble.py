@@ -66,6 +66,7 @@ def assemble(
     strategy: Strategy,
     notify: Notify = lambda record: None,
     reported: Callable[[Path, dict[str, float]], None] = lambda path, metrics: None,
+    asked: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Assembled:
     """Build model, data, optimizer and trackers, and restore the newest valid checkpoint if there is one.
@@ -77,6 +78,7 @@ def assemble(
         prepared: directory or URL of the prepared dataset.
         notify: shown records (header, warnings, metrics), on rank 0.
         reported: called on every rank after each checkpoint.
+        asked: whether this rank has been asked to stop.
         clock: seconds, monotonic.
 
     Raises:
@@ -147,6 +149,7 @@ def assemble(
         reported=reported,
         precision=resolved.precision,
         clock=clock,
+        asked=asked,
         profiler=Profiler(config.train.profile, run_dir, strategy, tell=lambda text: notify(Note(text))),
     )
     loop.phases["load"] = clock() - started

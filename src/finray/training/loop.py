@@ -23,7 +23,7 @@ from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Profiler
 from finray.training.schedule import learning_rate
 from finray.training.state import TrainState
-from finray.training.step import StepResult, evaluate, train_step
+from finray.training.step import ASKED, StepResult, evaluate, train_step
 from finray.training.task import Task
 
 
@@ -39,7 +39,9 @@ class Loop:
         precision: dtype of the forward and backward pass.
         clock: seconds, monotonic.
         phases: seconds by phase.
+        asked: whether this rank has been asked to stop; the ranks stop together where one has.
         last_metrics: of the evaluation after this step, if there was one.
+        stopped: it ended before its time, with a checkpoint, because that was asked for.
     """
 
     config: Config
@@ -57,15 +59,18 @@ class Loop:
     precision: str
     clock: Callable[[], float]
     profiler: Profiler
+    asked: Callable[[], bool] = lambda: False
     phases: dict[str, float] = field(
         default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0}
     )
     last_metrics: dict[str, float] = field(default_factory=dict)
     first_loss: float | None = None
     final_loss: float | None = None
+    stopped: bool = False
 
     def __post_init__(self) -> None:
         self._window = _Window()
+        self._said = _Said()
         self._guard = NonFiniteGuard(self.state, self.strategy.device, scaled=self.precision == "fp16")
         # Reused by every snapshot: fresh memory costs more than copying.
         self._copies: dict[str, torch.Tensor] = {}
@@ -104,13 +109,14 @@ class Loop:
                     self._guard,
                     learning_rate=rate,
                     max_grad_norm=config.train.max_grad_norm,
-                    done=self.writer.is_done,
+                    say=float(self.writer.is_done) + ASKED * self.asked(),
                     parts=self.profiler.parts,
                 )
                 state.advance(items=data.items, tokens=data.tokens, supervised=data.weight)
                 self._window.add(data, result, waited)
                 numbers = None
-                if state.step == self.total_steps or any(state.step % every == 0 for every in reading):
+                stopping = self._said.read(result.said) >= ASKED
+                if stopping or state.step == self.total_steps or any(state.step % every == 0 for every in reading):
                     numbers = self._window.read(result)
                     self._guard.raise_if_bad(state)
                     self.first_loss = numbers.first_loss if self.first_loss is None else self.first_loss
@@ -122,24 +128,24 @@ class Loop:
                 self.phases["data_wait"] += waited
                 self.profiler.after(state.step)
                 if numbers is not None:
-                    self._after_step(data, rate, numbers)
+                    self._after_step(data, rate, numbers, stopping=stopping)
         finally:
             data_ahead.close()
             self.profiler.close()
             self.writer.close()
 
     def _is_over(self) -> bool:
-        return self.state.step >= self.total_steps or self._has_stopped()
+        return self.stopped or self.state.step >= self.total_steps or self._has_stopped()
 
     def _has_stopped(self) -> bool:
         """Whether evaluations have brought no gain for so long that the run ends here."""
         stopping = self.config.evaluation.early_stopping
         return stopping is not None and self.state.stale_evaluations >= stopping.patience
 
-    def _after_step(self, data: StepData, rate: float, numbers: _Numbers) -> None:
-        """Log, evaluate and save, each where it is due."""
+    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, stopping: bool) -> None:
+        """Log, evaluate and save, each where it is due; where the run is stopped, log what is left and save."""
         config, state = self.config, self.state
-        if round(numbers.done) == self.strategy.world_size:
+        if round(numbers.said % ASKED) == self.strategy.world_size:
             self._finish_saving()
         last = state.step == self.total_steps
         if last or state.step % config.tracking.log_every == 0:
@@ -159,11 +165,15 @@ class Loop:
                 f"{state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is {state.best:.4f}"
             )
             self.trackers.log(Note(message, state.step))
-        if not (last or state.step % config.checkpoint.every_steps == 0 or (is_best and config.checkpoint.keep_best)):
+        self.stopped = stopping and not last
+        if self.stopped and self._window.tokens:
+            self._log_step(data, rate, numbers)
+        due = state.step % config.checkpoint.every_steps == 0 or (is_best and config.checkpoint.keep_best)
+        if not (last or due or self.stopped):
             return
         started = self.clock()
         self._finish_saving()
-        behind = config.checkpoint.asynchronous and not last
+        behind = config.checkpoint.asynchronous and not (last or self.stopped)
         buffers = self._copies if behind else None
         snapshot = take_snapshot(
             self.task.layout, self.optimizer, state, self.strategy, others=self.save_extras, buffers=buffers
@@ -255,7 +265,7 @@ class _Numbers(NamedTuple):
     first_loss: float
     last_loss: float
     grad_norm: float
-    done: float
+    said: float
 
 
 @dataclass
@@ -284,8 +294,27 @@ class _Window:
     def read(self, result: StepResult) -> _Numbers:
         assert self.loss is not None
         assert self.first_loss is not None
-        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), result.done]
+        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), result.said]
         return _Numbers(*torch.stack(values).tolist())
+
+
+class _Said:
+    """Reads what the ranks said in a step: on a GPU in the step before, so that the device always has work to do."""
+
+    def __init__(self) -> None:
+        self._before: tuple[torch.Tensor, torch.cuda.Event] | None = None
+
+    def read(self, said: torch.Tensor) -> float:
+        """The newest sum that can be read without waiting for the step that has just begun; the same on every rank."""
+        if said.device.type != "cuda":
+            return float(said)
+        before, event = self._before, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._before = said.to("cpu", non_blocking=True), event
+        event.record()
+        if before is None:
+            return 0.0
+        before[1].synchronize()
+        return float(before[0])
 
 
 def peak_memory(device: torch.device) -> int:

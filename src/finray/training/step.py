@@ -31,13 +31,18 @@ def reseed(key: int, step: int, micro_batch: int) -> None:
     random.seed(seed)
 
 
+# A rank that was asked to stop adds this to what it says; no run has so many ranks. One number more to sum could change
+# the order in which a ring sums the loss, and its last bit.
+ASKED = 2.0**32
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Scalars of a whole step, on the device: reading one waits for the step."""
 
     loss: torch.Tensor  # fp64, mean over the global batch
     grad_norm: torch.Tensor  # before clipping
-    done: torch.Tensor  # fp64, how many ranks said `done`
+    said: torch.Tensor  # fp64, the sum of what the ranks said
 
 
 def train_step(
@@ -50,7 +55,7 @@ def train_step(
     *,
     learning_rate: float,
     max_grad_norm: float | None,
-    done: bool = False,
+    say: float = 0.0,
     parts: Parts = no_parts,
 ) -> StepResult:
     """Do one step; nothing here waits for the device.
@@ -58,9 +63,11 @@ def train_step(
     Each micro-batch's summed loss is divided by the weight of the *whole* step before its backward pass, so the
     gradient that comes out is that of one mean over the global batch, however it was cut up. The weight is known from
     the prepared rows, without communication. A mean of means would weigh a token by the company it keeps.
+
+    ``say`` is summed over the ranks beside the loss.
     """
     total = torch.zeros(2, dtype=torch.float64, device=strategy.device)
-    total[1] = float(done)
+    total[1] = say
     left = len(data.micro_batches) + len(data.dummy_batches)
     for index, batch in data.micro_batches:
         reseed(state.random_key, state.step, index)

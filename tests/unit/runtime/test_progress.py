@@ -62,3 +62,26 @@ def test_a_sender_goes_on_when_nobody_listens() -> None:
         sender.put(Note("lost"))
     sender.close()
     assert time.monotonic() - started < 5
+
+
+def test_a_wish_to_stop_reaches_the_workers_that_are_connected_and_those_that_come_later() -> None:
+    with Listener("127.0.0.1", lambda record: None) as listener:
+        first, later, silent = Sender(listener.address), Sender(listener.address), Sender(listener.address)
+        first.put(Note("here"))
+        listener.stop()
+        later.put(Note("here"))
+        assert first.stop.wait(30)
+        assert later.stop.wait(30)
+        assert not silent.stop.is_set()
+        first.close()
+        later.close()
+
+
+def test_a_sender_is_not_stopped_where_nobody_asks() -> None:
+    heard: list[Record] = []
+    with Listener("127.0.0.1", heard.append) as listener:
+        sender = Sender(listener.address)
+        sender.put(Note("here"))
+        sender.close()
+    assert heard == [Note("here")]
+    assert not sender.stop.is_set()

@@ -1,0 +1,194 @@
+"""What the driver looks after while Ray Train has the run: a wish to stop, workers that do not start, a lost Ray."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from finray.errors import ClusterError
+from finray.planning.placement import Placement
+from finray.records import Note, Record, RunHeader
+from finray.runtime.signals import Interrupted, Pending
+
+# After so long, waiting is not silent any more.
+SILENCE_S = 10.0
+_PROBE_EVERY_S = 2.0
+KINDS = ("CPU", "GPU")
+
+
+class Watch:
+    """Looks after a run while Ray Train has it.
+
+    Args:
+        ray: connected.
+        group: begin of the name of the run's placement group.
+        placement: of its workers.
+        pending: the signal that asks for an end.
+        handle: shown records.
+        grace_s: how long the workers may take to save a checkpoint.
+        head: whether Ray's head process can be reached.
+        head_patience_s: how long it may be gone; Ray ends this process after a minute, and says little.
+        clock: seconds, monotonic.
+        stop: asks the workers for an end.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        group: str,
+        placement: Placement,
+        pending: Pending,
+        handle: Callable[[Record], None],
+        *,
+        grace_s: float,
+        head: Callable[[], bool],
+        head_patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        several = "s" if placement.num_workers > 1 else ""
+        self.workers = f"{placement.num_workers} worker{several}"
+        self.stop: Callable[[], None] = lambda: None
+        self._waiting: Callable[[], str | None] = lambda: workers_wait(
+            ray, group, f"{self.workers} of {amounts(placement.resources)}"
+        )
+        self._pending = pending
+        self._handle = handle
+        self._grace_s = grace_s
+        self._head = head
+        self._head_patience_s = head_patience_s
+        self._clock = clock
+        self._has_begun = self._is_lost = False
+        self._deadline: float | None = None
+        self._answered = self._probe_at = clock()
+        self._say_at, self._pause_s = clock() + SILENCE_S, SILENCE_S
+
+    def heard(self, record: Record) -> None:
+        """Show a record of the workers."""
+        self._has_begun = self._has_begun or isinstance(record, RunHeader)
+        self._handle(record)
+
+    def look(self) -> None:
+        """Look once; called again and again while the run is at work.
+
+        Raises:
+            Interrupted: a signal asked for it, and there is nothing that could be saved, or no time left.
+            ClusterError: Ray is gone, and the same.
+        """
+        now = self._clock()
+        if self._deadline is not None:
+            if now >= self._deadline:
+                self.end()
+            return
+        if now >= self._probe_at:
+            self._probe_at = now + _PROBE_EVERY_S
+            if self._head():
+                self._answered = now
+            self._is_lost = now - self._answered >= self._head_patience_s
+        if self._ends():
+            if not self._has_begun:
+                self.end()
+            self._deadline = now + self._grace_s
+            reason = "Ray's head process is gone; " if self._pending.signum is None else ""
+            self._handle(Note(f"{reason}saving a checkpoint after this step, for at most {self._grace_s:g} s"))
+            self.stop()
+        elif not self._has_begun and now >= self._say_at:
+            self._pause_s *= 2
+            self._say_at = now + self._pause_s
+            if (text := self._waiting()) is not None:
+                self._handle(Note(text))
+
+    def _ends(self) -> bool:
+        """Whether the run has to end before its time."""
+        return self._pending.signum is not None or self._is_lost
+
+    def end_if_due(self) -> None:
+        """What is to be said of a run that failed while it was to end, or because it was."""
+        if self._ends():
+            self.end()
+
+    def end(self) -> NoReturn:
+        """Say why the run ended before its time."""
+        if self._pending.signum is not None:
+            raise Interrupted(self._pending.signum)
+        raise ClusterError(
+            "Ray's head process (the GCS) is gone: it was killed, or its machine was lost",
+            repair="run the same command again, after the cluster has been started again; it goes on from the last "
+            "checkpoint",
+        )
+
+
+def refusal(address: str, *, timeout: float = 2.0) -> str | None:
+    """Why nobody can be spoken to at ``host:port``; None where somebody listens."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None
+
+
+# --- who has the cluster's resources ---------------------------------------------------------------------------------
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """CPUs and GPUs in words: ``4 CPUs, 1 GPU``."""
+    return ", ".join(f"{resources[one]:g} {one}{'s' * (resources[one] != 1)}" for one in KINDS if resources.get(one))
+
+
+def waiting_text(
+    what: str, *, total: Mapping[str, float], free: Mapping[str, float], held: Sequence[tuple[str, Mapping[str, float]]]
+) -> str:
+    """What is waited for, what is free of it, and who has the rest.
+
+    Args:
+        what: is waited for.
+        total, free: resources of the cluster.
+        held: whose they are.
+    """
+    left = ", ".join(f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s" for kind in KINDS if total.get(kind))
+    counts: Counter[str] = Counter()
+    for who, resources in held:
+        if part := amounts(resources):
+            counts[f"{who} ({part})"] += 1
+    holders = [f"{count} x {one}" if count > 1 else one for one, count in counts.most_common(8)]
+    rest = "; held by " + ", ".join(holders) if holders else ""
+    return f"waiting for {what}: {left} are free{rest}"
+
+
+def holders(ray: Any) -> list[tuple[str, dict[str, float]]]:
+    """Who has resources of the cluster: placement groups, and actors outside of them. Tasks are in no table."""
+    from ray._private.state import state
+    from ray.core.generated import gcs_pb2
+
+    found: list[tuple[str, dict[str, float]]] = []
+    for identity, group in ray.util.placement_group_table().items():
+        if group["state"] == "CREATED":
+            whole: Counter[str] = Counter()
+            for bundle in group["bundles"].values():
+                whole.update(bundle)
+            found.append((f"placement group {group['name'] or identity[:8]}", dict(whole)))
+    for plain in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+        actor = gcs_pb2.ActorTableData.FromString(plain)
+        if not actor.placement_group_id.strip(b"\xff"):
+            found.append((f"actor {actor.name or actor.class_name}", dict(actor.required_resources)))
+    return found
+
+
+def waiting_for(ray: Any, what: str) -> str | None:
+    """:func:`waiting_text` of the connected cluster; None where it cannot be asked."""
+    with suppress(Exception):
+        return waiting_text(what, total=ray.cluster_resources(), free=ray.available_resources(), held=holders(ray))
+    return None
+
+
+def workers_wait(ray: Any, group: str, what: str) -> str | None:
+    """The same for a run's workers, as long as the placement group whose name begins so is not there."""
+    with suppress(Exception):
+        groups = [one for one in ray.util.placement_group_table().values() if one["name"].startswith(group)]
+        if groups and not any(one["state"] == "CREATED" for one in groups):
+            return waiting_for(ray, what)
+    return None

@@ -1,0 +1,90 @@
+"""Ctrl-C and SIGTERM in a whole run: a checkpoint, one line, the exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.test_kill import into, wait_for_step
+from tests.support import runs
+from tests.support.group import run_group
+from tests.support.runs import Plain
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
+    """Two workers with dropout on; no checkpoint is due before the last step."""
+    changes = {"train.max_steps": STEPS, "adapter.dropout": 0.2, "checkpoint.every_steps": 1000}
+    return tiny_run(changes | {"cluster.num_workers": 2}, rows=50, model=dropout_model)
+
+
+def end(process: subprocess.Popen[str], signum: int) -> tuple[int, list[str]]:
+    """Send a signal; the exit code, and the lines of standard error."""
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=120)
+    return process.returncode, err.strip().splitlines()
+
+
+def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
+    plain: Plain, tmp_path: Path, ray_cluster: str
+) -> None:
+    """Of a cluster that is joined: it keeps nothing of the run, so its CPUs are free."""
+    import ray
+
+    config, run_dir = into(plain, tmp_path), tmp_path / "run"
+    for signum, code, step, word in (
+        (signal.SIGINT, 130, 8, "interrupted"),
+        (signal.SIGTERM, 143, 30, "ended by SIGTERM"),
+    ):
+        process = runs.start_cli("train", str(config))
+        wait_for_step(run_dir, step, process)
+        ended, err = end(process, signum)
+        saved = f"checkpoint-{runs.values(run_dir, 'step')[-1]:06d}"
+        assert (run_dir / saved).is_dir()
+        assert (ended, err) == (code, [f"{word}; {saved} is saved; the same command goes on: finray train {config}"])
+        assert not list(run_dir.glob(".tmp-*"))
+        assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
+    code, out, stderr = runs.finray("train", config)
+    assert code == 0, out + stderr
+    undisturbed = tmp_path / "undisturbed"
+    run_group(plain, undisturbed, world_size=2)
+    assert runs.trace(run_dir) == runs.trace(undisturbed)
+    name = "adapter_model.safetensors"
+    assert (run_dir / "final" / name).read_bytes() == (undisturbed / f"checkpoint-{STEPS:06d}" / name).read_bytes()
+
+
+def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp_path: Path) -> None:
+    config = into(plain, tmp_path, {"cluster.num_workers": 1})
+    process = runs.start_cli("train", str(config), env={"RAY_ADDRESS": None, "RAY_AUTH_TOKEN": None})
+    wait_for_step(tmp_path / "run", 4, process)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) > 3
+    code, err = end(process, signal.SIGTERM)
+    assert (code, len(err)) == (143, 1), err
+    assert "is saved" in err[0]
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
+    """The workers are stopped, as if they hung: no checkpoint can be waited for."""
+    config, run_dir = into(plain, tmp_path, {"cluster.num_workers": 1}), tmp_path / "run"
+    process = runs.start_cli("train", str(config))
+    wait_for_step(run_dir, 2, process)
+    (worker,) = [psutil.Process(one["pid"]) for one in runs.read_workers(run_dir)]
+    worker.suspend()
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    while "saving a checkpoint" not in (line := process.stdout.readline()):
+        assert line, "it ended"
+    code, err = end(process, signal.SIGINT)
+    assert (code, len(err)) == (130, 1), err
+    assert err[0].startswith("interrupted; no checkpoint is saved yet; the same command goes on: ")
+    worker.wait(30)

@@ -1,0 +1,83 @@
+"""Which signal ends what, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from finray.runtime import signals
+from finray.runtime.signals import Interrupted
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_raised_with_its_exit_code_and_the_handlers_are_put_back(signum: int, code: int) -> None:
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted) as caught, signals.owned(), signals.owned():
+        os.kill(os.getpid(), signum)
+    assert caught.value.exit_code == code
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_the_first_signal_waits_where_it_is_deferred_and_the_second_does_not() -> None:
+    with signals.owned(), signals.deferred() as pending:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert pending.signum == signal.SIGTERM
+        with pytest.raises(Interrupted) as caught:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert caught.value.exit_code == 130
+
+
+def test_the_next_command_of_a_process_counts_anew() -> None:
+    for _ in range(4):
+        with pytest.raises(Interrupted), signals.owned():
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_a_library_set_is_taken_back_only_where_signals_are_owned() -> None:
+    mine = signal.getsignal(signal.SIGTERM)
+    try:
+        with signals.owned():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signals.take_back()
+            with pytest.raises(Interrupted):
+                os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signals.take_back()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, mine)
+
+
+def test_another_thread_owns_nothing() -> None:
+    seen: list[object] = []
+
+    def look() -> None:
+        with signals.owned():
+            signals.take_back()
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+
+
+def test_a_process_that_hangs_on_its_way_out_ends_at_the_third() -> None:
+    script = """
+import os, signal, time
+from finray.runtime import signals
+with signals.owned():
+    for _ in range(9):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            print("caught", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (143, ["caught", "caught"]), done.stderr

@@ -1,0 +1,131 @@
+"""What the driver decides while a run is at work: when to stop, when to give up, what to say of waiting."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from finray.errors import ClusterError
+from finray.planning.placement import Placement
+from finray.records import Note, Record, RunHeader
+from finray.runtime import watch as module
+from finray.runtime.signals import Interrupted, Pending
+from finray.runtime.watch import Watch, refusal, waiting_text
+
+HEADER = RunHeader(**{field.name: 1 for field in fields(RunHeader)})  # type: ignore[arg-type]
+
+
+class Run:
+    """A watched run with a clock and a head process of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.head, self.stops = 0.0, True, 0
+        self.heard: list[Record] = []
+        self.pending = Pending()
+        monkeypatch.setattr(module, "workers_wait", lambda ray, group, what: f"waiting for {what}")
+        self.watch = Watch(
+            None,
+            "group",
+            Placement(2, 3, use_gpu=True),
+            self.pending,
+            self.heard.append,
+            grace_s=7.0,
+            head=lambda: self.head,
+            head_patience_s=4.0,
+            clock=lambda: self.now,
+        )
+        self.watch.stop = self.stop
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def at(self, seconds: float) -> list[str]:
+        """What is said until then."""
+        said = len(self.heard)
+        while self.now < seconds:
+            self.now = min(seconds, self.now + 0.5)
+            self.watch.look()
+        return [one.message for one in self.heard[said:] if isinstance(one, Note)]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(monkeypatch)
+
+
+def test_a_signal_before_the_first_step_ends_the_run_at_once(run: Run) -> None:
+    run.at(2)
+    run.pending.signum = signal.SIGTERM
+    with pytest.raises(Interrupted) as caught:
+        run.at(2.5)
+    assert caught.value.exit_code == 143
+    assert run.stops == 0
+
+
+def test_a_signal_in_training_stops_the_workers_once_and_ends_them_after_the_grace_period(run: Run) -> None:
+    run.watch.heard(HEADER)
+    run.at(2)
+    run.pending.signum = signal.SIGINT
+    assert run.at(2.5) == ["saving a checkpoint after this step, for at most 7 s"]
+    assert run.at(9) == []
+    assert run.stops == 1
+    with pytest.raises(Interrupted) as caught:
+        run.at(9.5)
+    assert caught.value.exit_code == 130
+
+
+def test_a_run_that_fails_while_it_is_stopped_was_interrupted(run: Run) -> None:
+    run.watch.end_if_due()
+    run.pending.signum = signal.SIGTERM
+    with pytest.raises(Interrupted):
+        run.watch.end_if_due()
+
+
+def test_a_head_process_that_is_gone_is_an_error_after_a_checkpoint(run: Run) -> None:
+    run.watch.heard(HEADER)
+    run.at(10)
+    run.head = False
+    assert run.at(12) == []
+    run.head = True
+    assert run.at(30) == []
+    run.head = False
+    assert run.at(36) == ["Ray's head process is gone; saving a checkpoint after this step, for at most 7 s"]
+    with pytest.raises(ClusterError, match=r"(?s)is gone.*the same command"):
+        run.at(50)
+
+
+def test_waiting_is_said_after_ten_seconds_and_then_more_and_more_rarely(run: Run) -> None:
+    assert run.at(9.5) == []
+    assert run.at(10) == ["waiting for 2 workers of 3 CPUs, 1 GPU"]
+    assert run.at(29.5) == []
+    assert len(run.at(30)) == 1
+    assert run.at(69.5) == []
+    assert len(run.at(70)) == 1
+    run.watch.heard(HEADER)
+    assert run.at(1000) == []
+
+
+def test_the_words_say_what_is_wanted_what_is_free_and_who_has_the_rest() -> None:
+    held: list[tuple[str, dict[str, float]]] = [
+        ("placement group finray other", {"CPU": 2, "GPU": 1, "memory": 5}),
+        ("actor Server", {"CPU": 0.5}),
+        ("actor Server", {"CPU": 0.5}),
+        ("actor Idle", {}),
+    ]
+    total: dict[str, Any] = {"CPU": 4, "GPU": 1, "memory": 9}
+    text = waiting_text("1 worker of 2 CPUs", total=total, free={"CPU": 1}, held=held)
+    assert text == (
+        "waiting for 1 worker of 2 CPUs: 1 of 4 CPUs, 0 of 1 GPUs are free; held by 2 x actor Server (0.5 CPUs), "
+        "placement group finray other (2 CPUs, 1 GPU)"
+    )
+
+
+def test_an_address_says_whether_somebody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert refusal(address) is None
+    assert refusal(address) == "connection refused"
