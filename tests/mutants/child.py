@@ -31,21 +31,21 @@ class Copy:
         self.src = self.folder / "src"
         shutil.copytree(ROOT / "src", self.src, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         shutil.copy(lines.__file__, self.src / "sitecustomize.py")
-        self._changed: Path | None = None
+        self._before: tuple[Path, bytes] | None = None
 
     def change(self, file: str, text: bytes) -> None:
-        """Put other text into a file, and the right one into the file that was changed before."""
-        self.restore()
-        self._changed = Path(file)
-        self._write(text)
+        """Put other text into a file; :meth:`restore` first where one has been changed."""
+        path = self.src / "finray" / file
+        self._before = path, path.read_bytes()
+        self._write(path, text)
 
     def restore(self) -> None:
-        if self._changed is not None:
-            self._write((ROOT / "src" / "finray" / self._changed).read_bytes())
-            self._changed = None
+        """Put the text back that a file had."""
+        if self._before is not None:
+            self._write(*self._before)
+            self._before = None
 
-    def _write(self, text: bytes) -> None:
-        path = self.src / "finray" / str(self._changed)
+    def _write(self, path: Path, text: bytes) -> None:
         path.write_bytes(text)
         # Bytecode is told apart by size and second, which two mutants can share.
         for old in path.parent.glob(f"__pycache__/{path.stem}.*"):

@@ -19,7 +19,8 @@ STATE = ROOT / ".mutants"
 LEFT_OUT = ("tests/unit/docs", "tests/unit/benchmarks", "tests/unit/reporting")
 FOLDERS = ("tests/unit", "tests/training", "tests/distributed")
 INTEGRATION = tuple(
-    f"tests/integration/test_{name}.py" for name in ("after_training", "families", "reference", "bad_input")
+    f"tests/integration/test_{name}.py"
+    for name in ("after_training", "families", "reference", "bad_input", "cache_cli", "plan_cli")
 )
 
 
