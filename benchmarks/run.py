@@ -170,6 +170,8 @@ def main(argv: list[str]) -> int:
     # What is started inherits this, so that all contenders have the same cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     given = [word for word in argv if word.startswith(("--pairs", "--steps")) or word.isdigit()]
+    if options.work is not None:
+        options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="finray_bench_", dir=options.work) as folder:
         bench = bench_of(options, Path(folder))
         groups = options.groups or [group for group in GROUPS if group != "gpu"]

@@ -15,7 +15,9 @@ memory are read at every record, so before the checkpoint at the end.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,27 @@ class FinrayJob:
     through_ray: bool = False  # whether it is `finray.train`
     prepared: str | None = None  # data that is prepared already, so that preparing adds nothing to the memory
     gemm: bool = False  # whether the model's matrix products are timed afterwards, with all ranks at it
+    turns: list[str] | None = None  # two FIFOs: before a step one is read, after it the other is written
+
+
+class Turns:
+    """Steps in turn with another process, so that neither's fall into a better moment of the machine."""
+
+    def __init__(self, fifos: list[str], steps: int) -> None:
+        self._steps = steps
+        # Opened for both, so that neither opening one nor writing into it waits for the other process.
+        self._mine, self._other = (os.open(fifo, os.O_RDWR) for fifo in fifos)
+        self.seconds: list[float] = []
+
+    def wait(self) -> None:
+        os.read(self._mine, 1)
+        self._began = time.perf_counter()
+
+    def pass_on(self) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+        os.write(self._other, b".")
+        if len(self.seconds) < self._steps:
+            self.wait()
 
 
 def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
@@ -54,8 +77,11 @@ def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
     run_dir = Path(config.run.output_dir) / config.run.name
     run_dir.mkdir(parents=True, exist_ok=True)
     loop = finray_api.assembled(config, box[0], run_dir)
-    finish = finray_api.on_every_step(loop, clock.step_done)
+    turns = Turns(job.turns, config.train.max_steps or 0) if job.turns else None
+    finish = finray_api.on_every_step(loop, lambda: (clock.step_done(), turns and turns.pass_on()))
     clock.begin()
+    if turns:
+        turns.wait()
     loop.run()
     finish()
     if "ray" in sys.modules:
@@ -70,6 +96,7 @@ def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
             "adapter_dtype": str(parameters[0].dtype),
             "threads": torch.get_num_threads(),
         },
+        "seconds_in_turn": sum(turns.seconds[job.warmup : -1]) if turns else None,
     }
     if not alone:
         dist.barrier()  # Nobody reads the records, or times anything, before everybody is done.
