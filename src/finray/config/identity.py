@@ -6,9 +6,10 @@ else changes what is learned makes it a different run.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from finray.config.redact import redact
+from finray.config.redact import MASK, redact
 from finray.config.schema import Config
 
 # Neither the order of the data nor the arithmetic depends on these fields (tested by
@@ -50,6 +51,17 @@ def is_free(path: str) -> bool:
     return any(path == free or path.startswith(f"{free}.") for free in FREE)
 
 
+def _same(old: Any, new: Any) -> bool:
+    """Whether two values are equal; what was masked when the first was written may be anything."""
+    if isinstance(old, str) and isinstance(new, str) and MASK in old:
+        return re.fullmatch(".*".join(map(re.escape, old.split(MASK))), new, re.DOTALL) is not None
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(_same(value, new[key]) for key, value in old.items())
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_same, old, new))
+    return bool(old == new)
+
+
 def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """Fields that make two configurations different runs, as ``(path, old, new)``.
 
@@ -61,7 +73,7 @@ def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     found = [
         (path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path) and not is_free(path) and path not in LENGTH
+        if not _same(before.get(path), after.get(path)) and not is_free(path) and path not in LENGTH
     ]
     (field, was), (now, becomes) = length(old), length(new)
     return [*found, *([(field, was, becomes)] if field == now and becomes < was else [])]

@@ -15,6 +15,11 @@ _VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abpr]-[A-Za-z0-9-]{10,})\b"
 )
+# What is asked of a URL that somebody has signed, or has put a key into.
+_URL_QUERY = re.compile(
+    r"(?<=\?)[^\s'\"<>#]*\b(?:[\w-]*(?:signature|security-token|credential)|sig|(?:access_?)?token|api_?key|key|secret)=[^\s'\"<>#]*",
+    re.I,
+)
 _URL_PASSWORD = re.compile(r"(?<=://)([^/\s:@]+):([^/\s@]+)@")
 
 
@@ -24,18 +29,31 @@ def is_secret_name(name: str) -> bool:
 
 
 def redact_text(text: str, *, environ: Mapping[str, str] = os.environ) -> str:
-    """Mask secrets in free text: token formats, passwords in URLs, values of secret environment variables."""
+    """Mask secrets in free text: token formats, passwords and signatures in URLs, values of secret environment
+    variables."""
     text = _URL_PASSWORD.sub(rf"\1:{MASK}@", _VALUE.sub(MASK, text))
+    if "://" in text:
+        text = _URL_QUERY.sub(MASK, text)
     for name, value in environ.items():
         if len(value) >= 8 and is_secret_name(name):
             text = text.replace(value, MASK)
     return text
 
 
-def redact(value: Any) -> Any:
-    """Mask secrets in nested dictionaries and lists, by key and by value."""
+def redact(value: Any, *, named: bool = True) -> Any:
+    """Mask secrets in nested dictionaries and lists, by key and by value.
+
+    A local path is kept as it is, because what is read again must be found; it is no secret where a password happens
+    to be a word of it. So are the keys of ``field_mapping``, which name fields, and not what columns hold (``named``).
+    """
     if isinstance(value, Mapping):
-        return {key: MASK if is_secret_name(str(key)) and item else redact(item) for key, item in value.items()}
+        return {
+            key: MASK if named and is_secret_name(str(key)) and item else redact(item, named=key != "field_mapping")
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
-    return redact_text(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    is_path = "/" in value and "://" not in value and not any(one.isspace() for one in value)
+    return redact_text(value, environ={} if is_path else os.environ)

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import re
 import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from finray.config.extensions import named
-from finray.config.redact import is_secret_name
+from finray.config.redact import is_secret_name, redact_text
 
-PositiveInt = Annotated[int, Field(ge=1)]
+# Numbers that count something are bounded: one that is out of all reason is a slip, and found before memory is.
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
 Ratio = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -25,6 +37,46 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """To Python, booleans are numbers; and text may hold what no file name and no file can."""
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if kinds & {int, float} and bool not in kinds and any(isinstance(one, bool) for one in _inside(value)):
+            raise ValueError(f"must be a number, got {str(value).lower()}")
+        for one in _inside(value):
+            if isinstance(one, str) and (odd := _NO_TEXT.search(one)):
+                raise ValueError(f"holds U+{ord(odd[0]):04X}, which is no text")
+        if info.field_name in _PATHS and isinstance(value, str) and value.startswith("~"):
+            try:
+                Path(value).expanduser()
+            except RuntimeError:
+                raise ValueError(f"there is no home directory `{value.split('/')[0]}`") from None
+        return value
+
+
+# Fields that may hold a local path.
+_PATHS = frozenset(
+    ("output_dir", "name", "chat_template", "start_from", "source", "eval_source", "dir", "local_dir")
+) | {"deepspeed_config"}
+_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of."""
+    inside = typing.get_args(annotation)
+    return {annotation}.union(*map(_kinds, inside)) if inside else {annotation}
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """A value, and what is in it where it is a list or a mapping."""
+    yield value
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _inside(one)
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -46,10 +98,17 @@ class RunConfig(Section):
     @field_validator("name")
     @classmethod
     def _is_a_path_segment(cls, value: str) -> str:
-        if not re.match(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", value):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", value):
             raise ValueError(
                 "becomes a directory name: use letters, digits, '.', '_' and '-', and start with a letter or a digit"
             )
+        return value
+
+    @field_validator("output_dir")
+    @classmethod
+    def _is_local(cls, value: str) -> str:
+        if not value.strip() or re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
+            raise ValueError("must be a local directory (or one that is mounted); only prepare.dir may be a URL")
         return value
 
 
@@ -158,7 +217,9 @@ class SourceConfig(Section):
     input_template: str | None = Field(None, description="As `data.input_template`.")
     output_template: str | None = Field(None, description="As `data.output_template`.")
     weight: float | None = Field(None, gt=0, description="Share of the mixed rows, relative to the other weights.")
-    count: PositiveInt | None = Field(None, description="Rows of this source per epoch, instead of `weight`.")
+    count: Annotated[int, Field(ge=1, le=100_000_000)] | None = Field(
+        None, description="Rows of this source per epoch, instead of `weight`."
+    )
 
     @model_validator(mode="after")
     def _one_size(self) -> SourceConfig:
@@ -221,7 +282,9 @@ class DataConfig(Section):
         "prompt), every assistant message, only the last one, or all tokens. A message with `train: false` is never "
         "supervised.",
     )
-    max_length: Annotated[int, Field(ge=8)] = Field(1024, description="Maximum tokens of a row, and of a pack.")
+    max_length: Annotated[int, Field(ge=8, le=2**24)] = Field(
+        1024, description="Maximum tokens of a row, and of a pack."
+    )
     on_too_long: Literal["truncate", "drop", "error"] = Field(
         "truncate",
         description="What to do with a conversation longer than `data.max_length`. Plain text is cut into pieces.",
@@ -599,6 +662,12 @@ class ClusterConfig(Section):
         secret = sorted(name for name in value if is_secret_name(name))
         if secret:
             raise ValueError(f"{', '.join(secret)} looks like a secret; set it in the environment of the nodes instead")
+        secret = sorted(name for name, text in value.items() if redact_text(text, environ={}) != text)
+        if secret:
+            raise ValueError(
+                f"the value of {', '.join(secret)} looks like a secret, and the config is written to files; set it in "
+                "the environment of the nodes instead"
+            )
         return value
 
 

@@ -287,3 +287,88 @@ def test_checkpointing_of_older_files_is_understood() -> None:
         ConfigError, match=r"train\.gradient_checkpointing: input should be 'none', 'selective' or 'full'"
     ):
         value("some")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("train.learning_rate=true", "train.max_steps=yes", "train.global_batch_size=on", "adapter.rank=true"),
+        *("run.seed=true", "cluster.num_workers=true", "train.profile={steps: [true, 5]}", "train.epochs=false"),
+    ],
+)
+def test_a_boolean_is_no_number(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["model.name=m", "data.source=d", override])
+    (problem,) = caught.value.problems
+    assert override.partition("=")[0] in problem
+    assert "must be a number, got" in problem
+
+
+def test_booleans_stay_what_they_are_where_they_are_meant() -> None:
+    overrides = [
+        "train.gradient_checkpointing=true",
+        "cluster.use_gpu=false",
+        "model.chat_template_arguments={a: true}",
+    ]
+    config = load_config(None, ["model.name=m", "data.source=d", *overrides])
+    assert config.train.gradient_checkpointing == "full"
+    assert config.cluster.use_gpu is False
+    assert config.model.chat_template_arguments == {"a": True}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ('run.name="run\\n"', "becomes a directory name"),
+        ("run.output_dir=s3://bucket/runs", "must be a local directory"),
+        ('run.output_dir="a\\0b"', "holds U+0000"),
+        ("run.output_dir=~nobody-of-that-name/x", "there is no home directory `~nobody-of-that-name`"),
+        ("data.source=~nobody-of-that-name/x", "there is no home directory"),
+        ('data.source="\\ud800.jsonl"', "holds U+D800"),
+        ('data.field_mapping={prompt: "\\ud800"}', "holds U+D800"),
+        ("data.max_length=1000000000", "less than or equal to 16777216"),
+        ("data.mix=[{source: a, count: 1000000000}]", "less than or equal to 100000000"),
+        ("train.max_steps=99999999999999999999", "less than 2147483648"),
+        ("cluster.env={A: hf_aaaaaaaaaaaaaaaaaaaaaaaaaa}", "the value of A looks like a secret"),
+    ],
+)
+def test_a_value_that_nothing_can_be_made_of_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["model.name=m", *(["data.source=d"] if "data." not in override else []), override])
+    assert said in "\n".join(caught.value.problems)
+
+
+def test_a_column_called_token_is_no_secret() -> None:
+    config = load_config(None, ["model.name=m", "data.source=d", "data.field_mapping={text: token}"])
+    plain = {**config.plain()["data"], "field_mapping": {"token": "a", "password": "b"}}
+    assert redact({"data": plain})["data"]["field_mapping"] == {"token": "a", "password": "b"}
+
+
+def test_a_variable_does_not_mask_the_path_that_it_is_a_word_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "training-data")
+    assert redact({"source": "/home/me/training-data/rows.jsonl"}) == {"source": "/home/me/training-data/rows.jsonl"}
+    assert redact({"note": "use training-data"}) == {"note": "use ***"}
+
+
+def test_a_run_whose_config_was_masked_goes_on_without_the_variable() -> None:
+    masked = build_config({**SMALL, "data": {"source": "/data/***/rows.jsonl"}}, source="test")
+    same = build_config({**SMALL, "data": {"source": "/data/training-data/rows.jsonl"}}, source="test")
+    other = build_config({**SMALL, "data": {"source": "/data/training-data/others.jsonl"}}, source="test")
+    assert differences(masked, same) == []
+    assert [path for path, _, _ in differences(masked, other)] == ["data.source"]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "X-Amz-Algorithm=A&X-Amz-Credential=C&X-Amz-Date=D&X-Amz-Signature=abcdef",
+        "sv=2022&sig=abcdef%3D",
+        "GoogleAccessId=a&Expires=1&Signature=abcdef",
+        "api_key=abcdef",
+    ],
+)
+def test_the_signature_of_a_url_is_masked(query: str) -> None:
+    url = f"https://host/rows.jsonl?{query}"
+    assert redact({"data": {"source": url}}) == {"data": {"source": "https://host/rows.jsonl?***"}}
+    assert redact_text(f"cannot read {url} at all") == "cannot read https://host/rows.jsonl?*** at all"
+    assert redact_text("https://host/rows.jsonl?versionId=3") == "https://host/rows.jsonl?versionId=3"

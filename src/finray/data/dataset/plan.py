@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any
 
+from finray.config.redact import is_secret_name
 from finray.config.schema import Config, DataConfig, ModelConfig
 from finray.data.formats.convert import FormatChoice
 from finray.data.formats.examples import RowFormat
@@ -168,7 +169,11 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
         "format_version": FORMAT_VERSION,
         "streams": described,
         "tokenizer": tokenizer,
-        "template_arguments": dict(sorted(settings.template_arguments.items())),
+        # The manifest is a file like any other: of a secret it has the digest.
+        "template_arguments": {
+            name: _sha256(value)[:24] if is_secret_name(name) else value
+            for name, value in sorted(settings.template_arguments.items())
+        },
         "train_on": data.train_on,
         "max_length": data.max_length,
         "on_too_long": data.on_too_long,

@@ -106,7 +106,11 @@ class Source:
     def _short(self) -> dict[str, str]:
         # Once: there may be many thousands of files, and each is asked for.
         depth = _shared_depth(self.files) if self.files else 0
-        return {file: str(PurePosixPath(*PurePosixPath(file).parts[depth:])) for file in self.files}
+        # What follows `?` in a URL may be a signature, which is a secret, and another one tomorrow.
+        plain = {
+            file: file.partition("?")[0] if file.startswith(("http://", "https://")) else file for file in self.files
+        }
+        return {file: str(PurePosixPath(*PurePosixPath(name).parts[depth:])) for file, name in plain.items()}
 
 
 def _shared_depth(files: Sequence[str]) -> int:
