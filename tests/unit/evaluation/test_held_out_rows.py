@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.checkpoint.rundir import RunDir
 from finray.errors import DataError, FinrayError, ModelError
 from finray.evaluation.compare import Comparison, evaluate
+from finray.evaluation.metrics import Scores
 from tests.support import runs
 
 # Conversations of two answers that differ in length; what is scored is the last, of all targets of the row.
@@ -216,9 +219,15 @@ def test_a_model_that_was_trained_whole_is_compared_with_what_it_began_from(trai
     assert abs(found.base.loss - found.tuned.loss) > 0.05
 
 
-def test_a_run_that_learns_whole_rows_has_no_prompts_to_answer(train: Train) -> None:
-    with pytest.raises(DataError, match="no prompt to answer"):
-        evaluate(train(**{"data.train_on": "all"}))
+def test_rows_that_are_learned_as_a_whole_have_losses_and_no_answers(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = train(**{"data.train_on": "all"})
+    monkeypatch.setattr("finray.evaluation.compare.generate", None)
+    found = evaluate(path)
+    assert (found.rows, found.predictions) == (3, [])
+    assert found.tuned.loss != found.base.loss
+    assert (path / "evaluation" / "predictions.jsonl").read_text() == ""
 
 
 def test_a_run_that_holds_nothing_out_is_refused(train: Train) -> None:
@@ -247,3 +256,35 @@ def test_the_data_is_checked_against_any_checkpoint_that_can_be_read(run_dir: Pa
         shutil.rmtree(folder)
     with pytest.raises(DataError, match="no checkpoint left"):
         evaluate(copy)
+
+
+def test_precision_is_what_the_run_resolved_or_what_an_old_config_names(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    config = (copy / "config.yaml").read_text()
+    assert "precision: fp32" in config
+    (copy / "config.yaml").write_text(config.replace("precision: fp32", "precision: bf16"))
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "finray.evaluation.compare.inference_dtype", lambda precision, device: asked.append(precision) or torch.float32
+    )
+    evaluate(copy, max_rows=1)
+    (copy / "resolved.json").unlink()
+    evaluate(copy, max_rows=1)
+    assert asked == ["fp32", "bf16"]
+
+
+def test_what_is_shown_has_both_models_in_every_line(found: Comparison) -> None:
+    scored = Comparison(
+        Scores({"exact_match": 0.125, "of_mine": 0.5}, 2.5, 12.18),
+        Scores({"exact_match": 0.375, "of_mine": 0.25}, 1.25, 3.49),
+        3,
+        found.predictions,
+        found.folder,
+    )
+    console = Console(file=StringIO(), width=100)
+    scored.print(console)
+    lines = [" ".join(line.replace("│", " ").split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    for expected in ("exact match 12.5% 37.5%", "of mine 50.0% 25.0%", "loss 2.5000 1.2500", "perplexity 12.180 3.490"):
+        assert any(expected in line for line in lines), (expected, lines)

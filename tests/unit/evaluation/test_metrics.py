@@ -130,3 +130,19 @@ def test_losses_are_summed_in_double_precision(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(CausalLM, "score", score)
     assert mean_loss(tiny.build_model("llama").eval(), rows_of_unequal_answers(), packs=False) == 2.0**24 + 1
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16"), (torch.float32, "fp32")])
+def test_the_arithmetic_is_that_of_the_weights(
+    dtype: torch.dtype, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    build = CausalLM.__init__
+
+    def init(task: CausalLM, model: Any, **options: Any) -> None:
+        asked.append(options["precision"])
+        build(task, model, **options)
+
+    monkeypatch.setattr(CausalLM, "__init__", init)
+    mean_loss(tiny.build_model("llama").eval().to(dtype), rows_of_unequal_answers()[:1], packs=False)
+    assert asked == [precision]
