@@ -227,7 +227,7 @@ def test_rows_that_are_learned_as_a_whole_have_losses_and_no_answers(
     found = evaluate(path)
     assert (found.rows, found.predictions) == (3, [])
     assert found.tuned.loss != found.base.loss
-    assert (path / "evaluation" / "predictions.jsonl").read_text() == ""
+    assert [file.name for file in found.folder.iterdir()] == ["scores.json"]
 
 
 def test_a_run_that_holds_nothing_out_is_refused(train: Train) -> None:
