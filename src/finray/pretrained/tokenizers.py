@@ -99,10 +99,13 @@ def source_options(model: ModelConfig) -> dict[str, Any]:
 def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     """The error of a model or tokenizer that Transformers could not load."""
     text = str(error).strip().splitlines()
+    repair = "name a model directory, a .gguf file, or a Hugging Face id you can reach (HF_TOKEN for gated models)"
+    if "trust_remote_code" in str(error):
+        repair = "read the code that comes with the model; if you trust it, set model.trust_remote_code to true"
     return ModelError(
         f"the {what} cannot be loaded: {text[0] if text else type(error).__name__}",
         where=f"model.name={model.name}",
-        repair="name a model directory, a .gguf file, or a Hugging Face id you can reach (HF_TOKEN for gated models)",
+        repair=repair,
     )
 
 
