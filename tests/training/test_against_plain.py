@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finray.config.resume_adapter import with_start
+from finray.training.assemble import Assembled
 from tests.support import runs, tiny
 from tests.support.runs import Plain
 
@@ -125,18 +127,9 @@ def optimizers(model: Any, plain: Plain) -> list[tuple[torch.optim.Optimizer, li
 class Reference:
     """The loop anybody would write: losses, norms and rates by step, the model at its end, and its evaluation."""
 
-    def __init__(self, plain: Plain, peft: dict[str, Any] | None, start: dict[str, torch.Tensor]) -> None:
-        self.plain = plain
+    def __init__(self, plain: Plain, model: Any) -> None:
+        self.plain, self.model = plain, model
         self.tokenizer = AutoTokenizer.from_pretrained(plain["model"]["name"])
-        self.model: Any = AutoModelForCausalLM.from_pretrained(plain["model"]["name"], dtype=torch.float32)
-        if peft is not None:
-            settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **peft}
-            self.model = get_peft_model(self.model, LoraConfig(**settings))
-            named = dict(self.model.named_parameters())
-            with torch.no_grad():
-                for name, tensor in start.items() if "init_lora_weights" not in peft else ():
-                    if ".lora_" in name and "magnitude" not in name:
-                        named[name.replace(".weight", ".default.weight")].copy_(tensor)
         self.evaluations: list[tuple[float, int]] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -205,6 +198,22 @@ def plain(tiny_run: Callable[..., Plain], tmp_path_factory: pytest.TempPathFacto
     return tiny_run(changes, rows=30)
 
 
+def base_of(plain: Plain) -> Any:
+    return AutoModelForCausalLM.from_pretrained(plain["model"]["name"], dtype=torch.float32)
+
+
+def model_of(plain: Plain, peft: dict[str, Any], start: dict[str, torch.Tensor]) -> Any:
+    """PEFT's model with the first values that finray drew; PiSSA's and DoRA's magnitudes are PEFT's own."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **peft}
+    model = get_peft_model(base_of(plain), LoraConfig(**settings))
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in start.items() if "init_lora_weights" not in peft else ():
+            if ".lora_" in name and "magnitude" not in name:
+                named[name.replace(".weight", ".default.weight")].copy_(tensor)
+    return model
+
+
 def fitted(plain: Plain, changes: dict[str, Any]) -> Plain:
     """`warmup_ratio` counts where there are no steps."""
     found = runs.changed(plain, changes)
@@ -213,57 +222,98 @@ def fitted(plain: Plain, changes: dict[str, Any]) -> Plain:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_run_is_that_of_a_plain_loop(case: str, plain: Plain, tmp_path: Path) -> None:
-    changes, peft = CASES[case]
-    settings = fitted(plain, changes)
-    assembled = runs.assemble_alone(settings, tmp_path)
+def ran(settings: Plain, run_dir: Path) -> tuple[Assembled, dict[str, torch.Tensor]]:
+    """A finished run, and what it began with."""
+    assembled = runs.assemble_alone(settings, run_dir)
     start = {name: tensor.detach().clone() for name, tensor in assembled.loop.task.layout.tensors().items()}
     assembled.loop.run()
     assembled.loop.trackers.finish()
-    steps = runs.values(tmp_path, "samples")
+    return assembled, start
+
+
+def assert_same(assembled: Assembled, run_dir: Path, expected: Reference, *, rel: float) -> dict[str, torch.Tensor]:
+    """What a run says of itself is what the plain loop finds; returns the saved weights."""
+    steps = runs.values(run_dir, "samples")
     assert [len(own) for own in steps] == [BATCH] * STEPS
-    expected = Reference(settings, peft, start)
-    before, in_all = expected.evaluate()
+    before, _ = expected.evaluate()
     expected.train(steps)
+    assert runs.values(run_dir, "lr") == pytest.approx(expected.rates, rel=1e-12)
+    assert runs.values(run_dir, "loss") == pytest.approx(expected.losses, rel=rel)
+    assert runs.values(run_dir, "grad_norm") == pytest.approx(expected.norms, rel=20 * rel)
+    assert runs.values(run_dir, "supervised") == expected.targets
+    assert runs.values(run_dir, "epoch") == pytest.approx([(step + 1) * BATCH / 30 for step in range(STEPS)], abs=1e-6)
+    assert runs.values(run_dir, "tokens") == [sum(expected.tokens[: step + 1]) for step in range(STEPS)]
 
-    rel = TOLERANCE.get(case, 2e-5)
-    assert runs.values(tmp_path, "lr") == pytest.approx(expected.rates, rel=1e-12)
-    assert runs.values(tmp_path, "loss") == pytest.approx(expected.losses, rel=rel)
-    assert runs.values(tmp_path, "grad_norm") == pytest.approx(expected.norms, rel=20 * rel)
-    assert runs.values(tmp_path, "supervised") == expected.targets
-    assert runs.values(tmp_path, "epoch") == pytest.approx([(step + 1) * BATCH / 30 for step in range(STEPS)], abs=1e-6)
-    assert runs.values(tmp_path, "tokens") == [sum(expected.tokens[: step + 1]) for step in range(STEPS)]
+    evaluated = {record["step"]: record for record in runs.records(run_dir, "eval")}
+    for step, (loss, targets) in zip(EVALUATED, expected.evaluations, strict=True):
+        assert evaluated[step]["eval_loss"] == pytest.approx(loss, rel=rel)
+        assert evaluated[step]["perplexity"] == pytest.approx(math.exp(loss), rel=10 * rel)
+        assert evaluated[step]["eval_targets"] == targets
+    assert set(evaluated) - {0} == set(EVALUATED)
+    assert abs(loss / before - 1) > 10 * rel, "what is learned must be more than what is tolerated"
 
-    evaluated = runs.records(tmp_path, "eval")
-    assert tuple(record["step"] for record in evaluated) == (0, *EVALUATED)
-    for record, (loss, targets) in zip(evaluated, [(before, in_all), *expected.evaluations], strict=True):
-        assert record["eval_loss"] == pytest.approx(loss, rel=rel)
-        assert record["perplexity"] == pytest.approx(math.exp(loss), rel=10 * rel)
-        assert record["eval_targets"] == targets
-    summary = assembled.loop.summary()
+    summary, header = assembled.loop.summary(), assembled.header
     assert (summary.step, summary.tokens, summary.supervised) == (STEPS, sum(expected.tokens), sum(expected.targets))
     ends = [expected.losses[0], expected.losses[-1], min(loss for loss, _ in expected.evaluations)]
     assert [summary.first_loss, summary.final_loss, summary.best] == pytest.approx(ends, rel=rel)
-    assert abs(loss / before - 1) > 10 * rel, "what is learned must be more than what is tolerated"
+    rows = expected.rows(expected.plain["data"]["source"])
+    counted = (len(rows), sum(len(ids) for ids, _ in rows), sum(len(learned) for _, learned in rows), 5)
+    assert (header.rows, header.tokens, header.supervised, header.eval_rows) == counted
 
-    checkpoint = tmp_path / f"checkpoint-{STEPS:06d}"
-    found = load_file(checkpoint / ("model.safetensors" if peft is None else "adapter_model.safetensors"))
+    stem = "adapter_model" if hasattr(expected.model, "peft_config") else "model"
+    return load_file(run_dir / f"checkpoint-{STEPS:06d}" / f"{stem}.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_a_plain_loop(case: str, plain: Plain, tmp_path: Path) -> None:
+    changes, peft = CASES[case]
+    settings, rel = fitted(plain, changes), TOLERANCE.get(case, 2e-5)
+    assembled, start = ran(settings, tmp_path)
+    expected = Reference(settings, base_of(settings) if peft is None else model_of(settings, peft, start))
+    found = assert_same(assembled, tmp_path, expected, rel=rel)
     theirs = expected.weights()
+    checkpoint = tmp_path / f"checkpoint-{STEPS:06d}"
     if case == "pissa":
-        # Saved on the untouched base: twice the rank.
+        # Saved on the untouched base: twice the rank, and so twice as many are held.
         assert {name: one.numel() for name, one in found.items()} == {
             name: 2 * one.numel() for name, one in theirs.items()
         }
     else:
         assert runs.relative_difference(theirs, found) < 10 * rel
-    if peft is not None:
-        written = json.loads((checkpoint / "adapter_config.json").read_text())
-        for field, value in peft.items():
-            if case != "pissa":
-                same = sorted(written[field]) == sorted(value) if isinstance(value, list) else written[field] == value
-                assert same, field
+        parameters = list(expected.model.parameters())
+        counts = tuple(sum(one.numel() for one in parameters if one.requires_grad or every) for every in (False, True))
+        assert (assembled.header.trainable, assembled.header.parameters) == counts
+        written = {} if peft is None else json.loads((checkpoint / "adapter_config.json").read_text())
+        for field, value in (peft or {}).items():
+            same = sorted(written[field]) == sorted(value) if isinstance(value, list) else written[field] == value
+            assert same, field
     (state,) = (checkpoint / "training_state").glob("optimizer-*")
     hidden = {name.removesuffix("/momentum_buffer") for name in load_file(state) if "/momentum_buffer" in name}
     matrices = {name for name, one in theirs.items() if name.startswith("model.layers.") and one.ndim == 2}
     assert hidden == (matrices if case == "muon" else set())
+
+
+def test_a_run_that_goes_on_from_an_adapter_is_that_of_a_plain_loop(plain: Plain, tmp_path: Path) -> None:
+    """An adapter that PEFT has written, with a scaling of its own; the dropout is the run's."""
+    torch.manual_seed(1)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM", r=3, lora_alpha=7, use_rslora=True, target_modules=["q_proj", "up_proj"]
+    )
+    made = get_peft_model(base_of(plain), settings)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.add_(0.1 if "lora_B" in name else 0.0)
+    made.save_pretrained(str(tmp_path / "adapter"))
+
+    asked = runs.changed(plain, {"train": ADAM})
+    asked["adapter"] = {"start_from": str(tmp_path / "adapter"), "dropout": 0.4}
+    asked = with_start(runs.config_of(asked)).plain()
+    assembled, _ = ran(asked, tmp_path / "run")
+    settings = LoraConfig.from_pretrained(str(tmp_path / "adapter"))
+    settings.lora_dropout, settings.inference_mode = 0.4, False
+    model = PeftModel.from_pretrained(base_of(plain), str(tmp_path / "adapter"), is_trainable=True, config=settings)
+    expected = Reference(asked, model)
+    found = assert_same(assembled, tmp_path / "run", expected, rel=2e-5)
+    assert runs.relative_difference(expected.weights(), found) < 2e-4
+    written = json.loads((tmp_path / "run" / f"checkpoint-{STEPS:06d}" / "adapter_config.json").read_text())
+    assert (written["r"], written["lora_alpha"], written["use_rslora"], written["lora_dropout"]) == (3, 7, True, 0.4)

@@ -1,0 +1,152 @@
+"""What of the parallel section reaches the library that does the work; the curves of strategies are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from finray.config.schema import ParallelConfig
+from finray.parallel import ddp, fsdp, make_strategy
+from finray.parallel.ddp import DDPStrategy
+from finray.parallel.deepspeed import config as deepspeed_config
+from finray.parallel.fsdp import FSDPStrategy
+from tests.support import runs
+
+PLAIN: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "rows.jsonl"}}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def four() -> Iterator[None]:
+    """This process as one of four; what the others would send is whatever is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.head = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def sharded(precision: str = "fp32", **fields: Any) -> Net:
+    net = Net()
+    FSDPStrategy(CPU, ParallelConfig(strategy="fsdp", **fields), precision=precision).shard(net, list(net.blocks))
+    return net
+
+
+@pytest.mark.parametrize(
+    ("size", "placements", "rows"),
+    [(None, (Shard(0),), 2), (4, (Shard(0),), 2), (2, (Replicate(), Shard(0)), 4), (1, (Replicate(), Shard(0)), 8)],
+)
+def test_so_many_workers_share_a_weight(four: None, size: int | None, placements: Any, rows: int) -> None:
+    for parameter in sharded(shard_size=size).parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.placements == placements
+        assert parameter.to_local().shape[0] == rows
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_gathered_weights_are_freed_after_the_forward_pass_where_that_is_asked_for(four: None, freed: bool) -> None:
+    net = sharded(reshard_after_forward=freed)
+    net(torch.ones(1, 8))
+    assert {isinstance(one, DTensor) for one in net.blocks.parameters()} == {freed}
+    # The rest is needed at once for the backward pass.
+    assert not isinstance(net.head.weight, DTensor)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_fsdp_is_told_of_precision_and_offload(
+    four: None, monkeypatch: pytest.MonkeyPatch, precision: str, offload: bool
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(fsdp, "fully_shard", lambda module, **options: given.append(options))
+    sharded(precision, cpu_offload=offload)
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert len(given) == 3
+    for options in given:
+        policy = options["mp_policy"]
+        # Gradients are summed in fp32 whatever the weights are gathered in.
+        assert (policy.param_dtype, policy.reduce_dtype) == (dtype, None if dtype is None else torch.float32)
+        assert isinstance(options["offload_policy"], CPUOffloadPolicy) is offload
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_the_strategy_is_the_resolved_one(four: None, name: str) -> None:
+    config = runs.config_of({**PLAIN, "parallel": {"strategy": "fsdp", "shard_size": 2}})
+    made = make_strategy(config, SimpleNamespace(strategy=name, precision="bf16"), CPU)  # type: ignore[arg-type]
+    assert type(made) is {"ddp": DDPStrategy, "fsdp": FSDPStrategy}[name]
+    assert (made.rank, made.world_size, made.shards_weights) == (0, 4, name == "fsdp")
+
+
+def test_ddp_takes_the_first_values_of_rank_0(four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[torch.Tensor, int]] = []
+    monkeypatch.setattr(ddp.dist, "broadcast", lambda tensor, src: sent.append((tensor, src)))
+    parameters = list(Net().parameters())
+    DDPStrategy(CPU).broadcast_parameters(parameters)
+    assert [(id(one), 0) for one in parameters] == [(id(tensor), source) for tensor, source in sent]
+
+
+@pytest.mark.parametrize("most", [0.01, None])
+def test_ddp_clips_to_the_norm_that_is_asked_for(most: float | None) -> None:
+    parameters = list(Net().parameters())
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    before = (4.0 * sum(one.numel() for one in parameters)) ** 0.5
+    norm = DDPStrategy(CPU).clip_grad_norm(parameters, most)
+    assert float(norm) == pytest.approx(before)
+    after = sum(float(one.grad.square().sum()) for one in parameters if one.grad is not None) ** 0.5
+    assert after == pytest.approx(before if most is None else most, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "expected"),
+    [
+        (1, False, {}),
+        (1, True, {"offload_optimizer": {"device": "cpu"}}),
+        (2, True, {"offload_optimizer": {"device": "cpu"}}),
+        (3, True, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+        (3, False, {}),
+    ],
+)
+def test_deepspeed_is_told_of_stage_offload_and_steps(stage: int, offload: bool, expected: dict[str, Any]) -> None:
+    parallel = {"strategy": "deepspeed", "zero_stage": stage, "cpu_offload": offload}
+    train = {"max_grad_norm": 0.3, "micro_batch_size": 3, "global_batch_size": 20}
+    settings = deepspeed_config.filled(
+        runs.config_of({**PLAIN, "parallel": parallel, "train": train}), precision="bf16", workers=2, width=10
+    )
+    zero = settings["zero_optimization"]
+    assert zero["stage"] == stage
+    assert {name: one for name, one in zero.items() if name.startswith("offload")} == expected
+    assert settings["gradient_clipping"] == 0.3
+    # Seven micro-batches, of which a worker has four.
+    assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
+    assert (settings["bf16"]["enabled"], settings["fp16"]["enabled"]) == (True, False)
+    plain = runs.config_of({**PLAIN, "parallel": parallel, "train": {"max_grad_norm": None}})
+    assert deepspeed_config.filled(plain, precision="fp32", workers=2, width=10)["gradient_clipping"] == 0.0
+
+
+def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    (tmp_path / "own.json").write_text('{"zero_optimization": {"stage": 1, "sub_group_size": 7}}')
+    parallel = {"strategy": "deepspeed", "deepspeed_config": str(tmp_path / "own.json")}
+    found = deepspeed_config.filled(
+        runs.config_of({**PLAIN, "parallel": parallel}), precision="fp32", workers=1, width=10
+    )
+    assert (found["zero_optimization"]["stage"], found["zero_optimization"]["sub_group_size"]) == (1, 7)

@@ -1,0 +1,55 @@
+"""What a run counts, and what of it a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from finray.errors import CheckpointError
+from finray.training.state import TrainState
+
+LESS, MORE = [3.0, 2.0, 2.5, 1.95, 1.0], [0.1, 0.5, 0.4, 0.52, 0.9]
+
+
+@pytest.mark.parametrize(("mode", "values"), [("min", LESS), ("max", MORE)])
+def test_the_best_is_the_least_or_the_most_and_patience_counts_gains(
+    mode: Literal["min", "max"], values: list[float]
+) -> None:
+    """The fourth is the best so far by less than what counts as a gain."""
+    state = TrainState()
+    seen = [(state.evaluated(value, mode, min_gain=0.1), state.best, state.stale_evaluations) for value in values]
+    best = [values[0], values[1], values[1], values[3], values[4]]
+    assert seen == list(zip([True, True, False, True, True], best, [0, 0, 1, 2, 0], strict=True))
+
+
+def test_equal_is_no_gain() -> None:
+    state = TrainState(best=2.0)
+    assert not state.evaluated(2.0, "min", min_gain=0.0)
+    assert state.stale_evaluations == 1
+
+
+def test_all_that_is_counted_comes_back(tmp_path: Path) -> None:
+    names = list(TrainState.__dataclass_fields__)
+    state = TrainState(**{name: "digest" if name == "data" else number for number, name in enumerate(names, 1)})  # type: ignore[arg-type]
+    (tmp_path / "training_state").mkdir()
+    path = tmp_path / "training_state" / "state.json"
+    path.write_text(state.text(), encoding="utf-8")
+    assert TrainState.load(tmp_path) == state
+    written = json.loads(path.read_text())
+    assert list(written) == names
+    # A checkpoint of finray 0.1, and one that is none.
+    written["best_eval_loss"] = written.pop("best")
+    path.write_text(json.dumps(written), encoding="utf-8")
+    assert TrainState.load(tmp_path) == state
+    path.write_text('{"step": 1, "other": 2}', encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        TrainState.load(tmp_path)
+
+
+def test_a_step_is_counted() -> None:
+    state = TrainState(step=2, position=10, updates=2, tokens=100, supervised=50, seconds=1.5)
+    state.advance(items=4, tokens=30, supervised=20)
+    assert state == TrainState(step=3, position=14, updates=3, tokens=130, supervised=70, seconds=1.5)
