@@ -1,0 +1,55 @@
+"""What is said of a prepared dataset: text written by hand for counts that are all different."""
+
+from __future__ import annotations
+
+import pytest
+
+from finray.data.dataset.manifest import Manifest, SplitStats, StreamEntry
+from finray.data.dataset.report import report_lines
+
+
+def said(**counts: int) -> list[str]:
+    streams = tuple(StreamEntry(name, f"text ({name})", 10, 10, ()) for name in ("train-0", "train-1"))
+    given = {"source_rows": 12_000, "rows": 9_876, "tokens": 40_000, "supervised": 10_000, **counts}
+    split = SplitStats(**given, longest=1_234, kind="text", labels=(), streams=streams)
+    return report_lines(Manifest("f", "c", {}, {"train": split}))
+
+
+USUAL = [
+    "train-0: read as text (train-0)",
+    "train-1: read as text (train-1)",
+    "train: 9,876 rows, 40,000 tokens, 25% supervised, longest 1,234",
+]
+
+
+def test_rows_that_lost_nothing_are_three_lines_and_no_warning() -> None:
+    assert said() == USUAL
+
+
+def test_a_split_without_tokens_has_a_share_of_none() -> None:
+    assert "0 tokens, 0% supervised" in said(tokens=0, supervised=0)[2]
+    assert "1% of all tokens" not in said(tokens=0, supervised=0, split_conversations=1)[3]
+
+
+def test_what_the_converter_left_out_and_what_was_split_is_said() -> None:
+    left_out, split = said(left_out=2_100, split_conversations=1_500, split_rows=4_400, split_tokens=12_000)[3:]
+    assert left_out == "train: the converter left out 2,100 of 12,000 rows"
+    assert split.startswith("train: 1,500 conversations became 4,400 rows with 30% of all tokens: ")
+
+
+@pytest.mark.parametrize(
+    ("counter", "text"),
+    [
+        ("truncated", "cut off at data.max_length"),
+        ("answers_lost", "lost their whole answer at data.max_length"),
+        ("dropped_too_long", "dropped: longer than data.max_length"),
+        ("unlearnable", "dropped: no token to learn"),
+        ("bad_rows", "are bad and were left out; they are listed in bad-rows.jsonl"),
+        ("system_ignored", "have a system message that the chat template leaves out"),
+        ("answers_rewritten", "have an answer that the chat template rewrites"),
+        ("empty_answers", "have an empty answer: the model learns to say nothing there"),
+        ("tools_as_text", "have tools or tool calls written as text, because the chat template knows none"),
+    ],
+)
+def test_rows_that_lost_something_are_a_warning(counter: str, text: str) -> None:
+    assert said(**{counter: 1_111}) == [*USUAL, f"warning: train: 1,111 of 12,000 rows {text}"]
