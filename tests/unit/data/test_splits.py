@@ -213,6 +213,68 @@ def test_another_seed_chooses_other_rows() -> None:
     assert mixed(streams, [10], seed=1).tolist() != mixed(streams, [10], seed=2).tolist()
 
 
+# --- pinned: a change here changes which rows existing runs hold out and train on -------------------------------------
+
+GROUPS = np.array([5, 5, 1, 2, 3, 3, 3, 9, 8, 7, 7, 4])
+
+
+@pytest.mark.parametrize(
+    ("eval_ratio", "test_ratio", "seed", "held_out", "tested"),
+    [(0.25, 0.17, 0, [9, 10], [0, 1]), (0.25, 0.17, 7, [8, 9, 10], [3, 11]), (0.0, 0.3, 3, [], [2, 8, 9, 10])],
+)
+def test_the_held_out_rows_are_pinned(
+    eval_ratio: float, test_ratio: float, seed: int, held_out: list[int], tested: list[int]
+) -> None:
+    chosen = hold_out(GROUPS, eval_ratio=eval_ratio, test_ratio=test_ratio, seed=seed)
+    assert (chosen.eval.tolist(), chosen.test.tolist()) == (held_out, tested)
+
+
+@pytest.mark.parametrize(("seed", "again"), [(0, [1, 3]), (7, [2, 3])])
+def test_the_rows_of_a_mix_are_pinned(seed: int, again: list[int]) -> None:
+    """Of four, three and one row, six, two and three: whole rounds first, then a choice."""
+    found = mixed(np.array([0, 0, 0, 0, 1, 1, 1, 2]), [6, 2, 3], seed=seed)
+    assert found.tolist() == [0, 1, 2, 3, *again, 5, 6, 7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("available", "weights", "counts", "wanted"),
+    [
+        ([10, 20, 30], [None, 2.0, 1.0], [4, None, None], [4, 33, 17]),
+        # The largest remainder, and of equal ones the first source.
+        ([10, 3, 1], [0.5, 0.3, 0.2], [None, None, None], [7, 4, 3]),
+        ([5, 5], [1.0, 1.0], [None, None], [5, 5]),
+        ([4, 3], [1.0, 1.0], [None, None], [4, 3]),
+    ],
+)
+def test_the_sizes_of_a_mix_are_pinned(
+    available: list[int], weights: list[float | None], counts: list[int | None], wanted: list[int]
+) -> None:
+    assert sizes_of_mix(available, weights, counts) == wanted
+
+
+def test_a_source_without_rows_can_only_give_none() -> None:
+    assert mixed(np.array([0, 0]), [1, 0], seed=0).shape == (1,)
+    with pytest.raises(DataError, match="no rows left to mix") as caught:
+        mixed(np.array([0, 0]), [1, 2], seed=0)
+    assert caught.value.where == "data.mix.1"
+
+
+@pytest.mark.parametrize(
+    ("groups", "eval_ratio", "test_ratio", "said", "where"),
+    [
+        ([1], 0.5, 0.0, "one row cannot", "data.eval_ratio"),
+        ([1, 1], 0.0, 0.5, "1 group of rows cannot", "data.test_ratio"),
+        ([1, 1, 2], 0.3, 0.3, "2 groups of rows cannot", "data.eval_ratio"),
+    ],
+)
+def test_too_few_groups_to_split_are_counted(
+    groups: list[int], eval_ratio: float, test_ratio: float, said: str, where: str
+) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        hold_out(np.array(groups), eval_ratio=eval_ratio, test_ratio=test_ratio, seed=0)
+    assert caught.value.where == where
+
+
 def mix_of(preparing: Preparing, put: Write, *settings: dict[str, Any], **data: Any) -> tuple[Splits, list[int]]:
     """A mix of 40 and 20 rows; the splits, and training rows of each source."""
     sources = [put("a.jsonl", lines([{"text": f"a {at}"} for at in range(40)]))]
