@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from finray.limits import bounded_product
+
 if TYPE_CHECKING:
     import torch
 
@@ -86,10 +88,18 @@ def init_module(model: Any, module: torch.nn.Module) -> None:
 
 
 def compile_chat_template(source: str) -> Any:
-    """The jinja template that ``apply_chat_template`` renders, compiled once by its cache."""
+    """The jinja template that ``apply_chat_template`` renders, compiled once by its cache.
+
+    Its sandbox limits ranges, and not what `*` and `**` make: one operation could fill the memory.
+    """
+    from jinja2.sandbox import SandboxedEnvironment
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    return _compile_jinja_template(source)
+    # Of the class, because constants are multiplied while a template is compiled.
+    SandboxedEnvironment.intercepted_binops = frozenset(("*", "**"))
+    template = _compile_jinja_template(source)
+    template.environment.call_binop = bounded_product
+    return template
 
 
 # --- peft 0.21.2 ----------------------------------------------------------------------------------------------------

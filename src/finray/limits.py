@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from reprlib import Repr
 from types import TracebackType
@@ -41,6 +41,22 @@ def shown(value: Any, width: int = 200) -> str:
 def cut(text: str, width: int = 300) -> str:
     """A text as it stands in a message: without its end where it is long."""
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def bounded_product(_: Any, operator: str, left: Any, right: Any) -> Any:
+    """What ``*`` or ``**`` of a template comes to, of a reasonable size.
+
+    Raises:
+        ValueError: it would be larger.
+    """
+    if operator == "**":
+        if not all(isinstance(one, int | float) and abs(one) <= 1024 for one in (left, right)):
+            raise ValueError("a power of such numbers is not worked out")
+        return left**right
+    sizes = [len(one) if isinstance(one, Sized) else abs(one) for one in (left, right)]
+    if any(isinstance(one, Sized) for one in (left, right)) and sizes[0] * sizes[1] > REPEATED:
+        raise ValueError(f"a text of more than {REPEATED:,} characters is not made")
+    return left * right
 
 
 class _Overdue(BaseException):

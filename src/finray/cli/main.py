@@ -97,7 +97,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     batch_size: Annotated[int, typer.Option(min=1)] = 16,
     raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
     base: BaseModel = None,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from finray.errors import ConfigError, did_you_mean
+from finray.limits import cut
 
 # What can be extended: group of entry points, and finray's own by name. A new one is a file and a line here.
 TABLES: dict[str, dict[str, str]] = {
@@ -52,17 +53,27 @@ def load_named(group: str, name: str, *, where: str) -> Any:
         raise ConfigError(
             _unknown(name, known), where=where, repair="use one of these, or your own package.module:Name"
         )
-    module_name, _, attribute = path.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
+    return imported(
+        path, where=where, repair="write package.module:Name, and run finray where that module can be imported"
+    )
+
+
+def imported(path: str, *, where: str, repair: str) -> Any:
+    """What ``package.module:Name`` names. The module is somebody's code, and may do anything when it is imported.
+
+    Raises:
+        ConfigError: there is no such thing, or importing it fails.
+    """
+    module_name, _, attribute = path.partition(":")
     try:
+        if not module_name or not attribute:
+            raise ImportError("a module and a name in it are needed")
         return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"`{path}` cannot be imported: {error}",
-            where=where,
-            repair="write package.module:Name, and run finray where that module can be imported",
-        ) from None
+    except (Exception, SystemExit) as error:
+        kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        raise ConfigError(f"`{path}` cannot be imported: {kind}{cut(str(error))}", where=where, repair=repair) from None
 
 
 def named(group: str, *others: str) -> Callable[[str], str]:

@@ -46,7 +46,7 @@ class Section(BaseModel):
         if kinds & {int, float} and bool not in kinds and any(isinstance(one, bool) for one in _inside(value)):
             raise ValueError(f"must be a number, got {str(value).lower()}")
         for one in _inside(value):
-            if isinstance(one, str) and (odd := _NO_TEXT.search(one)):
+            if isinstance(one, str) and (odd := NO_TEXT.search(one)):
                 raise ValueError(f"holds U+{ord(odd[0]):04X}, which is no text")
         if info.field_name in _PATHS and isinstance(value, str) and value.startswith("~"):
             try:
@@ -60,7 +60,7 @@ class Section(BaseModel):
 _PATHS = frozenset(
     ("output_dir", "name", "chat_template", "start_from", "source", "eval_source", "dir", "local_dir")
 ) | {"deepspeed_config"}
-_NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+NO_TEXT = re.compile("[\x00\ud800-\udfff]")
 
 
 def _kinds(annotation: Any) -> set[Any]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finray import compat
+from finray.config.schema import NO_TEXT
+from finray.data.formats.convert import messages_of
 from finray.data.sources.pieces import read_file
+from finray.data.tokenize.chat import guarded
 from finray.errors import DataError, ModelError
+from finray.files import FileKind
+
+_FILES = FileKind(DataError, repair="a file of prompts is text in UTF-8, a prompt a line, or JSONL")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,25 +47,45 @@ def read_prompts(
     if file is not None and file.suffix.lower() in (".jsonl", ".json"):
         for row in read_file(file):
             if isinstance(row.value.get("messages"), list):
-                # A row of training data is a question up to its last user message.
-                messages = [message for message in row.value["messages"] if isinstance(message, dict)]
-                while messages and messages[-1].get("role") == "assistant":
-                    messages.pop()
-                prompts.append(Prompt(messages=tuple(messages)))
+                prompts.append(Prompt(messages=_question(row.value["messages"], row.where)))
             elif isinstance(row.value.get("prompt"), str):
                 prompts.append(Prompt.of(row.value["prompt"], system))
             else:
                 raise DataError(
-                    f"the row has neither `prompt` nor `messages` (columns: {', '.join(row.value)})", where=row.where
+                    f"the row has neither `prompt` nor `messages` (columns: {', '.join(row.value)})",
+                    where=row.where,
+                    repair='write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
                 )
     else:
         if file is not None:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = _FILES.text(file).splitlines()
         if file is not None or not arguments:
             prompts += [Prompt.of(line.rstrip("\n"), system) for line in lines if line.strip()]
     if not prompts:
         raise DataError("there is no prompt", repair='`finray generate RUN "your prompt"`, or --file')
+    for number, prompt in enumerate(prompts, start=1):
+        for text in (prompt.text, *(str(message["content"]) for message in prompt.messages)):
+            if (odd := NO_TEXT.search(text)) is not None:
+                raise DataError(
+                    f"prompt {number} holds U+{ord(odd[0]):04X}, which is no text", repair="leave that character out"
+                )
     return prompts
+
+
+def _question(messages: list[Any], where: str) -> tuple[dict[str, str], ...]:
+    """A row of training data up to its last user message, as a question."""
+    asked = list(messages)
+    while asked and isinstance(asked[-1], Mapping) and asked[-1].get("role") == "assistant":
+        asked.pop()
+    try:
+        read = messages_of(asked, "messages")
+    except DataError as error:
+        raise DataError(
+            error.message,
+            where=where,
+            repair=error.repair or 'write {"messages": [{"role": "user", "content": "..."}]}',
+        ) from None
+    return tuple(message.plain() for message in read)
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:
@@ -66,11 +93,19 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:
 
     Raises:
         ModelError: there is no chat template, and the prompt needs one.
+        DataError: the template refuses the prompt, or nothing is in it.
     """
     if raw and not prompt.messages:
-        return list(tokenizer(prompt.text)["input_ids"])
+        ids = list(tokenizer(prompt.text)["input_ids"])
+        if not ids:
+            raise DataError("an empty prompt is nothing to go on from", repair="write at least a word")
+        return ids
     if not tokenizer.chat_template:
         raise ModelError("the model has no chat template", repair="give prompts as text with --raw")
     messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    with guarded("the prompt", repair="check the order and names of the roles"):
+        if isinstance(tokenizer.chat_template, str):
+            # What Transformers then finds in its cache has limits.
+            compat.compile_chat_template(tokenizer.chat_template)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

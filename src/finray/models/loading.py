@@ -9,6 +9,7 @@ import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import task_spec
+from finray.errors import FinrayError
 from finray.models import adapters, attention, fused_lora, vocabulary
 from finray.models.quantised import quantise_layers
 from finray.pretrained.tokenizers import (
@@ -71,7 +72,10 @@ def load_model(
                 loaded.hf_quantizer, loaded.is_quantized = None, False
         if (added := new_tokens(model)) is not None:
             vocabulary.widen(loaded, added)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except FinrayError:
+        raise
+    except Exception as error:
+        # Its files are anybody's, and what is wrong with them shows as any kind of error.
         raise not_loaded("model's configuration" if on_meta else "model", model, error) from None
     return loaded
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import ERROR, getLogger
@@ -13,6 +13,8 @@ from typing import Any
 
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
+from finray.files import FileKind
+from finray.limits import cut, shown
 
 _TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -25,6 +27,41 @@ _TOKENIZER_FILES = (
     "additional_chat_templates/*",
     "config.json",
 )
+
+
+_TEMPLATES = FileKind(
+    ModelError, repair="model.chat_template names a Jinja template, a text file in UTF-8", limit=2**20
+)
+_CONFIGS = FileKind(ModelError, repair="fetch the model again")
+# Numbers in a model's configuration that memory and time follow from, with the largest that one would believe.
+_SIZES = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size", "head_dim"), 2**22),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads"), 2**16),
+    "vocab_size": 2**26,
+}
+
+
+def check_sizes(content: Mapping[str, Any], where: str) -> None:
+    """See that the sizes in a model's configuration are those of a model, before anything is made of them.
+
+    Raises:
+        ModelError: one is too large, not positive, or no whole number.
+    """
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            check_sizes(value, where)
+        most = _SIZES.get(name)
+        # A list has the size of each layer; null is what the model's code says.
+        for one in value if isinstance(value, list) else [value]:
+            if most is None or one is None:
+                continue
+            if not isinstance(one, int) or isinstance(one, bool) or not 1 <= one <= most:
+                raise ModelError(
+                    f"`{name}` is {shown(one)}, which no model has: a whole number from 1 to {most:,} is expected",
+                    where=where,
+                    repair="fetch the model's config.json again",
+                )
 
 
 def silence_transformers() -> None:
@@ -75,6 +112,8 @@ def check_exists(name: str) -> None:
         raise ModelError(
             "the directory holds no `config.json`", where=f"model.name={name}", repair="name a model directory"
         )
+    if path.is_dir():
+        check_sizes(_CONFIGS.json(path / "config.json", dict[str, Any]), str(path / "config.json"))
     # Hub ids have one slash at most, and no dots in front: a name is else a path.
     is_path = path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if is_path and not path.exists():
@@ -103,7 +142,7 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     if "trust_remote_code" in str(error):
         repair = "read the code that comes with the model; if you trust it, set model.trust_remote_code to true"
     return ModelError(
-        f"the {what} cannot be loaded: {text[0] if text else type(error).__name__}",
+        f"the {what} cannot be loaded: {cut(text[0]) if text else type(error).__name__}",
         where=f"model.name={model.name}",
         repair=repair,
     )
@@ -180,16 +219,11 @@ def _plain_tokenizer(model: ModelConfig) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(**source_options(model))
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:
+        # Its files are anybody's, and what is wrong with them shows as any kind of error.
         raise not_loaded("tokenizer", model, error) from None
     if model.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ModelError(
-                f"the chat template cannot be read: {error.strerror}",
-                where=f"model.chat_template={model.chat_template}",
-            ) from None
+        tokenizer.chat_template = _TEMPLATES.text(Path(model.chat_template).expanduser())
     return tokenizer
 
 

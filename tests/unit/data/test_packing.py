@@ -52,3 +52,8 @@ def test_a_row_longer_than_a_pack_is_refused() -> None:
 def test_without_packing_every_row_stands_alone() -> None:
     plan = one_row_each([5, 3, 9], 10)
     assert [plan.pack(index) for index in range(len(plan))] == [(0,), (1,), (2,)]
+
+
+def test_a_pack_that_takes_all_rows_costs_no_more_than_the_rows() -> None:
+    plan = plan_packs([5, 3, 9], 2**24)
+    assert [plan.pack(0), len(plan), plan.capacity] == [(2, 0, 1), 1, 2**24]

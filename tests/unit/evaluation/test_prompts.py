@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from finray.errors import DataError, ModelError
+from finray.errors import ConfigError, DataError, ModelError
+from finray.evaluation.generate import Sampling
 from finray.evaluation.prompts import Prompt, prompt_ids, read_prompts
 from tests.support import tiny
 
@@ -111,3 +112,54 @@ def test_raw_text_is_tokenized_as_it_is_and_a_conversation_is_not() -> None:
 def test_a_model_without_a_chat_template_has_no_conversations(prompt: Prompt, raw: bool) -> None:
     with pytest.raises(ModelError, match="no chat template"):
         prompt_ids(Tokenizer(None), prompt, raw=raw)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "empty list of messages"),
+        ([5], "messages[0] must be an object"),
+        ([{"role": "user"}], "`content` is null"),
+        ([{"content": "x"}], "messages[0] must be an object with `role`"),
+        ([{"role": "user", "content": 5}], "`content` holds int"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "`content` holds list"),
+        ([{"role": "assistant", "content": "x"}], "empty list of messages"),
+    ],
+)
+def test_a_conversation_that_is_none_is_one_error(messages: list[Any], said: str, write_rows: Any) -> None:
+    with pytest.raises(DataError) as caught:
+        read_prompts([], write_rows([{"messages": messages}]), system=None)
+    assert said in caught.value.message
+    assert caught.value.repair
+
+
+def test_a_file_of_prompts_that_is_no_text_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xff\xfeh")
+    with pytest.raises(DataError, match="is not UTF-8 text"):
+        read_prompts([], tmp_path / "p.txt", system=None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1e-320},
+        {"temperature": -1.0},
+        {"seed": 2**70},
+        {"seed": -1},
+        {"top_p": 0.0},
+        {"max_new_tokens": 0},
+    ],
+)
+def test_numbers_that_nothing_can_be_sampled_with_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Sampling(**options)
+
+
+def test_half_a_surrogate_pair_is_no_prompt() -> None:
+    with pytest.raises(DataError, match=r"prompt 2 holds U\+D800"):
+        read_prompts(["a", "b\ud800"], None, system=None)
+
+
+def test_an_empty_prompt_without_a_template_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="empty prompt"):
+        prompt_ids(tokenizer, Prompt(text=""), raw=True)

@@ -6,7 +6,6 @@ A row that does not fit is a :class:`DataError` without a place; the caller, who
 from __future__ import annotations
 
 import hashlib
-import importlib
 import inspect
 import json
 import re
@@ -16,9 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finray.config.extensions import imported
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
 from finray.errors import ConfigError, DataError, did_you_mean
+from finray.limits import CONVERTER_S, cut, within
 
 Columns = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
@@ -359,34 +360,39 @@ def load_function(path: str) -> Callable[..., Any]:
     Raises:
         ConfigError: there is none.
     """
-    module_name, colon, name = path.partition(":")
-    if not colon:
+    if ":" not in path:
         raise ConfigError("a converter is written package.module:function", where=f"data.converter={path}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"the converter cannot be imported: {error}",
-            where=f"data.converter={path}",
-            repair="the module must lie in the working directory or be installed where Ray's workers run",
-        ) from None
+    function = imported(
+        path,
+        where=f"data.converter={path}",
+        repair="the module must lie in the working directory or be installed where Ray's workers run",
+    )
     if not callable(function):
         raise ConfigError("the converter is not a function", where=f"data.converter={path}")
     return function  # type: ignore[no-any-return]
 
 
+def _overdue(excess: str) -> DataError:
+    return DataError(
+        f"the converter takes more than {excess} for this row",
+        where="data.converter",
+        repair="look for a loop or a wait that does not end; load what it needs where its module is imported",
+    )
+
+
 def _converted(function: Callable[..., Any], row: Columns, *, has_chat_template: bool) -> list[Example]:
-    try:
-        result = function(dict(row))
-        # A generator runs, and fails, only here.
-        rows = list(result) if isinstance(result, Iterable) and not isinstance(result, Mapping | str) else [result]
-    except (Exception, SystemExit) as error:
-        # Whatever the user's own code raises is about this row. One that ends its process would be started by Ray again
-        # and again, and end a command without a word.
-        raise DataError(f"the converter failed: {type(error).__name__}: {error}") from None
+    with within(CONVERTER_S, _overdue):
+        try:
+            result = function(dict(row))
+            # A generator runs, and fails, only here.
+            rows = list(result) if isinstance(result, Iterable) and not isinstance(result, Mapping | str) else [result]
+        except (Exception, SystemExit) as error:
+            # Whatever the user's own code raises is about this row. One that ends its process would be started by Ray
+            # again and again, and end a command without a word.
+            raise DataError(f"the converter failed: {type(error).__name__}: {cut(str(error))}") from None
     if result is None:
         return []
     if not all(isinstance(item, Mapping) for item in rows):

@@ -6,6 +6,7 @@ room. The plan is made once for the whole data set and depends on the row length
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,9 @@ def plan_packs(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"a row of {int(sizes.max())} tokens does not fit a pack of {capacity}")
     by_length = np.argsort(-sizes, kind="stable")
-    open_packs: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # All rows together are room enough, where a pack would take more.
+    whole = min(capacity, int(sizes.sum()))
+    open_packs: dict[int, list[int]] = defaultdict(list)
     occupied = 0
     packs: list[list[int]] = []
     for row, size in zip(by_length.tolist(), sizes[by_length].tolist(), strict=True):
@@ -68,7 +71,7 @@ def plan_packs(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
             if not shelf:
                 occupied &= ~(1 << room)
         else:
-            room = capacity
+            room = whole
             pack = len(packs)
             packs.append([])
         packs[pack].append(row)

@@ -15,6 +15,9 @@ import numpy.typing as npt
 from finray.data.sampling.order import permutation
 from finray.errors import DataError
 
+# How often an epoch of a mix may hold the same row: more is a slip of the pen, and fills the memory.
+MOST_REPEATS = 1000
+FEW = 1_000_000
 IntArray = npt.NDArray[np.int64]
 
 
@@ -95,6 +98,12 @@ def mixed(streams: IntArray, wanted: Sequence[int], *, seed: int) -> IntArray:
         if count and not len(rows):
             raise DataError("the source has no rows left to mix", where=f"data.mix.{stream}")
         repeats, rest = divmod(count, max(len(rows), 1))
+        if count > FEW and repeats > MOST_REPEATS:
+            raise DataError(
+                f"{count:,} rows an epoch are asked of a source that has {len(rows):,}",
+                where=f"data.mix.{stream}.count",
+                repair=f"ask for at most {MOST_REPEATS:,} times as many as it has",
+            )
         some = np.sort(permutation(len(rows), "mix", seed, stream)[:rest])
         chosen.append(np.concatenate([np.tile(rows, repeats), rows[some]]))
     return np.concatenate(chosen).astype(np.int64)

@@ -13,13 +13,15 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from finray import compat
 from finray.data.formats.examples import Chat, Message
-from finray.errors import DataError
+from finray.errors import DataError, FinrayError
+from finray.limits import TEMPLATE_S, cut, within
 
 Span = tuple[int, int]
 
@@ -221,9 +223,7 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
-        from jinja2.exceptions import TemplateError
-
-        try:
+        with guarded("the conversation", repair="check the order and names of the roles"):
             template = self._compiled.get(bool(tools))
             if template is None:
                 # Compiled as Transformers does; its own way to the template costs as much again as a rendering.
@@ -237,13 +237,6 @@ class ChatRenderer:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            # Besides its own errors a template raises Python's, when it adds a null to text for instance.
-            raise DataError(
-                f"the chat template refuses the conversation: {error}",
-                where="model.chat_template",
-                repair="check the order and names of the roles",
-            ) from None
         return str(text)
 
     def _within_the_template(self, chat: Chat) -> tuple[Chat, set[str]]:
@@ -307,6 +300,52 @@ class ChatRenderer:
                 squeezed = squeezed or "".join(learned.split())
                 if "".join(said.split()) not in squeezed:
                     notes.add("answers_rewritten")
+
+
+@contextmanager
+def guarded(what: str, *, repair: str) -> Iterator[None]:
+    """Whatever a chat template does inside the block: it may fail in any way, and has limits of time and memory.
+
+    Args:
+        what: is rendered.
+        repair: of a refusal that is the template's own.
+
+    Raises:
+        DataError: it fails, or goes on for too long.
+    """
+    from jinja2.exceptions import TemplateSyntaxError
+
+    try:
+        with within(
+            TEMPLATE_S,
+            lambda excess: DataError(
+                f"the chat template takes more than {excess} for {what}",
+                where="model.chat_template",
+                repair="look for a loop that does not end, or set model.chat_template to another template",
+            ),
+        ):
+            yield
+    except FinrayError:
+        raise
+    except TemplateSyntaxError as error:
+        raise DataError(
+            f"the chat template is not written right: {cut(str(error.message))} (line {error.lineno})",
+            where="model.chat_template",
+            repair="mend it, or set model.chat_template to another template",
+        ) from None
+    except RecursionError:
+        raise DataError(
+            "the chat template calls itself without an end",
+            where="model.chat_template",
+            repair="mend it, or set model.chat_template to another template",
+        ) from None
+    except Exception as error:
+        # Besides its own errors a template raises Python's, when it adds a null to text for instance.
+        raise DataError(
+            f"the chat template refuses {what}: {cut(str(error)) or type(error).__name__}",
+            where="model.chat_template",
+            repair=repair,
+        ) from None
 
 
 def _is_said(content: str, text: str) -> bool:
