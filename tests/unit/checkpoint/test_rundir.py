@@ -52,6 +52,24 @@ def test_fresh_moves_the_earlier_run_aside_whole(tmp_path: Path) -> None:
     assert sum((path / "checkpoint-000001").is_dir() for path in aside) == 1
 
 
+def test_runs_that_are_moved_aside_in_one_second_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405" if form == "%Y%m%d-%H%M%S" else form)
+    said: list[str] = []
+    for _ in range(4):
+        with open_run(config(tmp_path), fresh=True, say=said.append):
+            pass
+    names = [f"run.before-20260102-030405{number}" for number in ("", "-2", "-3")]
+    assert said == [f"the earlier run was moved to {tmp_path / name}" for name in names]
+
+
+def test_what_the_resolved_file_says_is_an_error_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "resolved.json").write_text("[", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        RunDir(tmp_path).resolved()
+    assert caught.value.where == str(tmp_path / "resolved.json")
+    assert "delete the file" in str(caught.value.repair)
+
+
 def test_two_drivers_cannot_have_one_run(tmp_path: Path) -> None:
     with (
         open_run(config(tmp_path), fresh=False, say=nobody),
