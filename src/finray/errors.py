@@ -159,6 +159,17 @@ def explained(error: BaseException) -> FinrayError | None:
     return None
 
 
+def unmatched(names: Iterable[str], known: Iterable[str], *, where: str) -> ModelError:
+    """The error of names of modules that match none; ``known`` are the endings of those that there are."""
+    missing, endings = list(names), sorted(set(known) - {""})
+    return ModelError(
+        f"{'these match' if len(missing) > 1 else 'this matches'} no module: "
+        + ", ".join(f"`{one}`{did_you_mean(one.rpartition('.')[2], endings, cutoff=0.5)}" for one in missing),
+        where=where,
+        repair=f"modules that can be named: {', '.join(endings)}",
+    )
+
+
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """`` (did you mean `x`?)`` with the known name that is most like ``name``; empty if none is."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +65,18 @@ def test_changed_tokens_of_the_same_size_are_not_trained_on(tiny_run: Callable[.
     with pytest.raises(DataError, match="has other bytes than were written") as caught:
         runs.run_alone(plain, tmp_path / "run")
     assert caught.value.where == str(file)
+
+
+def test_a_cut_model_is_trained_with_a_warning(
+    tiny_model_dir: Path, tiny_run: Callable[..., Plain], tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "model"))
+    content = json.loads((model / "config.json").read_text())
+    for layers, warned in ((2, False), (1, True)):
+        (model / "config.json").write_text(json.dumps(content | {"num_hidden_layers": layers}))
+        told: list[Any] = []
+        plain = tiny_run({"model.name": str(model)}, rows=8)
+        assembled = runs.assemble_alone(plain, tmp_path / str(layers), notify=told.append)
+        assembled.loop.writer.close()
+        assembled.loop.trackers.finish()
+        assert any("a cut model is trained" in getattr(one, "message", "") for one in told) == warned

@@ -12,7 +12,7 @@ import torch
 from finray import compat
 from finray.config.schema import AdapterConfig
 from finray.config.tasks import CAUSAL_LM
-from finray.errors import ModelError
+from finray.errors import ModelError, unmatched
 from finray.models.adapter_methods import adapter_method, first_values
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL, SavedLayout
 from finray.sharding import load_local, rows_of, shape_of
@@ -38,9 +38,13 @@ def add_lora(
         task_type: PEFT's name of the task; the head of a classifier is trained and saved in full.
 
     Raises:
-        ModelError: the target modules match nothing (the message lists what there is), or ``adapter.start_from`` does
-            not fit.
+        ModelError: the target modules or ``modules_to_save`` match nothing (the message lists what there is), or
+            ``adapter.start_from`` does not fit.
     """
+    # PEFT passes over what matches nothing.
+    there = [name for name, _ in model.named_modules()]
+    if missing := [one for one in adapter.modules_to_save if not any(name.endswith(one) for name in there)]:
+        raise unmatched(missing, linear_names(model), where="adapter.modules_to_save")
     try:
         # What PEFT draws is drawn again below.
         with compat.without_bitsandbytes(), torch.random.fork_rng(devices=[]):

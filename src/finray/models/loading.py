@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.config.tasks import task_spec
-from finray.errors import FinrayError
+from finray.config.tasks import CAUSAL_LM, task_spec
+from finray.errors import FinrayError, ModelError
 from finray.models import adapters, attention, fused_lora, vocabulary
 from finray.models.quantised import quantise_layers
 from finray.pretrained.tokenizers import (
@@ -20,6 +22,7 @@ from finray.pretrained.tokenizers import (
     silence_transformers,
     source_options,
 )
+from finray.pretrained.weights import stored_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,9 +45,13 @@ def load_model(
         seed: of weights that the files lack (a head that the task adds), so that they are the same on every rank.
 
     Raises:
-        ModelError: it cannot be loaded, or there is no such task.
+        ModelError: it cannot be loaded, its files lack weights that its configuration asks for, or there is no such
+            task.
     """
     check_exists(model.name)
+    if not on_meta and (folder := Path(model.name).expanduser()).is_dir():
+        # Says which file is damaged, and follows no index out of the directory, as Transformers would.
+        stored_weights(folder)
     silence_transformers()
     import transformers
 
@@ -65,19 +72,51 @@ def load_model(
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                loaded = auto_class.from_pretrained(**source_options(model), **options)
+                loaded, report = auto_class.from_pretrained(
+                    **source_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
+                )
+            _require_all_weights(loaded, report, model)
             if model.name.endswith(".gguf") and getattr(loaded.config, "quantization_config", None) is not None:
                 # It is dequantised, yet still calls itself quantised and refuses to be saved.
                 del loaded.config.quantization_config
                 loaded.hf_quantizer, loaded.is_quantized = None, False
         if (added := new_tokens(model)) is not None:
             vocabulary.widen(loaded, added)
-    except FinrayError:
+    except (FinrayError, MemoryError):
         raise
     except Exception as error:
-        # Its files are anybody's, and what is wrong with them shows as any kind of error.
+        # Files that others have written, read by whatever code belongs to the model: there is no list of errors.
         raise not_loaded("model's configuration" if on_meta else "model", model, error) from None
     return loaded
+
+
+def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelConfig) -> None:
+    """Refuse a model that Transformers has drawn at random in part, which it says in a log at most.
+
+    Args:
+        loaded: the model.
+        report: Transformers' ``loading_info``.
+        model: the model section.
+    """
+    missing = sorted(report["missing_keys"])
+    if (auto_class := task_spec(model.task).auto_class) != CAUSAL_LM.auto_class:
+        # A head that the task adds is new, and so may be what feeds it.
+        body = f"{loaded.base_model_prefix}."
+        missing = [name for name in missing if name.startswith(body) and "pooler" not in name]
+    what, names = "are not in its files: they would be random", missing
+    if not missing:
+        what = "have another shape in its files than its configuration says"
+        names = [
+            f"{name} ({tuple(there)}, not {tuple(here)})" for name, there, here in sorted(report["mismatched_keys"])
+        ]
+    if names:
+        more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+        raise ModelError(
+            f"weights that {auto_class} needs {what}: {', '.join(names[:3])}{more}",
+            where=f"model.name={model.name}",
+            repair="check `config.json` (model_type, num_hidden_layers, vocab_size, ...), or fetch the model again, "
+            "with all of its `.safetensors` files",
+        )
 
 
 def build_model(

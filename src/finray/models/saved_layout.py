@@ -106,6 +106,10 @@ class SavedLayout:
         """Write what PEFT or Transformers needs beside the weights."""
         if self._is_adapter:
             config = copy.copy(self._model.peft_config[NAME])
+            for name in ("target_modules", "exclude_modules", "modules_to_save"):
+                # Sets in PEFT, whose order is another in each process; equal runs write equal files.
+                if isinstance(value := getattr(config, name), set | list):
+                    setattr(config, name, sorted(value))
             if self._has_residual:
                 config.r, config.lora_alpha = 2 * config.r, 2 * config.lora_alpha
             config.save_pretrained(str(folder))

@@ -7,6 +7,7 @@ other names than the tensors in its files (weights that Transformers converts wh
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from finray.models.loading import load_model
 from finray.models.quantised import QuantisedLinear
 from finray.models.saved_layout import NAME
 from finray.pretrained.tokenizers import new_tokens
-from finray.pretrained.weights import stored_weights
+from finray.pretrained.weights import StoredWeights, stored_weights
 from finray.sharding import load_local, rows_of
+
+_NUMBER = re.compile(r"\.\d+\.")
 
 
 def base_name(name: str) -> str:
@@ -31,6 +34,29 @@ def base_name(name: str) -> str:
     for around in (".token_adapter.base_layer.", ".base_layer.", ".original_module.", f".modules_to_save.{NAME}."):
         name = name.replace(around, ".")
     return name
+
+
+def left_out(model: Any, stored: StoredWeights) -> list[str]:
+    """Tensors in files of which a model has the like, but not these: what is loaded is cut, in depth mostly.
+
+    Args:
+        model: the Transformers or PEFT model, on any device.
+        stored: the headers of the base model's files.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    body = f"{inner.base_model_prefix}."
+    own = {base_name(name).removeprefix(body) for name, _ in model.named_parameters(remove_duplicate=False)}
+    kinds = {_NUMBER.sub(".", name) for name in own}
+    there = {name.removeprefix(body): name for name in stored.tensors}
+    return sorted(there[one] for one in there.keys() - own if _NUMBER.search(one) and _NUMBER.sub(".", one) in kinds)
+
+
+def cut_model(tensors: list[str]) -> str:
+    """What to say of tensors that :func:`left_out` found."""
+    return (
+        f"{len(tensors):,} weights in the model's files are of layers that its `config.json` does not ask for, such as "
+        f"{tensors[0]}: a cut model is trained"
+    )
 
 
 def folder_of(model: ModelConfig) -> Path | None:

@@ -14,8 +14,9 @@ from finray.checkpoint.rundir import check_output
 from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
 from finray.config.schema import Config
+from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.data.dataset.prepare import check_inputs
-from finray.errors import ConfigError, FinrayError, ModelError, did_you_mean
+from finray.errors import ConfigError, FinrayError, ModelError, unmatched
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.pretrained.weights import stored_weights
 
@@ -155,9 +156,32 @@ def check_stored_model(config: Config) -> None:
         return
     stored = stored_weights(folder)
     plain = stored is not None and not any("experts" in name for name in stored.tensors)
-    if stored is not None and plain and isinstance(config.adapter.target_modules, list):
+    if stored is not None and plain:
         # A head that is tied to the embedding is in no file.
-        check_targets(config, [*stored.modules, "lm_head"])
+        names = [*stored.modules, "lm_head"]
+        if isinstance(config.adapter.target_modules, list):
+            check_targets(config, names)
+        if task_spec(config.model.task).auto_class == CAUSAL_LM.auto_class:
+            # Other tasks may add heads of any name.
+            check_saved_modules(config, names)
+
+
+def check_saved_modules(config: Config, names: list[str]) -> None:
+    """See that each of ``adapter.modules_to_save`` matches a module, as PEFT matches them; it passes over the others.
+
+    Args:
+        config: the run's.
+        names: names of modules of the model; those that hold them are known by these.
+
+    Raises:
+        ModelError: some match none.
+    """
+    if config.adapter.method == "none":
+        return
+    above = {".".join(name.split(".")[:depth]) for name in names for depth in range(1, name.count(".") + 2)}
+    missing = [one for one in config.adapter.modules_to_save if not any(name.endswith(one) for name in above)]
+    if missing:
+        raise unmatched(missing, [name.rpartition(".")[2] for name in names], where="adapter.modules_to_save")
 
 
 def check_targets(config: Config, names: list[str]) -> None:
@@ -193,9 +217,4 @@ def check_targets(config: Config, names: list[str]) -> None:
         return
     missing = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]
     if missing:
-        raise ModelError(
-            f"{'these match' if len(missing) > 1 else 'this matches'} no module: "
-            + ", ".join(f"`{one}`{did_you_mean(one.rpartition('.')[2], endings, cutoff=0.5)}" for one in missing),
-            where="adapter.target_modules",
-            repair=f"modules that can be named: {', '.join(endings)}",
-        )
+        raise unmatched(missing, endings, where="adapter.target_modules")

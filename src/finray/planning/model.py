@@ -16,12 +16,14 @@ from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
 from finray.models.loading import load_model
 from finray.models.packing_check import check_packing
+from finray.models.sharded import cut_model, left_out
 from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, stored_in
-from finray.planning.checks import check_targets
+from finray.planning.checks import check_saved_modules, check_targets
 from finray.planning.findings import Findings
 from finray.planning.layers import LayerProbe
 from finray.pretrained.bundled_configs import bundled_config
 from finray.pretrained.tokenizers import load_tokenizer, new_ids
+from finray.pretrained.weights import StoredWeights
 
 _GATED = ("gated", "401", "403", "restricted", "unauthorized")
 _UNREACHABLE = ("offline", "couldn't connect", "connection", "cannot find the requested files", "timed out")
@@ -72,10 +74,14 @@ def plan_model(
         stop = {one for end in ends for one in (end if isinstance(end, list) else [end]) if one is not None}
         check_tokens(tokenizer, int(model.get_input_embeddings().weight.shape[0]), stop, found)
     stored = stored_in(config.model)
+    # Before an adapter puts other names around them.
+    shapes = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
+    layers = [] if stored is None else left_out(model, stored)
     names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
     unmatched: FinrayError | None = None
     try:
         check_targets(config, names)
+        check_saved_modules(config, [name for name, _ in model.named_modules()])
     except FinrayError as error:
         found.problem(error)
         if not isinstance(config.adapter.target_modules, list):
@@ -91,17 +97,7 @@ def plan_model(
         return None
     if not packing.safe:
         found.warn(packing.warning, "data.packing")
-    # Weights that a file lacks would be drawn at random, with no more than a line in a log. Files may hold a tied head
-    # a second time, and tensors of parts that are not built; quantised ones hold fewer elements.
-    whole = stored is not None and all(dtype in ("F64", "F32", "F16", "BF16") for dtype in stored.dtypes)
-    if stored is not None and whole and stored.elements < 0.999 * blueprint.base:
-        found.problem(
-            ModelError(
-                f"the files hold {stored.elements:,} of {blueprint.base:,} weights: the others would be random",
-                where="model.name",
-                repair="fetch the model again, with all of its `.safetensors` files",
-            )
-        )
+    check_stored(shapes, layers, stored, blueprint.base, found)
     same = ("parameters", "trainable", "adapter", "layers", "context")
     plan = ModelPlan(
         **{name: getattr(blueprint, name) for name in same},
@@ -139,6 +135,54 @@ def _open(
         return None
     found.warn("its shape is the one that comes with finray, not read from the Hub", "model.name")
     return load_model(shape, dtype=torch.float32, on_meta=True), None, check_packing(shape)
+
+
+def check_stored(
+    shapes: Mapping[str, tuple[int, ...]],
+    layers: list[str],
+    stored: StoredWeights | None,
+    elements: int,
+    found: Findings,
+) -> None:
+    """Compare the weights that a model wants with those that its files hold.
+
+    Args:
+        shapes: of the model's parameters, by name.
+        layers: tensors of layers that are in the files, and not in the model.
+        stored: the headers of its files; None where they cannot be looked into.
+        elements: of the model.
+        found: takes problems and warnings.
+    """
+    # Quantised files hold fewer elements, in other shapes.
+    if stored is None or any(dtype not in ("F64", "F32", "F16", "BF16") for dtype in stored.dtypes):
+        return
+    others = [
+        f"{name} ({stored.tensors[name].shape}, not {shape})"
+        for name, shape in shapes.items()
+        if name in stored.tensors and stored.tensors[name].shape != shape
+    ]
+    if others:
+        found.problem(
+            ModelError(
+                f"{len(others):,} weights have another shape in the files than `config.json` says, such as {others[0]}",
+                where="model.name",
+                repair="put `config.json` and the files of one model together",
+            )
+        )
+    # What a file lacks would be drawn at random, with no more than a line in a log. Files may hold a tied head a second
+    # time, and tensors of parts that are not built; names may differ where Transformers converts them.
+    elif stored.elements < 0.999 * elements:
+        lacking = [name for name in shapes if name not in stored.tensors]
+        found.problem(
+            ModelError(
+                f"the files hold {stored.elements:,} of {elements:,} weights: the others would be random"
+                + (f", such as {lacking[0]}" if lacking else ""),
+                where="model.name",
+                repair="fetch the model again, with all of its `.safetensors` files, or mend `config.json`",
+            )
+        )
+    if layers:
+        found.warn(cut_model(layers), "model.name")
 
 
 def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> None:

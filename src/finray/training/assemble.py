@@ -27,9 +27,10 @@ from finray.models import liger
 from finray.models.artifacts import NOTES
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.roles import roles_of
-from finray.models.sharded import materialise
+from finray.models.sharded import cut_model, left_out, materialise
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.pretrained.weights import stored_weights
 from finray.records import Metrics, Note, Record, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
 from finray.tracking.jsonl import JsonlTracker
@@ -167,6 +168,9 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
         made: Task = task_class(config.model.task).build(
             config, resolved, device=device, seed=seed, on_meta=strategy.shards_weights
         )
+        stored = stored_weights(folder) if (folder := Path(config.model.name)).is_dir() else None
+        if stored is not None and (tensors := left_out(made.model, stored)):
+            warn(cut_model(tensors))
         if resolved.liger:
             liger.apply(made.model)
         if train.compile:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -161,3 +164,38 @@ def test_an_export_overwrites_nothing(artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not empty"):
         export(read_artifact(artifact), tmp_path / "there", merge=True, dtype="fp32")
     assert (tmp_path / "there" / "file").read_text() == "mine"
+
+
+def test_modules_to_save_that_match_nothing_are_an_error() -> None:
+    with pytest.raises(ModelError, match=r"adapter\.modules_to_save: this matches no module: `lm_heed`") as caught:
+        lora(modules_to_save=["embed_tokens", "lm_heed"])
+    assert "lm_head" in str(caught.value)
+    names = trained(lora(modules_to_save=["lm_head", "embed_tokens"]))
+    assert len([name for name in names if ".lora_" not in name]) == 2
+
+
+_SETTINGS_OF_A_PROCESS = """
+import sys
+from pathlib import Path
+from finray.models.saved_layout import SavedLayout
+from tests.unit.models.test_adapters import lora
+SavedLayout(lora(modules_to_save=["norm", "lm_head"])).save_settings(Path(sys.argv[1]))
+"""
+
+
+def test_equal_runs_write_equal_settings(tmp_path: Path) -> None:
+    """The order of a set of texts is another in each process."""
+    written = set()
+    for seed in "0123":
+        folder = tmp_path / seed
+        folder.mkdir()
+        subprocess.run(
+            [sys.executable, "-c", _SETTINGS_OF_A_PROCESS, str(folder)],
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        written.add((folder / "adapter_config.json").read_bytes())
+    assert len(written) == 1
+    settings = json.loads(written.pop())
+    assert settings["target_modules"] == sorted(settings["target_modules"])
+    assert len(settings["target_modules"]) == 14

@@ -1,4 +1,4 @@
-"""Models from GGUF files, with code of their own, and from a revision of the Hub."""
+"""Models from GGUF files, with their own code, from a revision of the Hub, and from files that lack weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models.loading import load_model
-from finray.models.sharded import materialise
+from finray.models import adapters
+from finray.models.loading import build_model, load_model
+from finray.models.sharded import left_out, materialise
 from finray.pretrained.tokenizers import load_tokenizer
+from finray.pretrained.weights import stored_weights
 from tests.support import tiny
 
 
@@ -112,3 +115,89 @@ def test_a_revision_is_that_of_weights_config_and_tokenizer(hub: dict[str, Any],
     materialise(sharded, asked, AdapterConfig(method="none"), device=torch.device("cpu"), seed=1)
     assert torch.equal(sharded.lm_head.weight, expected)
     assert load_tokenizer(asked).chat_template.startswith(revision or "main")
+
+
+# --- weights that the files do not have -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tokenizer: Any) -> Path:
+    tiny.save_model("llama", tmp_path / "model", tokenizer)
+    return tmp_path / "model"
+
+
+def configure(folder: Path, **changes: object) -> ModelConfig:
+    """Another config.json beside the same weights."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return ModelConfig(name=str(folder))
+
+
+BERT = {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder": True, "intermediate_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": 4}, r"random: model\.layers\.2\..*, .* and 15 more"),
+        ({"attention_bias": True}, r"random: model\.layers\.0\.self_attn\.k_proj\.bias"),
+        (BERT, r"random: bert\."),
+        ({"vocab_size": 300}, r"another shape .* lm_head\.weight \(\(384, 64\), not \(300, 64\)\)"),
+        ({"hidden_size": 0}, "model.name="),
+        ({"hidden_size": "many"}, "cannot be loaded"),
+        ({"hidden_size": -1}, "cannot be loaded"),
+        ({"hidden_size": 63}, "model.name="),
+    ],
+    ids=["layers", "biases", "another architecture", "vocabulary", "no size", "text", "negative", "odd"],
+)
+def test_weights_that_the_files_lack_are_an_error_that_names_them(
+    folder: Path, changes: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ModelError, match=named) as caught:
+        load_model(configure(folder, **changes), dtype=torch.float32)
+    assert f"model.name={folder}" in str(caught.value)
+
+
+def test_a_sharded_model_is_not_filled_up_at_random_either(folder: Path) -> None:
+    model = configure(folder, num_hidden_layers=3)
+    adapter, cpu = AdapterConfig(rank=4), torch.device("cpu")
+    built = build_model(
+        model, adapter, precision="fp32", attention_name=None, bits=None, seed=0, device=cpu, on_meta=True
+    )
+    with pytest.raises(ModelError, match="would be random"):
+        materialise(built, model, adapter, device=cpu, seed=0)
+
+
+def test_layers_in_the_files_that_the_model_has_not_are_told(folder: Path) -> None:
+    stored = stored_weights(folder)
+    assert stored is not None
+    for layers, expected in ((2, []), (1, [name for name in sorted(stored.tensors) if ".layers.1." in name])):
+        model = load_model(configure(folder, num_hidden_layers=layers), dtype=torch.float32)
+        assert left_out(model, stored) == expected
+        wrapped = adapters.add_lora(model, AdapterConfig(rank=4, modules_to_save=["lm_head"]), seed=0)
+        assert left_out(wrapped, stored) == expected
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"null", b"\xff", b'{"model_type": 5}', b'{"model_type": null}'])
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_a_config_json_that_is_none_is_one_message(folder: Path, content: bytes, on_meta: bool) -> None:
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(ModelConfig(name=str(folder)), dtype=torch.float32, on_meta=on_meta)
+
+
+def test_a_pickle_is_refused_in_one_message(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    # A pickle that would print.
+    (folder / "pytorch_model.bin").write_bytes(b"cbuiltins\nprint\n(Vran\ntR.")
+    with pytest.raises(ModelError, match="the model cannot be loaded"):
+        load_model(ModelConfig(name=str(folder)), dtype=torch.float32)
+
+
+def test_an_index_that_points_out_of_the_directory_is_not_followed(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "other.safetensors")
+    names = load_file(folder.parent / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "../other.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="outside of its directory"):
+        load_model(ModelConfig(name=str(folder)), dtype=torch.float32)

@@ -150,3 +150,11 @@ def test_bitsandbytes_is_asked_for(plain: dict[str, Any]) -> None:
         check_extras(with_fields(plain, model={"quantization": "8bit"}), installed=lambda package: False)
     assert caught.value.repair == "pip install 'finray[quantization]'"
     assert caught.value.where == "model.quantization"
+
+
+def test_modules_to_save_that_match_nothing(plain: dict[str, Any]) -> None:
+    # Names may be endings, and of modules that hold others.
+    check_stored_model(with_fields(plain, adapter={"modules_to_save": ["lm_head", "embed_tokens", "mlp"]}))
+    with pytest.raises(ModelError, match=r"adapter\.modules_to_save: this matches no module: `nope`"):
+        check_stored_model(with_fields(plain, adapter={"modules_to_save": ["lm_head", "nope"]}))
+    check_stored_model(with_fields(plain, adapter={"method": "none", "modules_to_save": ["nope"]}))

@@ -207,6 +207,27 @@ def test_files_that_lack_weights(plan: Planner, tiny_model_dir: Path, tmp_path: 
     assert "damaged" in texts(plan(model=copy))
 
 
+def test_a_configuration_of_another_model_than_the_files(plan: Planner, tiny_model_dir: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model_dir, copy)
+    whole = json.loads((copy / "config.json").read_text())
+    said = {
+        "would be random, such as model.layers.2": {"num_hidden_layers": 4},
+        "weights have another shape": {"vocab_size": 300},
+        "modules_to_save": {},
+    }
+    for text, changes in said.items():
+        (copy / "config.json").write_text(json.dumps(whole | changes))
+        fields = {} if changes else {"adapter.modules_to_save": ["nope"]}
+        found = plan(model=copy, **fields)
+        assert not found.starts
+        assert text in texts(found) + " ".join(str(one.where) for one in found.problems)
+    (copy / "config.json").write_text(json.dumps(whole | {"num_hidden_layers": 1}))
+    found = plan(model=copy)
+    assert found.starts
+    assert any("a cut model is trained" in one.message for one in found.warnings)
+
+
 def test_max_steps_takes_the_place_of_epochs_and_the_plan_says_so(plan: Planner) -> None:
     found = plan(train={"max_steps": 7, "epochs": 3, "global_batch_size": 8})
     assert found.starts, texts(found)
