@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -18,11 +18,14 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, DataError, FinrayError
+from finray.planning.blueprint import Blueprint
 from finray.planning.checks import quick_problems
 from finray.planning.findings import Finding, Findings
+from finray.planning.flops import SpeedPlan, plan_speed
 from finray.planning.memory import MemoryPlan, Rows, plan_memory
 from finray.planning.model import ModelPlan, check_context, plan_model
 from finray.planning.placement import (
+    GPUS,
     Device,
     Gpu,
     Node,
@@ -92,6 +95,7 @@ class Plan(Result):
     strategy: StrategyChoice | None = None  # what `auto` comes to, and why; None where a strategy is named
     placement: PlacementPlan | None = None  # None where `--gpu` names GPUs that are not here
     memory: MemoryPlan | None = None
+    speed: SpeedPlan | None = None  # on GPUs whose rate is known
 
     @property
     def starts(self) -> bool | None:
@@ -154,7 +158,7 @@ def make_plan(
         longest = data.longest if data is not None and data.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
     placed, placement, device = _place(config, named, found, environ, ask)
-    memory = resolved = None
+    memory = resolved = speed = None
     choices: list[StrategyChoice] = []
     if model is not None and device is not None and placement is not None:
         try:
@@ -168,6 +172,7 @@ def make_plan(
         if data is not None and report is not None:
             rows = Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
         memory = plan_memory(config, resolved, model.shape, device, rows, found)
+        speed = _speed(config, resolved, model.shape.blueprint, device, rows, data)
     return Plan(
         found.problems,
         found.warnings,
@@ -178,7 +183,29 @@ def make_plan(
         next(iter(choices), None),
         placed,
         memory,
+        speed,
     )
+
+
+def _speed(
+    config: Config, resolved: Resolved, blueprint: Blueprint, device: Device, rows: Rows, data: DataPlan | None
+) -> SpeedPlan | None:
+    gpu = GPUS.get(device.name)
+    if gpu is None or gpu.tflops is None or config.parallel.cpu_offload or config.train.activation_offload:
+        # With offloading the way to the CPU decides.
+        return None
+    found = plan_speed(
+        blueprint,
+        rows.lengths or [config.data.max_length],
+        learned=rows.learned,
+        checkpointing=config.train.gradient_checkpointing == "full",
+        tflops=gpu.tflops,
+        workers=resolved.world_size,
+    )
+    if data is None or not data.complete:
+        return found
+    seconds = data.seen_tokens / found.tokens_per_s
+    return replace(found, seconds=seconds, step_seconds=seconds / max(1, data.steps))
 
 
 def _note_problems(

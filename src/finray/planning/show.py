@@ -11,6 +11,7 @@ from rich.table import Table
 
 from finray.config.redact import redact_text
 from finray.errors import FinrayError
+from finray.planning.flops import UTILISATION, rounded
 from finray.tracking.console import duration
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         each = f"{'1 GPU and ' if place.use_gpu else ''}{_several(place.cpus_per_worker, 'CPU')} each"
         cluster = f"{_several(place.nodes, 'node')}, {place.cpus} CPUs, {place.gpus} GPUs"
         yield "placement", f"{_several(place.workers, 'worker')} with {each} on {place.cluster} ({cluster})"
+    elif resolved is not None and result.memory is not None:
+        yield "placement", f"{_several(resolved.world_size, 'worker')} with a {result.memory.device} each, not here"
     if result.memory is not None:
         memory = result.memory
         needed = (
@@ -104,6 +107,17 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
             "" if memory.available is None else f": {verdict} into {memory.available / _GIB:.1f} GiB ({memory.device})"
         )
         yield "memory", needed + room
+        if memory.offloaded:
+            yield "", f"and {memory.offloaded / _GIB:.1f} GiB of CPU memory for what each worker offloads"
+        if memory.faster:
+            yield "", f"probably faster, and fits: {' '.join(memory.faster)}"
+    if result.speed is not None:
+        speed = result.speed
+        took = ""
+        if speed.seconds is not None and speed.step_seconds is not None:
+            took = f": a step in {speed.step_seconds:.2g} s, all of them in {duration(speed.seconds)}"
+        rate = f"about {rounded(speed.tokens_per_s):,} tokens/s"
+        yield "speed", f"{rate}, computed at {UTILISATION:.0%} of the data sheet's rate{took}"
 
 
 def _several(count: int, noun: str) -> str:

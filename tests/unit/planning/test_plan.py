@@ -130,6 +130,21 @@ def test_a_gpu_that_is_too_small_and_the_smallest_change(plan: Planner, monkeypa
     assert changed.starts, texts(changed)
 
 
+def test_the_speed_on_a_gpu_is_its_share_of_the_data_sheet(plan: Planner) -> None:
+    report = report_of(lengths=[60] * 200, longest=60, tokens=12_000)
+    found = plan(report, gpu="h100-80gb", cluster={"num_workers": 2})
+    assert found.speed is not None
+    assert found.data is not None
+    assert found.model is not None
+    # Six operations a weight and token, four where it is frozen: the tiny model's attention and head add some.
+    operations = 2 * 0.4 * 989e12 / found.speed.tokens_per_s
+    assert 4 * 0.5 * found.model.parameters < operations < 6 * 1.5 * found.model.parameters
+    assert found.speed.seconds == pytest.approx(found.data.seen_tokens / found.speed.tokens_per_s)
+    assert found.speed.step_seconds == pytest.approx(found.speed.seconds / found.data.steps)
+    # Of this machine's CPUs no rate is known.
+    assert plan(report).speed is None
+
+
 def small(memory: int) -> Any:
     from finray.planning.placement import Gpu
 
