@@ -135,12 +135,12 @@ def require_alive(address: str, *, where: str) -> None:
     try:
         known = address.removeprefix("ray://") if client else canonicalize_bootstrap_address(address)
     except (OSError, ValueError) as error:
-        raise _unreachable(str(error), where=where) from None
+        raise _unreachable(str(error).partition(". ")[0], where=where) from None
     if known is None:
-        raise _unreachable("no Ray has been started on this machine", where=where)
-    tried = known if known == address else f"{known}, which `{address}` stands for,"
+        # `local`: Ray starts one.
+        return
     if (refusal := watch.refusal(known, timeout=_CONNECT_S)) is not None:
-        raise _unreachable(f"nobody answers at {tried} ({refusal})", where=where)
+        raise _unreachable(f"nobody answers at {known}: {refusal}", where=where)
     if client:
         return
     import grpc
@@ -152,12 +152,16 @@ def require_alive(address: str, *, where: str) -> None:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         service.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_ANSWER_S)
     except grpc.RpcError as error:
-        # One that asks for a token is alive; Ray says what is missing.
-        if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-            raise _unreachable(
-                f"whoever listens at {tried} does not answer as Ray's head process does ({error.code().name.lower()})",
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise ClusterError(
+                f"the cluster at {known} asks for a token, and has not been given its own",
                 where=where,
+                repair="set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the token of its nodes",
             ) from None
+        raise _unreachable(
+            f"whoever listens at {known} does not answer as Ray's head process does ({error.code().name.lower()})",
+            where=where,
+        ) from None
     finally:
         channel.close()
 
