@@ -217,6 +217,9 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
     """
     started = time.perf_counter()
     is_own = clusters.starts_one(config.cluster)
+    address = clusters.address_of(config.cluster)
+    if is_own or address is not None:
+        handle(Note("starting Ray on this machine" if is_own else f"joining the Ray cluster at {address}"))
     with clusters.connected(config.cluster) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         placement = place(config.cluster, nodes)
@@ -330,11 +333,19 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
         )
         handle(Note(f"starting {watch.workers}"))
         with listener:
-            try:
-                outcome: Outcome = trainer.fit().return_value
-            except (TrainingFailedError, RayError) as error:
-                watch.end_if_due()
-                raise _explain(error, run) from None
+            outcome: Outcome | None = None
+            restarts_left = config.cluster.max_failures
+            while outcome is None:
+                try:
+                    outcome = trainer.fit().return_value
+                except (TrainingFailedError, RayError) as error:
+                    watch.end_if_due()
+                    reason = _explain(error, run)
+                    # Ray Train restarts workers, and nobody its controller, which may have been ended beside them.
+                    if isinstance(error, TrainingFailedError) or not restarts_left:
+                        raise reason from None
+                    restarts_left -= 1
+                    handle(Note(f"{reason.message}; starting again", level="warning"))
         if outcome.failure is not None:
             raise from_dict(outcome.failure)
         if outcome.summary is None:
@@ -371,14 +382,17 @@ def finish(
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:
     """The cause of a failed run: finray's own error where there is one, else the first worker's."""
-    failures = list(getattr(error, "worker_failures", {}).values()) or [error]
-    for failure in failures:
+    worker_failures = list(getattr(error, "worker_failures", {}).values()) or [error]
+    for failure in worker_failures:
         for cause in (failure, getattr(failure, "_original_exception", None), failure.__cause__):
             if isinstance(cause, FinrayError):
                 return cause
-    lines = [line for line in str(failures[0]).strip().splitlines() if line.strip()]
+    for failure in worker_failures:
+        # What the others say is that one is gone.
+        if (lost := failures.lost_process(str(failure))) is not None:
+            return TrainingError(lost[0], where=str(run.path), repair=lost[1])
     return TrainingError(
-        f"the workers failed: {lines[-1].strip() if lines else type(failures[0]).__name__}",
+        f"the workers failed: {failures.last_line(str(worker_failures[0])) or type(worker_failures[0]).__name__}",
         where=str(run.path),
         repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on from the last checkpoint",
     )

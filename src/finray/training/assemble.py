@@ -92,6 +92,8 @@ def assemble(
         if first:
             notify(Note(message, step, "warning"))
 
+    if first:
+        notify(Note(f"loading {config.model.name}"))
     fence = Fence(run_dir)
     if first:
         fence.take()
