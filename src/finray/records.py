@@ -48,6 +48,7 @@ class RunHeader:
         global_batch_size: packs (or rows) per optimizer step.
         micro_batch_size: packs (or rows) per forward pass.
         accumulation: forward passes per optimizer step and worker.
+        method: what is trained how, in words: adapter, optimizer, learning rate, strategy.
     """
 
     step: int
@@ -69,6 +70,7 @@ class RunHeader:
     global_batch_size: int
     micro_batch_size: int
     accumulation: int
+    method: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,7 @@ def header_lines(header: RunHeader) -> list[str]:
     lines = [
         f"model      {header.model}  {header.parameters / 1e6:,.1f} M parameters, "
         f"{header.trainable / 1e6:,.2f} M trained ({header.trainable / header.parameters:.2%}), {header.precision}",
+        *([f"method     {header.method}"] if header.method else []),
         f"data       {header.rows:,} rows, {header.tokens:,} tokens ({header.supervised / header.tokens:.0%} learned)"
         + (f" in {header.packs:,} packs ({header.fill:.1%} full)" if header.packing else "")
         + (f"; {header.eval_rows:,} rows held out" if header.eval_rows else ""),

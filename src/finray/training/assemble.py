@@ -346,4 +346,17 @@ def _header(
         global_batch_size=loader.global_batch_size,
         micro_batch_size=loader.micro_batch_size,
         accumulation=-(-micro_batches // strategy.world_size),
+        method=method_of(config, resolved),
     )
+
+
+def method_of(config: Config, resolved: Resolved) -> str:
+    """What is trained how, in a line."""
+    adapter, train = config.adapter, config.train
+    what = "all weights"
+    if adapter.method != "none":
+        targets = adapter.target_modules
+        of = targets if isinstance(targets, str) else ", ".join(targets)
+        what = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
+    base = f", base in {resolved.bits} bits" if resolved.bits else ""
+    return f"{what}{base}; {train.optimizer}, {train.schedule} from {train.learning_rate:g}; {resolved.strategy}"
