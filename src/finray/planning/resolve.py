@@ -73,6 +73,12 @@ def resolve(
             bits = before.bits
         else:
             bits = 8 if device.kind == "cuda" and placement.num_workers == 1 else None
+            if bits is not None and find_spec("bitsandbytes") is None:
+                raise ConfigError(
+                    "on a single GPU `auto` is 8bit, which needs the package bitsandbytes, and that is not installed",
+                    where="model.quantization=auto",
+                    repair="pip install 'finray[quantization]', or set model.quantization to none",
+                )
     packs = packing is None or packing.safe
     if before is not None and before.packs and packing is not None and not packing.safe:
         raise _lost("packed rows", "model.name", packing.warning)

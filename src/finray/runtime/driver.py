@@ -21,6 +21,7 @@ from rich.table import Table
 
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, open_run, saved_config
+from finray.config.environment import secrets_of
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -313,6 +314,7 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
             run_dir=str(run.path),
             threads=placement.cpus_per_worker,
             listener=listener.address,
+            secrets=secrets_of(),
         )
         trainer = Trainer(
             train_worker,

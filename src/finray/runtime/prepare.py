@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from finray.config.environment import accept, secrets_of
 from finray.config.load import build_config
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.schema import Config
@@ -154,7 +155,7 @@ def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], h
         while not preparation.wait(0 if tasks else _POLL_S, handle=handle):
             if write is None and _is_worth_help(preparation):
                 workers = _workers(ray, preparation.config)
-                work = ray.put((preparation.config.plain(), preparation.scratch))
+                work = ray.put((preparation.config.plain(), preparation.scratch, secrets_of()))
                 # A converter of the user's may want a model.
                 own = {_TOKENISES_ONLY: "0" if preparation.config.data.converter else "1"}
                 options = {"num_cpus": 1, "runtime_env": {"env_vars": {**env, **own}}}
@@ -235,7 +236,8 @@ def _writer(reference: Any) -> PartWriter:
     """The tokenizer, loaded once in each process."""
     import ray
 
-    plain, root = ray.get(reference)
+    plain, root, secrets = ray.get(reference)
+    accept(secrets)
     config = build_config(plain, source="driver")
     settings = Settings.of(config)
     with without_torch() if os.environ.get(_TOKENISES_ONLY) == "1" else nullcontext():

@@ -7,11 +7,12 @@ import os
 import socket
 import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.errors import CheckpointError, FinrayError, TrainingError
@@ -34,6 +35,7 @@ class WorkerSpec:
         run_dir: the run directory.
         threads: of this worker.
         listener: where the driver takes records.
+        secrets: of the user, for the worker's environment.
     """
 
     config: dict[str, Any]
@@ -42,6 +44,7 @@ class WorkerSpec:
     run_dir: str
     threads: int
     listener: Address
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     from finray.training.assemble import assemble
 
     spec = payload["spec"]
+    accept(spec.secrets)
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
