@@ -87,7 +87,7 @@ def plan_memory(
     changes: tuple[str, ...] = ()
     faster: tuple[str, ...] = ()
     if device.kind == "cuda" and device.memory is not None and fits(now):
-        faster = fastest(now, fits, share=-(-config.train.global_batch_size // resolved.world_size)).overrides_from(now)
+        faster = fastest(now, fits, share=-(-resolved.global_batch_size // resolved.world_size)).overrides_from(now)
     if device.memory is not None and not fits(now):
         others = _others(config, resolved, device)
         better = smallest_change(now, fits, longest=rows.longest, others=others)
@@ -185,13 +185,13 @@ def _peaks(
 
     @cache
     def workload(micro_batch_size: int, max_length: int, workers: int) -> Workload:
-        per_step = -(-config.train.global_batch_size // micro_batch_size)
+        per_step = -(-resolved.global_batch_size // micro_batch_size)
         per_worker = -(-per_step // workers)
         return largest_workload(
             rows.lengths,
             max_length=max_length,
             packing=config.data.packing and resolved.packs,
-            micro_batch_size=min(micro_batch_size, config.train.global_batch_size) if resolved.packs else 1,
+            micro_batch_size=min(micro_batch_size, resolved.global_batch_size) if resolved.packs else 1,
             learned=rows.learned,
             micro_batches=(rows.steps or 1) * per_worker,
             accumulates=per_worker > 1 or not resolved.packs,

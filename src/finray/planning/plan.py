@@ -41,6 +41,7 @@ from finray.planning.resolve import resolve
 from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
 from finray.planning.show import show_plan
+from finray.planning.steps import batch_and_epochs, step_note, step_warnings
 from finray.planning.strategy import StrategyChoice
 from finray.results import Result
 
@@ -63,6 +64,7 @@ class DataPlan:
     longest: int  # tokens of the longest row
     complete: bool  # whether all of it was read; else all numbers are of the part that was
     notes: tuple[str, ...]  # how it was read
+    global_batch_size: int  # packs (or rows) per optimizer step
     steps: int
     epochs: float
     seen_tokens: int  # in the whole run
@@ -163,7 +165,13 @@ def make_plan(
     if model is not None and device is not None and placement is not None:
         try:
             resolved = resolve(
-                config, placement, device, packing=model.packing, shape=model.shape, chose=choices.append
+                config,
+                placement,
+                device,
+                packing=model.packing,
+                shape=model.shape,
+                packs=_packs(report),
+                chose=choices.append,
             )
         except FinrayError as error:
             found.problem(error)
@@ -223,31 +231,25 @@ def _note_problems(
             found.problem(one)
 
 
+def _packs(report: DataReport | None) -> int | None:
+    """All packs that there are; None where that is not known."""
+    return report.packs if report is not None and report.complete and not report.problems else None
+
+
 def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
     for text in report.warnings:
         found.warn(text, "data")
     train = config.train
-    steps, items = total_steps(
-        max(1, report.packs), epochs=train.epochs, max_steps=train.max_steps, global_batch_size=train.global_batch_size
-    )
-    passes = (items or steps * train.global_batch_size) / max(1, report.packs)
-    unit = "packs" if config.data.packing else "rows"
-    if report.complete and train.global_batch_size > report.packs:
-        found.warn(
-            f"a step takes {train.global_batch_size} {unit} and there are {report.packs}: it sees some of them again",
-            "train.global_batch_size",
-        )
-    shares = -(-train.global_batch_size // train.micro_batch_size)
-    if shares < config.cluster.num_workers:
-        found.warn(
-            f"a step has {shares} micro-batches for {config.cluster.num_workers} workers: the rest do nothing",
-            "train.global_batch_size",
-            f"train.global_batch_size={config.cluster.num_workers * train.micro_batch_size} or more",
-        )
+    size, epochs = batch_and_epochs(train, packs=_packs(report))
+    steps, items = total_steps(max(1, report.packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
+    passes = (items or steps * size) / max(1, report.packs)
+    for warning in step_warnings(config, size, steps=steps, packs=_packs(report)):
+        found.warn(*warning)
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     return DataPlan(
         **{name: getattr(report, name) for name in same},
-        notes=(*report.notes, *train.replaced),
+        notes=(*report.notes, *train.replaced, *filter(None, [step_note(train, size, epochs)])),
+        global_batch_size=size,
         steps=steps,
         epochs=passes,
         seen_tokens=round(passes * report.tokens),

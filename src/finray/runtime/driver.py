@@ -22,16 +22,20 @@ from rich.table import Table
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, open_run, saved_config
 from finray.config.environment import secrets_of
+from finray.config.identity import settled
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.config.tasks import SPECS, task_spec
 from finray.data.dataset.prepare import Preparation, start_preparation
+from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import preparation_report
+from finray.data.sampling.order import total_steps
 from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
+from finray.planning.steps import batch_and_epochs, count_packs, step_note, step_warnings
 from finray.records import Note, Record, RunSummary
 from finray.results import Result
 from finray.runtime import cluster as clusters
@@ -61,7 +65,7 @@ class Connected:
         ray: the module, connected.
         is_own: it was started on this machine for the run, and ends with it.
         placement: of the workers.
-        resolved: what every ``auto`` of the config comes to there.
+        resolved: what every ``auto`` of the config comes to there, but for what the data decide.
         env: environment variables of whoever works for the run.
         worker_env: those of the training workers.
         started: ``time.perf_counter()`` before it was connected.
@@ -211,7 +215,7 @@ def _saying_what_is_saved(run: RunDir) -> Iterator[None]:
 
 @contextmanager
 def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
-    """Connect to Ray, see that the workers can be placed, and decide what the config leaves open; the run keeps that.
+    """Connect to Ray, see that the workers can be placed, and decide what the config leaves open, but for steps.
 
     Raises:
         FinrayError: the cluster cannot be reached, or what is asked for cannot be had there.
@@ -241,7 +245,6 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             before=run.resolved(),
             chose=lambda choice: handle(Note(choice.note)),
         )
-        run.keep_resolved(resolved)
         seconds = time.perf_counter() - started
         yield Connected(ray, is_own, placement, resolved, env, worker_env, started, seconds)
 
@@ -278,7 +281,7 @@ def prepare(connected: Connected, preparation: Preparation, handle: Handle) -> P
 
 
 def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, handle: Handle) -> Fitted:
-    """Train under Ray Train, from the run's newest checkpoint if there is one.
+    """Decide how large a step is, and train under Ray Train, from the run's newest checkpoint if there is one.
 
     Raises:
         FinrayError: the training failed, and another attempt would fail alike.
@@ -292,6 +295,8 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
 
     started = time.perf_counter()
     placement = connected.placement
+    resolved = settle(connected.resolved, prepared, config, run, handle)
+    run.keep_resolved(resolved)
     # No other run's begins alike, also where many are at work in this process.
     group = f"finray {run.path.name} {uuid4().hex[:8]}"
     with deferred() as pending:
@@ -308,8 +313,8 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
         listener = Listener("127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address(), watch.heard)
         watch.stop = listener.stop
         spec = WorkerSpec(
-            config=config.plain(),
-            resolved=connected.resolved,
+            config=settled(config, resolved).plain(),
+            resolved=resolved,
             prepared=prepared.location,
             run_dir=str(run.path),
             threads=placement.cpus_per_worker,
@@ -354,6 +359,25 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
             watch.end()
     assert outcome.summary is not None
     return Fitted(outcome.summary, time.perf_counter() - started)
+
+
+def settle(resolved: Resolved, prepared: Prepared, config: Config, run: RunDir, handle: Handle) -> Resolved:
+    """Decide what the prepared data decide: the size of a step, and epochs; say so, and what is odd about it.
+
+    Raises:
+        DataError: the data are damaged, or too few to hold some out.
+    """
+    train = config.train
+    dataset = PreparedDataset(prepared.location, local_dir=local_dir_of(config))
+    packs = count_packs(config, dataset.splits(config.data, seed=config.run.seed).train.lengths)
+    before = run.resolved()
+    size, epochs = batch_and_epochs(train, packs=packs, before=before)
+    steps, _ = total_steps(max(1, packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
+    if before is None and (note := step_note(train, size, epochs)) is not None:
+        handle(Note(note))
+    for message, where, repair in step_warnings(config, size, steps=steps, packs=packs):
+        handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
+    return replace(resolved, global_batch_size=size, epochs=epochs)
 
 
 def finish(

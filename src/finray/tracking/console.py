@@ -152,6 +152,11 @@ class RunView:
             self._progress.log(record)
 
 
+def several(count: float, noun: str) -> str:
+    """A number of things: ``1 step``, ``2 steps``."""
+    return f"{count:,.12g} {noun}{'' if count == 1 else 's'}"
+
+
 def header_lines(header: RunHeader) -> list[str]:
     """The run header: model, trainable share, data, placement, effective batch, and where the run stands."""
     lines = [
@@ -160,11 +165,14 @@ def header_lines(header: RunHeader) -> list[str]:
         *([f"method     {header.method}"] if header.method else []),
         f"data       {header.rows:,} rows, {header.tokens:,} tokens ({header.supervised / header.tokens:.0%} learned)"
         + (f" in {header.packs:,} packs ({header.fill:.1%} full)" if header.packing else "")
-        + (f"; {header.eval_rows:,} rows held out" if header.eval_rows else ""),
+        + (f"; {header.held_out:,} rows held out" if header.held_out else "")
+        + (f", {header.eval_rows:,} of them evaluated" if header.eval_rows < header.held_out else ""),
         f"placement  {header.world_size} x {header.device}"
         + (f", {header.threads} thread{'s' if header.threads > 1 else ''} each" if header.device == "CPU" else ""),
-        f"batch      {header.global_batch_size} {'packs' if header.packing else 'rows'} = {header.world_size} workers "
-        f"x {header.micro_batch_size} micro-batch x {header.accumulation} accumulation",
+        f"batch      {several(header.global_batch_size, 'pack' if header.packing else 'row')} = "
+        f"{several(header.world_size, 'worker')} x {header.micro_batch_size} micro-batch x {header.accumulation} "
+        "accumulation",
+        f"run        {several(header.total_steps, 'step')}, {several(round(header.epochs, 2), 'epoch')}",
     ]
     if header.step:
         lines.append(f"resuming   at step {header.step} of {header.total_steps}")

@@ -235,7 +235,7 @@ def _data(
     rows, held_out = splits.train, splits.eval
     plan = (plan_packs if data.packing else one_row_each)(rows.lengths, data.max_length)
     steps, total = total_steps(
-        len(plan), epochs=train.epochs, max_steps=train.max_steps, global_batch_size=train.global_batch_size
+        len(plan), epochs=resolved.epochs, max_steps=train.max_steps, global_batch_size=resolved.global_batch_size
     )
     loader = StepLoader(
         rows,
@@ -243,7 +243,7 @@ def _data(
         Order(len(plan), seed=config.run.seed, total=total),
         collate=partial(task.collate, rows),
         weight=task.weight(rows),
-        global_batch_size=train.global_batch_size,
+        global_batch_size=resolved.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         rows_apart=not resolved.packs,
         pin=strategy.device.type == "cuda",
@@ -259,6 +259,7 @@ def _data(
         plan=(plan_packs if resolved.packs else one_row_each)(lengths, data.max_length),
         collate=partial(task.collate, held_out),
         rows=len(lengths),
+        held_out=len(held_out),
         weight=int(task.weight(held_out)[: len(lengths)].sum()),
         rank=strategy.rank,
         world_size=strategy.world_size,
@@ -337,6 +338,8 @@ def _header(
         tokens=int(loader.split.lengths.sum()),
         supervised=int(loader.weight.sum()),
         eval_rows=0 if evaluation is None else evaluation.rows,
+        held_out=0 if evaluation is None else evaluation.held_out,
+        epochs=(loader.order.total or steps["total_steps"] * loader.global_batch_size) / len(loader.plan),
         packing=config.data.packing,
         packs=len(loader.plan),
         fill=loader.plan.fill,

@@ -249,3 +249,21 @@ def test_max_steps_takes_the_place_of_epochs_and_the_plan_says_so(plan: Planner)
     assert found.data is not None
     assert found.data.steps == 7
     assert "train.max_steps=7 takes the place of train.epochs=3" in found.data.notes
+
+
+def test_a_plan_of_little_data_names_the_step_and_epochs_that_finray_chooses(plan: Planner) -> None:
+    left_open = {"max_steps": None, "global_batch_size": "auto"}
+    found = plan(report_of(packs=5), train=left_open)
+    assert found.data is not None
+    assert found.resolved is not None
+    assert (found.data.global_batch_size, found.data.steps, found.data.epochs) == (1, 15, 3.0)
+    assert (found.resolved.global_batch_size, found.resolved.epochs) == (1, 3.0)
+    assert any("train.global_batch_size=1 and train.epochs=3" in note for note in found.data.notes)
+    assert not found.warnings
+    # Of data that were read in part, nothing is known of their number.
+    partly = plan(report_of(packs=5, complete=False), train=left_open)
+    assert partly.data is not None
+    assert partly.data.global_batch_size == 8
+    named = plan(report_of(packs=5), train={"max_steps": None, "epochs": 1, "global_batch_size": 8})
+    assert "the run is a single step" in named.warnings[0].message
+    assert named.warnings[0].repair
