@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from finray.records import EvalRecord, Note, PrepareProgress, Record, RunHeader, TrainRecord
 
 PLAIN_EVERY_S = 2.0
+# Steps of a run whose lines stay on a terminal.
+_KEPT = 20
 
 
 class _View:
@@ -75,6 +77,9 @@ class ConsoleTracker(_View):
         done = record.step - self._first[0]
         left = duration((self._total - record.step) * (now - self._first[1]) / done) if done else "--"
         line = describe(record)
+        if self._progress is not None and record.step * _KEPT // self._total > (record.step - 1) * _KEPT // self._total:
+            # The bar shows the last step alone; these stay above it.
+            self._console.print(f"{at}  {line}", highlight=False)
         self._show(record.step, line, now, f"{at}  {line}  eta {left}")
 
 
