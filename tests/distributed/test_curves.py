@@ -1,4 +1,8 @@
-"""Every strategy gives the curve of one process: 30 steps with accumulation, clipping, and a last batch of one row."""
+"""Every strategy gives the curve of one process: 30 steps with accumulation, clipping, and a last batch of one row.
+
+Dropout, LoRA+, weight decay and Adam's numbers are no defaults: a strategy that drives the optimizer itself could
+forget them. `tests/training/test_against_plain.py` holds the one process to a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,7 @@ CASES += [(trained, f"zero{stage}") for trained in ("dora", "pissa") for stage i
 CASES += [("4bit", "zero1"), ("4bit", "zero2")]
 STEPS = 30
 NORM = 0.8
+ADAM = {"weight_decay": 0.2, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-3}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +43,18 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_run: Callable[..., Plain
     folder = tmp_path_factory.mktemp("runs")
     # 88 rows in 30 steps.
     short = {"max_steps": None, "epochs": 2, "global_batch_size": 3, "micro_batch_size": 1, "max_grad_norm": NORM}
-    lora = tiny_run({"train": short, "data.packing": False, "checkpoint.every_steps": 100}, rows=44)
+    adapter = {"dropout": 0.2, "lora_plus_ratio": 3.0}
+    changes = {"train": {**short, **ADAM}, "adapter": adapter, "data.packing": False, "checkpoint.every_steps": 100}
+    lora = tiny_run(changes, rows=44)
     plain = {trained: changed(lora, changes) for trained, changes in TRAINED.items()}
     # As it would be without clipping, or with a step of another size: the comparison must see it.
-    unlike = {"unclipped": {"train.max_grad_norm": None}, "larger": {"train.global_batch_size": 4}}
+    unlike = {
+        "unclipped": {"train.max_grad_norm": None},
+        "larger": {"train.global_batch_size": 4},
+        "one rate": {"adapter.lora_plus_ratio": 1.0},
+        "other masks": {"adapter.dropout": 0.21},
+        "undecayed": {"train.weight_decay": 0.0},
+    }
     for name, one in (plain | {name: changed(lora, changes) for name, changes in unlike.items()}).items():
         runs.run_alone(one, folder / name)
     jobs = [
@@ -62,6 +75,6 @@ def test_the_curve_is_that_of_one_process(done: Path, trained: str, strategy: st
     assert runs.values(one, "loss")[-2] < runs.values(one, "loss")[0]
 
 
-@pytest.mark.parametrize("unlike", ["unclipped", "larger"])
+@pytest.mark.parametrize("unlike", ["unclipped", "larger", "one rate", "other masks", "undecayed"])
 def test_the_comparison_sees_another_arithmetic(done: Path, unlike: str) -> None:
     assert runs.values(done / unlike, "loss")[5:20] != pytest.approx(runs.values(done / "lora", "loss")[5:20], rel=1e-4)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -89,6 +90,23 @@ def save_model(family: str, folder: Path, tokenizer: Any, **overrides: Any) -> N
     """Write a tiny model and its tokenizer."""
     build_model(family, **overrides).save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
+
+
+def in_hub_cache(cache: Path, tokenizer: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The model ``org/tiny`` of the Hub as it is in the cache: by branch (``main``, ``v1``), each with weights of its
+    own, and a chat template that begins with the name of the branch."""
+    place = cache / "models--org--tiny"
+    (place / "refs").mkdir(parents=True)
+    models = {}
+    for number, branch in enumerate(("main", "v1")):
+        snapshot = place / "snapshots" / (str(number) * 40)
+        models[branch] = build_model("llama", seed=number)
+        models[branch].save_pretrained(str(snapshot))
+        tokenizer.save_pretrained(str(snapshot))
+        (snapshot / "chat_template.jinja").write_text(branch + CHATML, encoding="utf-8")
+        (place / "refs" / branch).write_text(str(number) * 40, encoding="utf-8")
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    return models
 
 
 def chat_rows(count: int, *, start: int = 0) -> list[dict[str, Any]]:

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finray.models import blocks, liger
+from finray.models.artifacts import load_artifact, read_artifact
 from finray.training import assemble as assembly
 from finray.training.assemble import Assembled
-from tests.support import runs
+from tests.support import runs, tiny
 from tests.support.runs import Plain, changed
 
 
@@ -94,17 +96,19 @@ def test_checkpointing_works_again_what_it_says(plain: Plain, tmp_path: Path) ->
     assert products["selective"] == products["none"] < products["full"]
 
 
+@pytest.mark.parametrize("method", ["lora", "none"])
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_products_are_worked_out_and_frozen_weights_kept_in_the_precision(
-    plain: Plain, tmp_path: Path, precision: str, dtype: torch.dtype
+    plain: Plain, tmp_path: Path, precision: str, dtype: torch.dtype, method: str
 ) -> None:
-    found = runs.assemble_alone(changed(plain, {"train.precision": precision}), tmp_path)
+    settings = changed(plain, {"train.precision": precision, "adapter.method": method})
+    found = runs.assemble_alone(settings, tmp_path)
     stored = {one.requires_grad: set[torch.dtype]() for one in found.loop.task.model.parameters()}
     for one in found.loop.task.model.parameters():
         stored[one.requires_grad].add(one.dtype)
-    assert stored == {False: {dtype}, True: {torch.float32}}
+    assert stored == ({False: {dtype}} if method == "lora" else {}) | {True: {torch.float32}}
     assert dtype in (seen := steps_of(found)).dtypes
     # fp32 only where the logits become a loss, if anywhere.
     assert seen.dtypes <= {dtype, torch.float32}
@@ -195,3 +199,24 @@ def test_speed_is_tokens_by_the_clock(plain: Plain, tmp_path: Path) -> None:
     assert again.loop.state.seconds == records[1]["seconds"]
     again.loop.trackers.finish()
     assert math.isclose(again.loop.state.tokens, records[1]["tokens"])
+
+
+def test_a_revision_of_the_hub_goes_from_the_config_to_whoever_loads_the_adapter(
+    plain: Plain, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the weights of another branch an adapter is noise, and nobody would say so."""
+    branches = tiny.in_hub_cache(tmp_path / "hub", tokenizer, monkeypatch)
+    found = runs.run_alone(changed(plain, {"model": {"name": "org/tiny", "revision": "v1"}}), tmp_path / "run")
+    folder, tokens = tmp_path / "run" / "checkpoint-000002", torch.arange(3, 30)[None]
+    adapted = PeftModel.from_pretrained(branches["v1"], str(folder)).eval()
+    with torch.no_grad():
+        expected = adapted(input_ids=tokens).logits
+        by_peft = AutoPeftModelForCausalLM.from_pretrained(str(folder)).eval()
+        torch.testing.assert_close(by_peft(input_ids=tokens).logits, expected)
+        # With finray's notes beside it, and as PEFT alone writes it.
+        for notes in (True, False):
+            if not notes:
+                (folder / "finray.json").unlink()
+            again = load_artifact(read_artifact(folder), dtype=torch.float32)
+            torch.testing.assert_close(again(input_ids=tokens).logits, expected)
+    assert found.header.model == "org/tiny"

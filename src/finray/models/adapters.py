@@ -25,6 +25,7 @@ def add_lora(
     seed: int,
     new_tokens: tuple[int, ...] = (),
     task_type: str = CAUSAL_LM.peft_type,
+    revision: str | None = None,
 ) -> Any:
     """Wrap a model with an adapter; what it trains is fp32, and begins with values that follow from ``seed`` alone.
 
@@ -36,6 +37,7 @@ def add_lora(
         seed: of the first values.
         new_tokens: ids whose rows of the embedding, and of a head of its own, are trained too.
         task_type: PEFT's name of the task; the head of a classifier is trained and saved in full.
+        revision: of the base model, for whoever loads the saved adapter.
 
     Raises:
         ModelError: the target modules or ``modules_to_save`` match nothing (the message lists what there is), or
@@ -52,6 +54,7 @@ def add_lora(
             from peft.tuners.lora.layer import LoraLayer
 
             config = _lora_config(model, adapter, new_tokens, task_type)
+            config.revision = revision
             wrapped = get_peft_model(model, config)
             if adapter_method(adapter.method).is_pissa:
                 residual = copy.copy(config)

@@ -64,8 +64,10 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     notes_file = folder / NOTES
     notes: dict[str, Any] = json.loads(notes_file.read_text(encoding="utf-8")) if notes_file.is_file() else {}
     if (folder / SETTINGS).is_file():
-        named = json.loads((folder / SETTINGS).read_text(encoding="utf-8")).get("base_model_name_or_path")
-        name, revision = notes.get("base_model") or named, notes.get("revision")
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+        if "base_model" in notes:
+            name, revision = notes["base_model"], notes.get("revision")
         if base is not None:
             name, revision = base, None
         words = list(notes.get("new_tokens") or [])

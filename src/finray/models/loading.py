@@ -157,7 +157,12 @@ def build_model(
         if bits is not None:
             quantise_layers(loaded, bits, dtype=dtype, keep=adapter.modules_to_save)
         loaded = adapters.add_lora(
-            loaded, adapter, seed=seed, new_tokens=new_ids(model), task_type=task_spec(model.task).peft_type
+            loaded,
+            adapter,
+            seed=seed,
+            new_tokens=new_ids(model),
+            task_type=task_spec(model.task).peft_type,
+            revision=model.revision,
         )
         fused_lora.fuse(loaded)
     loaded.config.use_cache = False

@@ -90,19 +90,7 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(own: Path, o
 
 @pytest.fixture
 def hub(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A model of the Hub in the cache, by branch: its head has another value and its tokenizer another template."""
-    place = tmp_path / "hub" / "models--org--tiny"
-    (place / "refs").mkdir(parents=True)
-    models = {}
-    for number, branch in enumerate(("main", "v1")):
-        snapshot = place / "snapshots" / (str(number) * 40)
-        models[branch] = tiny.build_model("llama", seed=number)
-        models[branch].save_pretrained(str(snapshot))
-        tokenizer.save_pretrained(str(snapshot))
-        (snapshot / "chat_template.jinja").write_text(f"{branch}{{{{ messages }}}}")
-        (place / "refs" / branch).write_text(str(number) * 40)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return models
+    return tiny.in_hub_cache(tmp_path / "hub", tokenizer, monkeypatch)
 
 
 @pytest.mark.parametrize("revision", [None, "v1"])
@@ -143,9 +131,9 @@ BERT = {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder"
         ({"attention_bias": True}, r"random: model\.layers\.0\.self_attn\.k_proj\.bias"),
         (BERT, r"random: bert\."),
         ({"vocab_size": 300}, r"another shape .* lm_head\.weight \(\(384, 64\), not \(300, 64\)\)"),
-        ({"hidden_size": 0}, "hidden_size"),
-        ({"hidden_size": "many"}, "hidden_size"),
-        ({"hidden_size": -1}, "hidden_size"),
+        ({"hidden_size": 0}, "model.name="),
+        ({"hidden_size": "many"}, "cannot be loaded"),
+        ({"hidden_size": -1}, "cannot be loaded"),
         ({"hidden_size": 63}, "model.name="),
     ],
     ids=["layers", "biases", "another architecture", "vocabulary", "no size", "text", "negative", "odd"],
@@ -155,7 +143,7 @@ def test_weights_that_the_files_lack_are_an_error_that_names_them(
 ) -> None:
     with pytest.raises(ModelError, match=named) as caught:
         load_model(configure(folder, **changes), dtype=torch.float32)
-    assert str(folder) in str(caught.value)
+    assert f"model.name={folder}" in str(caught.value)
 
 
 def test_a_sharded_model_is_not_filled_up_at_random_either(folder: Path) -> None:
@@ -182,9 +170,8 @@ def test_layers_in_the_files_that_the_model_has_not_are_told(folder: Path) -> No
 @pytest.mark.parametrize("on_meta", [True, False])
 def test_a_config_json_that_is_none_is_one_message(folder: Path, content: bytes, on_meta: bool) -> None:
     (folder / "config.json").write_bytes(content)
-    with pytest.raises(ModelError, match=r"(cannot be loaded|config\.json: is not what belongs there)") as caught:
+    with pytest.raises(ModelError, match="cannot be loaded"):
         load_model(ModelConfig(name=str(folder)), dtype=torch.float32, on_meta=on_meta)
-    assert str(folder) in str(caught.value)
 
 
 def test_a_pickle_is_refused_in_one_message(folder: Path) -> None:

@@ -60,16 +60,12 @@ def test_four_bits_are_nf4_with_double_quantisation() -> None:
     assert torch.equal(layer.dequantize(), dequantize_4bit(content, state))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_eight_bits_are_int8_with_a_scale_for_each_row(dtype: torch.dtype) -> None:
-    """The largest of a row is 127; what lies halfway may go either way."""
+def test_eight_bits_are_int8_with_a_scale_for_each_row() -> None:
+    """The largest of a row is 127."""
     torch.manual_seed(0)
-    weight = (torch.randn(48, 64) * torch.logspace(-2, 1, 48)[:, None]).half().to(dtype)
-    scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
-    found = packed(weight, 8, dtype).dequantize().float()
-    exact = ((weight.float() / scale).round() * scale).to(dtype).float()
-    assert float((found == exact).float().mean()) > (0.998 if dtype is torch.bfloat16 else 0.0)
-    torch.testing.assert_close(found / scale, exact / scale, rtol=0.0, atol=1.001 if dtype is torch.bfloat16 else 1e-3)
+    weight = (torch.randn(48, 64) * torch.logspace(-2, 1, 48)[:, None]).half().float()
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    torch.testing.assert_close(packed(weight, 8, torch.float32).dequantize() / scale, (weight / scale).round())
 
 
 def storages(model: Any) -> int:
