@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tools.flops import Flops, flops_per_token
-
 from finray.config.load import build_config, preset_names, preset_text, read_preset
 from finray.config.schema import Config
 from finray.planning.blueprint import build_blueprint
+from finray.planning.flops import UTILISATION, Flops, flops_per_token, rounded
 from finray.planning.placement import GPUS as KINDS
 from finray.planning.plan import Plan, make_plan
 from finray.pretrained.bundled_configs import bundled_config
@@ -28,8 +27,7 @@ GPUS = {
     "rust-coder": "l4-24gb",
     "smollm2-lora": "l4-24gb",
 }
-# What the speeds assume: the share of the data sheet's rate that a step reaches, and the rows.
-UTILISATION = 0.4
+# Rows that the speeds assume.
 ROW = 512
 LEARNED = 0.5
 GIB = 2**30
@@ -81,7 +79,7 @@ def _lines(plans: Mapping[str, Plan]) -> Iterator[str]:
     for name, plan in plans.items():
         assert plan.model is not None, plan.problems
         assert plan.memory is not None, plan.problems
-        speed = _rounded(tokens_per_second(configs[name], GPUS[name], flops[name]))
+        speed = rounded(tokens_per_second(configs[name], GPUS[name], flops[name]))
         yield (
             f"| [`{name}`](#{name}) | {configs[name].cluster.num_workers} × {GPUS[name]} "
             f"| {plan.model.parameters / 1e6:,.0f} | {plan.model.trainable / 1e6:,.1f} "
@@ -100,12 +98,6 @@ def _lines(plans: Mapping[str, Plan]) -> Iterator[str]:
         for part, size in sorted(plan.memory.parts.items(), key=lambda item: -item[1]):
             yield f"| {part} | {size / GIB:.2f} |"
         yield ""
-
-
-def _rounded(value: float) -> int:
-    """Two digits: an estimate has no more."""
-    digits = max(0, len(str(int(value))) - 2)
-    return round(value / float(10**digits)) * int(10**digits)
 
 
 _HEAD = """# Presets

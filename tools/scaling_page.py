@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tools.flops import flops_per_token
 from tools.volumes import Machines, exchanges, seconds
 
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.planning.blueprint import Blueprint, ModelShape, model_shape
 from finray.planning.estimate import Setup, Workload, estimate
+from finray.planning.flops import UTILISATION, flops_per_token
 from finray.planning.placement import GPUS
 from finray.pretrained.bundled_configs import bundled_config
 
@@ -29,7 +29,6 @@ MARKS = ("<!-- tables: python -m tools.scaling_page --write -->", "<!-- end of t
 MODELS = {"8B": "meta-llama/Llama-3.1-8B-Instruct", "70B": "meta-llama/Llama-3.1-70B-Instruct"}
 GPU = GPUS["h100-80gb"]
 # The assumptions, all of them.
-UTILISATION = 0.4
 PRICE = 2.5
 TOKENS = 4096
 MICRO_BATCHES = 4

@@ -48,6 +48,9 @@ class RunHeader:
         global_batch_size: packs (or rows) per optimizer step.
         micro_batch_size: packs (or rows) per forward pass.
         accumulation: forward passes per optimizer step and worker.
+        method: what is trained how, in words: adapter, optimizer, learning rate, strategy.
+        epochs: passes over the data in the whole run.
+        held_out: rows for evaluation; ``eval_rows`` of them are evaluated.
     """
 
     step: int
@@ -69,6 +72,9 @@ class RunHeader:
     global_batch_size: int
     micro_batch_size: int
     accumulation: int
+    method: str = ""
+    epochs: float = 0.0
+    held_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)

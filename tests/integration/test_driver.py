@@ -15,7 +15,7 @@ import pytest
 from finray.checkpoint.rundir import open_run
 from finray.data.dataset.prepare import start_preparation
 from finray.errors import ConfigError
-from finray.records import Note, Record, TrainRecord
+from finray.records import Note, Record, RunHeader, TrainRecord
 from finray.runtime import driver
 from tests.support import runs, tiny
 
@@ -99,3 +99,26 @@ def test_a_finished_run_is_extended_by_the_same_command(tiny_run: Callable[..., 
     with pytest.raises(ConfigError, match="another configuration"):
         driver.train(runs.config_of(plain))
     assert (longer.run_dir / "summary.json").is_file()
+
+
+def test_little_data_makes_a_sensible_run_which_is_continued_alike(
+    tiny_run: Callable[..., runs.Plain], ray_cluster: str
+) -> None:
+    left_open = {"max_steps": None, "global_batch_size": "auto", "learning_rate": 0.001}
+    plain = tiny_run({"train": left_open, "data.max_length": 256}, rows=12)
+    said: list[Record] = []
+    done = driver.train(runs.config_of(plain), handle=said.append)
+    header = next(record for record in said if isinstance(record, RunHeader))
+    assert header.packs < 8
+    assert done.summary.step == 3 * header.packs
+    assert (header.global_batch_size, header.epochs) == (1, 3.0)
+    notes = [record.message for record in said if isinstance(record, Note)]
+    assert any("finray chose train.global_batch_size=1 and train.epochs=3" in note for note in notes)
+    kept = json.loads((done.run_dir / "resolved.json").read_text(encoding="utf-8"))
+    assert (kept["global_batch_size"], kept["epochs"]) == (1, 3.0)
+    longer = driver.train(runs.config_of(runs.changed(plain, {"train.epochs": 4})))
+    assert longer.summary.step == 4 * header.packs
+    named = runs.changed(plain, {"run.name": "named", "train.epochs": 1, "train.global_batch_size": 8})
+    driver.train(runs.config_of(named), handle=said.append)
+    warnings = [record.message for record in said if isinstance(record, Note) and record.level == "warning"]
+    assert any("the run is a single step" in warning and "auto" in warning for warning in warnings)

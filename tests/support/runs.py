@@ -6,10 +6,11 @@ import copy
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,12 @@ def records(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
 def values(run_dir: Path, key: str) -> list[Any]:
     """One field of every training record."""
     return [record[key] for record in records(run_dir)]
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, where the process is still there."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def read_workers(run_dir: Path) -> list[dict[str, Any]]:

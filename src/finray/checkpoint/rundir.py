@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 
 from finray.checkpoint import manifest
 from finray.checkpoint.store import CheckpointStore, replace_text
-from finray.config.identity import LENGTH, differences, length
+from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
 from finray.config.paths import run_path
 from finray.config.redact import redact
@@ -168,11 +168,12 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             os.replace(run.path, aside)
             say(f"the earlier run was moved to {aside}")
         before = _require_same_run(config, run)
+        chosen = run.resolved()
         found = {path: path.read_text("utf-8") for path in (run.config_file, run.summary_file) if path.is_file()}
         run.path.mkdir(exist_ok=True)
         run.keep_config(config)
-        if before is not None and length(before) != length(config):
-            (was, old), (now, new) = length(before), length(config)
+        (was, old), (now, new) = (length(settled(one or config, chosen)) for one in (before, config))
+        if (was, old) != (now, new):
             say(f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run goes on to there")
             # Without it the run is not finished.
             run.summary_file.unlink(missing_ok=True)
@@ -225,7 +226,8 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
     configuration it was started with.
     """
     if run.config_file.is_file():
-        before = saved_config(run)
+        chosen = run.resolved()
+        before, config = settled(saved_config(run), chosen), settled(config, chosen)
         problems = [f"{path}: was {old!r}, is now {new!r}" for path, old, new in differences(before, config)]
         (was, _), (now, steps) = length(before), length(config)
         if was != now == "train.max_steps" and run.summary_file.is_file():

@@ -190,9 +190,10 @@ def main() -> None:
             cause = cause.__cause__ or cause.__context__
         if stop.code != _INTERRUPTED or cause is None:
             raise
-        what = "; ".join([str(cause) or "interrupted", *getattr(cause, "__notes__", [])])
+        notes = getattr(cause, "__notes__", [])
+        what = "; ".join([str(cause) or "interrupted", *notes])
         command = redact_text(shlex.join(["finray", *sys.argv[1:]]))
-        text = f"{what}; the same command goes on: {command}"
+        text = f"{what}; the same command {'goes on' if notes else 'begins anew'}: {command}"
         errors.print(text, highlight=False, markup=False, soft_wrap=True)
         sys.exit(getattr(cause, "exit_code", _INTERRUPTED))
     except Exception as error:

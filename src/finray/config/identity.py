@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from finray.config.redact import MASK, redact
+from finray.config.resolved import Resolved
 from finray.config.schema import Config
 
 # Neither the order of the data nor the arithmetic depends on these fields (tested by
@@ -32,6 +33,20 @@ FREE = (
 
 # How long a run is. It may be made longer: the order of the data goes on without an end.
 LENGTH = ("train.epochs", "train.max_steps")
+
+
+def settled(config: Config, resolved: Resolved | None) -> Config:
+    """A config with what its run chose in the place of what it leaves to finray: the size of a step, and epochs.
+
+    Args:
+        resolved: what the run chose; None where it chose nothing yet.
+    """
+    changes: dict[str, float] = {}
+    if resolved is not None and config.train.global_batch_size == "auto":
+        changes["global_batch_size"] = resolved.global_batch_size
+    if resolved is not None and config.train.epochs is None and config.train.max_steps is None:
+        changes["epochs"] = resolved.epochs
+    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
 
 
 def length(config: Config) -> tuple[str, float]:

@@ -24,6 +24,8 @@ class Resolved:
         world_size: training workers.
         use_gpu: whether each worker has a GPU.
         liger: whether Liger's kernels are used.
+        global_batch_size: packs (or rows) per optimizer step.
+        epochs: passes over the data, where ``train.max_steps`` is not set.
     """
 
     precision: Precision
@@ -35,6 +37,9 @@ class Resolved:
     use_gpu: bool
     # Files of runs that are older than this field lack it.
     liger: bool = False
+    # What they were for such runs where their configs did not say.
+    global_batch_size: int = 8
+    epochs: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -411,14 +411,18 @@ class TrainConfig(Section):
     """Optimisation."""
 
     epochs: float | None = Field(
-        None, gt=0, description="Passes over the data. 1 if neither `epochs` nor `max_steps` is set."
+        None,
+        gt=0,
+        description="Passes over the data. null, where `max_steps` is not set either, is as many as make 100 steps, "
+        "from 1 to 3.",
     )
     max_steps: PositiveInt | None = Field(
         None, description="Number of optimizer steps. Where it is set, `epochs` is not used."
     )
-    global_batch_size: PositiveInt = Field(
-        8,
-        description="Packs (without packing: rows) per optimizer step, over all workers and accumulation steps.",
+    global_batch_size: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Packs (without packing: rows) per optimizer step, over all workers and accumulation steps. `auto` "
+        "is 8, and fewer where an epoch would have fewer than 32 steps.",
     )
     micro_batch_size: PositiveInt = Field(
         1,

@@ -67,6 +67,9 @@ class Setup:
     optimizer: str = "adamw"
     copies: bool = False  # whether checkpoints are copied in memory, to be written in the background
     read_bytes: int = 0  # of files whose weights are converted as they are read, so that both exist for a moment
+    optimizer_offload: bool = False  # whether a GPU's share of the optimizer is in CPU memory
+    weight_offload: bool = False  # and its share of the weights
+    activation_offload: bool = False  # and what layers keep for the backward pass
 
     @property
     def sharers(self) -> int:
@@ -102,6 +105,7 @@ class Estimate:
     parts: Mapping[str, int]
     phase: str
     phases: Mapping[str, int]
+    offloaded: int = 0  # bytes beside them in CPU memory, where the worker has a GPU
 
     @property
     def total(self) -> int:
@@ -112,13 +116,16 @@ class Estimate:
 def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Workload) -> Estimate:
     """The peak memory of a worker, by part."""
     full, on_cpu = blueprint.adapter == 0, setup.device == "cpu"
-    state = _state(blueprint, setup, work)
+    state, offloaded = _state(blueprint, setup, work)
     weights = {"gathered weights": gathered_bytes(blueprint, setup)}
     if setup.storage_bits and not full:
         # The largest packed weight is unpacked for its product (from 8 bits by way of fp32).
         largest = max((linear.weights for linear, _ in blueprint.linears), default=0)
         weights["unpacked weight"] = largest * (setup.element + (FP32 if setup.storage_bits == 8 else 0))
     gradients = gradient_bytes(blueprint, setup)
+    if setup.weight_offload or (setup.optimizer_offload and setup.strategy in ("zero2", "zero3")):
+        # They follow what they are for.
+        gradients, offloaded = 0.0, offloaded + gradients
     # The loss has a trained head's gradient before the backward pass: in fp32, and a chunk's product.
     head = (FP32 + (0 if setup.precision == "fp32" else setup.element)) * blueprint.head if full else 0
     # After the first micro-batch of a step there are gradients to add to.
@@ -127,9 +134,13 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
     picked = (layers.hidden + setup.element * blueprint.hidden) * work.targets
     kept = layers.outside(work.rows) + picked
     if setup.checkpointing == "none":
-        kept += layers.kept(work.rows)
+        by_layers = layers.kept(work.rows)
     else:
-        kept += layers.inputs(work.rows) + (layers.products(work.rows) if setup.checkpointing == "selective" else 0)
+        by_layers = layers.inputs(work.rows) + (layers.products(work.rows) if setup.checkpointing == "selective" else 0)
+    if setup.activation_offload:
+        offloaded += by_layers
+    else:
+        kept += by_layers
     working, cast, logits = layers.working(work.rows), cast_bytes(blueprint, setup), logit_bytes(blueprint, setup, work)
     # An embedding's gradient is a dense one of its own. One that is tied to the head ends up beside the head's, which
     # has waited for it, and beside the sum of earlier micro-batches.
@@ -173,11 +184,11 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
         whole["load"] = {**loaded, "model files": setup.read_bytes}
     totals = {name: sum(parts.values()) for name, parts in whole.items()}
     peak = max(totals, key=lambda name: totals[name])
-    return Estimate(whole[peak], peak, totals)
+    return Estimate(whole[peak], peak, totals, int(offloaded))
 
 
-def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, float]:
-    """What stays from step to step."""
+def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str, float], float]:
+    """What stays from step to step, and bytes of it that are offloaded."""
     trained, full = blueprint.trainable, blueprint.adapter == 0
     # The optimizer's state of all trained weights: see training/optim/.
     if setup.optimizer.endswith("8bit"):
@@ -211,7 +222,7 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
             # A worker's part of a checkpoint, as training/checkpointing.py copies it to CPU memory. The first worker
             # writes an adapter; all share in whole models, and in moments.
             copy = FP32 * (blueprint.adapter or blueprint.base / setup.workers) + moments / setup.workers
-    return {
+    state = {
         "process": process,
         "compiled kernels": kernels,
         "weights": weight_bytes(blueprint, setup),
@@ -219,6 +230,9 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> dict[str, floa
         "optimizer": (moments + masters) / (1 if setup.strategy == "ddp" else setup.sharers),
         "checkpoint copy": copy,
     }
+    moved = [*(["optimizer"] if setup.optimizer_offload else []), *(["weights", "adapter"] * setup.weight_offload)]
+    offloaded = sum(state[part] for part in moved)
+    return state | dict.fromkeys(moved, 0.0), offloaded
 
 
 def weight_bytes(blueprint: Blueprint, setup: Setup) -> float:
@@ -256,6 +270,8 @@ def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
         return 2 * FP32 * max(layer, blueprint.base - blueprint.layer * blueprint.layers if full else 0)
     # ZeRO-3 updates from a flat fp32 copy of a worker's gradients, of so many at a time.
     flat = FP32 * min(blueprint.trainable / setup.sharers, ZERO_GROUP) if setup.strategy == "zero3" else 0
+    if setup.optimizer_offload:
+        flat = 0
     if setup.workers == 1 or setup.strategy == "ddp":
         return flat
     return flat + setup.element * min(blueprint.trainable, ZERO_BUCKET)

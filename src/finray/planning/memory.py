@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -49,7 +51,9 @@ class MemoryPlan:
     tokens: int  # of the largest micro-batch
     available: int | None  # what a worker may have, where that is known
     fits: bool | None
+    offloaded: int = 0  # bytes that it needs in CPU memory beside that, where it has a GPU
     changes: tuple[str, ...] = ()  # where it does not fit, the smallest set of overrides with which it does
+    faster: tuple[str, ...] = ()  # where it fits, overrides with which it still does, and computes less or more at once
 
 
 def plan_memory(
@@ -81,13 +85,19 @@ def plan_memory(
         return device.memory is None or peak(choice)[0].total <= (1 - MARGIN) * device.memory
 
     changes: tuple[str, ...] = ()
+    faster: tuple[str, ...] = ()
+    if device.kind == "cuda" and device.memory is not None and fits(now):
+        faster = fastest(now, fits, share=-(-resolved.global_batch_size // resolved.world_size)).overrides_from(now)
     if device.memory is not None and not fits(now):
-        better = smallest_change(now, fits, longest=rows.longest)
+        others = _others(config, resolved, device)
+        better = smallest_change(now, fits, longest=rows.longest, others=others)
         if better is not None:
             changes = better.overrides_from(now)
             repair = f"the smallest change with which it fits: {' '.join(changes)}"
+            ways = [way for way in single_changes(now, fits, others) if (way,) != changes]
+            repair += "".join(f", or {way}" for way in ways)
         else:
-            repair = "no change of batch, checkpointing, precision, length or adapter is enough; take a smaller model"
+            repair = "no change of settings or number of workers is enough; take a smaller model"
             larger = [gpu for gpu in GPUS.values() if (1 - MARGIN) * gpu.memory >= needed.total]
             if larger and device.kind == "cuda":
                 repair += f" or a larger GPU, {min(larger, key=lambda gpu: gpu.memory).name} or more"
@@ -108,7 +118,9 @@ def plan_memory(
         tokens=sum(work.rows),
         available=device.memory,
         fits=None if device.memory is None else fits(now),
+        offloaded=needed.offloaded,
         changes=changes,
+        faster=faster,
     )
 
 
@@ -128,10 +140,13 @@ def _peaks(
 ) -> Callable[[Choice], tuple[Estimate, Workload]]:
     """A function that estimates the peak for a choice of what may be changed."""
     # A strategy from outside is taken to keep everything on every worker.
-    strategy: Strategy = "fsdp" if resolved.strategy == "fsdp" else "ddp"
+    named: Strategy = "fsdp" if resolved.strategy == "fsdp" else "ddp"
+    given: dict[str, Any] = {}
     if resolved.strategy == "deepspeed":
         stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
-        strategy = stages[deepspeed_config.stage(deepspeed_config.load(config), config)]
+        given = deepspeed_config.load(config)
+        named = stages[deepspeed_config.stage(given, config)]
+    in_file = {name for name, one in given.get("zero_optimization", {}).items() if _is_on_cpu(one)}
     intervals = [config.checkpoint.every_steps]
     if config.checkpoint.keep_best and config.evaluation.every_steps is not None:
         intervals.append(config.evaluation.every_steps)
@@ -144,9 +159,13 @@ def _peaks(
         # Files in the dtype in which weights are kept are mapped, and not copied.
         kept_as = "fp32" if trained else choice.precision
         mapped = stored is None or (stored.dtypes and _STORED.get(stored.dtypes[0]) == kept_as)
+        # What `auto` comes to with more workers than one that has too little.
+        more = config.parallel.strategy == "auto" and choice.num_workers > resolved.world_size
+        strategy: Strategy = "fsdp" if more else named
+        offload, on_gpu = choice.cpu_offload and strategy != "ddp", device.kind == "cuda"
         return Setup(
             strategy=strategy,
-            workers=resolved.world_size,
+            workers=choice.num_workers,
             shards=config.parallel.shard_size,
             device=device.kind,
             precision="fp32" if choice.precision == "fp32" else "bf16",
@@ -154,22 +173,25 @@ def _peaks(
             storage_bits=None if trained else resolved.bits,
             reshard=config.parallel.reshard_after_forward,
             ray=ray,
-            optimizer=config.train.optimizer,
+            optimizer=choice.optimizer,
             copies=copies,
             read_bytes=0 if mapped or stored is None else stored.size,
+            optimizer_offload=on_gpu and (offload or "offload_optimizer" in in_file),
+            weight_offload=on_gpu and ((offload and strategy in ("fsdp", "zero3")) or "offload_param" in in_file),
+            activation_offload=on_gpu and choice.activation_offload,
         )
 
     weigh = shape.probe.measure(setup_of(Choice.of(config, resolved)).arithmetic).kept
 
     @cache
-    def workload(micro_batch_size: int, max_length: int) -> Workload:
-        per_step = -(-config.train.global_batch_size // micro_batch_size)
-        per_worker = -(-per_step // resolved.world_size)
+    def workload(micro_batch_size: int, max_length: int, workers: int) -> Workload:
+        per_step = -(-resolved.global_batch_size // micro_batch_size)
+        per_worker = -(-per_step // workers)
         return largest_workload(
             rows.lengths,
             max_length=max_length,
             packing=config.data.packing and resolved.packs,
-            micro_batch_size=min(micro_batch_size, config.train.global_batch_size) if resolved.packs else 1,
+            micro_batch_size=min(micro_batch_size, resolved.global_batch_size) if resolved.packs else 1,
             learned=rows.learned,
             micro_batches=(rows.steps or 1) * per_worker,
             accumulates=per_worker > 1 or not resolved.packs,
@@ -179,7 +201,7 @@ def _peaks(
     def peak(choice: Choice) -> tuple[Estimate, Workload]:
         if choice.adapter not in shapes:
             shapes[choice.adapter] = shape.with_lora(config.adapter.rank)
-        setup, work = setup_of(choice), workload(choice.micro_batch_size, choice.max_length)
+        setup, work = setup_of(choice), workload(choice.micro_batch_size, choice.max_length, choice.num_workers)
         model = shapes[choice.adapter]
         return estimate(model.blueprint, model.probe.measure(setup.arithmetic), setup, work), work
 
@@ -239,10 +261,20 @@ def largest_workload(
 
 # --- the smallest change with which a run fits ----------------------------------------------------------------------
 
-# What a change costs, in no unit: less is better. A smaller micro-batch changes nothing that is learned, checkpointing
-# costs time, bf16 rounds, shorter rows lose text, and an adapter trains something else.
-_COSTS = {"micro_batch_size": 1.0, "gradient_checkpointing": 2.0, "precision": 4.0, "shorter_packs": 3.0}
-_LOSES_TEXT = 8.0
+# What a change costs, in no unit: less is better. A smaller micro-batch changes nothing that is learned; checkpointing
+# and offloading cost time, workers money; an 8-bit optimizer and bf16 round, shorter rows lose text, and an adapter
+# trains something else.
+_COSTS = {
+    "micro_batch_size": 1.0,
+    "gradient_checkpointing": 2.0,
+    "activation_offload": 2.5,
+    "shorter_packs": 3.0,
+    "precision": 4.0,
+    "cpu_offload": 5.0,
+    "num_workers": 6.0,
+    "optimizer": 9.0,
+}
+_LOSES_TEXT = 20.0
 _ADAPTER = 64.0
 _SHORTEST = 128
 _PATHS = {
@@ -251,7 +283,13 @@ _PATHS = {
     "precision": "train.precision",
     "max_length": "data.max_length",
     "adapter": "adapter.method",
+    "optimizer": "train.optimizer",
+    "activation_offload": "train.activation_offload",
+    "cpu_offload": "parallel.cpu_offload",
+    "num_workers": "cluster.num_workers",
 }
+# Tokens of a micro-batch from which a GPU is busy all the time, more or less.
+_BUSY = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +301,10 @@ class Choice:
     precision: str
     max_length: int
     adapter: str
+    optimizer: str = "adamw"
+    activation_offload: bool = False
+    cpu_offload: bool = False
+    num_workers: int = 1
 
     @classmethod
     def of(cls, config: Config, resolved: Resolved) -> Choice:
@@ -274,6 +316,10 @@ class Choice:
             resolved.precision,
             config.data.max_length,
             config.adapter.method,
+            train.optimizer,
+            train.activation_offload,
+            config.parallel.cpu_offload,
+            resolved.world_size,
         )
 
     def overrides_from(self, before: Choice) -> tuple[str, ...]:
@@ -282,40 +328,111 @@ class Choice:
         return tuple(f"{_PATHS[name]}={str(getattr(self, name)).lower()}" for name in changed)
 
 
-def smallest_change(now: Choice, fits: Callable[[Choice], bool], *, longest: int) -> Choice | None:
-    """The choice that fits and differs least from the present one; None where none does.
+def _others(config: Config, resolved: Resolved, device: Device) -> dict[str, list[Any]]:
+    """What the optimizer, offloading and the number of workers may be changed to where that is of use."""
+    found: dict[str, list[Any]] = {}
+    if config.train.optimizer == "adamw" and resolved.strategy != "deepspeed":
+        found["optimizer"] = ["adamw_8bit"]
+    if device.kind == "cuda":
+        found["activation_offload"] = [True]
+        if resolved.strategy == "fsdp" or (resolved.strategy == "deepspeed" and not config.parallel.deepspeed_config):
+            found["cpu_offload"] = [True]
+        if resolved.strategy != "ddp" or config.parallel.strategy == "auto":
+            found["num_workers"] = [resolved.world_size * factor for factor in (2, 4, 8)]
+    return found
+
+
+def _is_on_cpu(offload: Any) -> bool:
+    return isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")
+
+
+def _halved(value: int, least: int) -> list[int]:
+    found = [value]
+    while found[-1] // 2 >= least:
+        found.append(found[-1] // 2)
+    return found
+
+
+def smallest_change(
+    now: Choice, fits: Callable[[Choice], bool], *, longest: int, others: Mapping[str, Sequence[Any]] | None = None
+) -> Choice | None:
+    """The choice that fits and costs least; None where none does.
 
     Every combination is tried, from the one that changes least on, so what is returned holds no change that it could
     do without. Packs may become as short as the longest row without losing text.
-    """
 
-    def halved(value: int, least: int) -> list[int]:
-        found = [value]
-        while found[-1] // 2 >= least:
-            found.append(found[-1] // 2)
-        return found
+    Args:
+        now: the present choice.
+        fits: whether a choice fits.
+        longest: tokens of the longest row.
+        others: values of further fields that may be tried.
+    """
 
     def cost(choice: Choice) -> float:
         total = _ADAPTER * (choice.adapter != now.adapter)
         if choice.micro_batch_size != now.micro_batch_size:
             # The largest that fits: of two smaller ones, the one that is less so.
             total += _COSTS["micro_batch_size"] + 0.01 * (now.micro_batch_size / choice.micro_batch_size)
-        for name in ("gradient_checkpointing", "precision"):
+        for name in ("gradient_checkpointing", "precision", "optimizer", "activation_offload", "cpu_offload"):
             total += _COSTS[name] * (getattr(choice, name) != getattr(now, name))
+        if choice.num_workers != now.num_workers:
+            total += _COSTS["num_workers"] + 0.1 * (choice.num_workers / now.num_workers)
         if choice.max_length != now.max_length:
             halvings = (now.max_length / choice.max_length - 1) * 0.5
             whole = choice.max_length >= longest
             total += _COSTS["shorter_packs"] + halvings if whole else _LOSES_TEXT * (1 + halvings)
         return total
 
+    values: dict[str, set[Any]] = {
+        "micro_batch_size": set(_halved(now.micro_batch_size, 1)),
+        "gradient_checkpointing": {"full"},
+        "precision": {"bf16"},
+        "max_length": set(_halved(now.max_length, _SHORTEST)),
+        "adapter": {"lora"} if now.adapter == "none" else set(),
+    }
+    values |= {name: set(found) for name, found in (others or {}).items()}
+    names = [field.name for field in fields(now)]
     choices = (
-        Choice(*fields_)
-        for fields_ in product(
-            halved(now.micro_batch_size, 1),
-            {now.gradient_checkpointing, "full"},
-            {now.precision, "bf16"},
-            halved(now.max_length, _SHORTEST),
-            {now.adapter, "lora" if now.adapter == "none" else now.adapter},
-        )
+        Choice(*chosen) for chosen in product(*({getattr(now, name)} | values.get(name, set()) for name in names))
     )
     return next((choice for choice in sorted(choices, key=cost) if fits(choice)), None)
+
+
+def single_changes(now: Choice, fits: Callable[[Choice], bool], others: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+    """The overrides each of which is enough by itself: of each field the first of its values."""
+    for name, values in others.items():
+        choices = (replace(now, **{name: value}) for value in values)
+        enough = next((choice for choice in choices if choice != now and fits(choice)), None)
+        if enough is not None:
+            yield from enough.overrides_from(now)
+
+
+def fastest(now: Choice, fits: Callable[[Choice], bool], *, share: int) -> Choice:
+    """The fastest choice that fits on a GPU and changes nothing that is learned.
+
+    Args:
+        now: the present choice, which fits.
+        fits: whether a choice fits.
+        share: packs (or rows) of a step that a worker has.
+    """
+
+    def slowness(choice: Choice) -> float:
+        # A recomputed forward pass is a third of a step's work; small micro-batches leave the GPU waiting for launches.
+        again = {"none": 1.0, "selective": 1.1}.get(choice.gradient_checkpointing, 4 / 3)
+        waiting = max(1.0, math.sqrt(math.sqrt(_BUSY / (choice.micro_batch_size * choice.max_length))))
+        moving = (1.5 if choice.cpu_offload else 1.0) * (1.15 if choice.activation_offload else 1.0)
+        return again * waiting * moving
+
+    choices = [
+        replace(now, micro_batch_size=size, gradient_checkpointing=kept, activation_offload=moved, cpu_offload=offload)
+        for size in {
+            now.micro_batch_size,
+            *(2**power for power in range(8) if now.micro_batch_size < 2**power <= share),
+        }
+        for kept in {now.gradient_checkpointing, "none", "selective"}
+        for moved in {now.activation_offload, False}
+        for offload in {now.cpu_offload, False}
+    ]
+    choices = sorted(choices, key=lambda choice: (slowness(choice), choice.micro_batch_size))
+    # Nobody changes a file for a few percent.
+    return next((choice for choice in choices if slowness(choice) < 0.95 * slowness(now) and fits(choice)), now)

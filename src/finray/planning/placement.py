@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from finray.config.environment import with_defaults
 from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError, ConfigError
 from finray.hardware import cpu_has_bf16, machine_cpus, machine_memory
@@ -84,15 +86,21 @@ def _fit(cpus: list[int], each: int) -> int:
     return sum(count // each for count in cpus)
 
 
-def worker_environment(cluster: ClusterConfig, *, threads: int) -> dict[str, str]:
-    """Environment variables of the workers: allocator, threads, then the user's own."""
-    return {
-        "GLIBC_TUNABLES": ALLOCATOR,
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        **cluster.env,
-    }
+def worker_environment(
+    cluster: ClusterConfig, *, threads: int, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Environment variables of the workers: the user's own, and allocator and threads where nothing is said of them."""
+    return with_defaults(
+        cluster.env,
+        {
+            ("GLIBC_TUNABLES",): ALLOCATOR,
+            ("OMP_NUM_THREADS",): str(threads),
+            ("TOKENIZERS_PARALLELISM",): "false",
+            # torch prefers the second, older name.
+            ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"): "expandable_segments:True",
+        },
+        environ,
+    )
 
 
 # --- what a worker runs on ------------------------------------------------------------------------------------------

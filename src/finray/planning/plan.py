@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -18,11 +18,14 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, DataError, FinrayError
+from finray.planning.blueprint import Blueprint
 from finray.planning.checks import quick_problems
 from finray.planning.findings import Finding, Findings
+from finray.planning.flops import SpeedPlan, plan_speed
 from finray.planning.memory import MemoryPlan, Rows, plan_memory
 from finray.planning.model import ModelPlan, check_context, plan_model
 from finray.planning.placement import (
+    GPUS,
     Device,
     Gpu,
     Node,
@@ -38,6 +41,7 @@ from finray.planning.resolve import resolve
 from finray.planning.sample_data import DataReport
 from finray.planning.sample_data import examine as examine_data
 from finray.planning.show import show_plan
+from finray.planning.steps import batch_and_epochs, step_note, step_warnings
 from finray.planning.strategy import StrategyChoice
 from finray.results import Result
 
@@ -60,6 +64,7 @@ class DataPlan:
     longest: int  # tokens of the longest row
     complete: bool  # whether all of it was read; else all numbers are of the part that was
     notes: tuple[str, ...]  # how it was read
+    global_batch_size: int  # packs (or rows) per optimizer step
     steps: int
     epochs: float
     seen_tokens: int  # in the whole run
@@ -92,6 +97,7 @@ class Plan(Result):
     strategy: StrategyChoice | None = None  # what `auto` comes to, and why; None where a strategy is named
     placement: PlacementPlan | None = None  # None where `--gpu` names GPUs that are not here
     memory: MemoryPlan | None = None
+    speed: SpeedPlan | None = None  # on GPUs whose rate is known
 
     @property
     def starts(self) -> bool | None:
@@ -154,12 +160,18 @@ def make_plan(
         longest = data.longest if data is not None and data.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
     placed, placement, device = _place(config, named, found, environ, ask)
-    memory = resolved = None
+    memory = resolved = speed = None
     choices: list[StrategyChoice] = []
     if model is not None and device is not None and placement is not None:
         try:
             resolved = resolve(
-                config, placement, device, packing=model.packing, shape=model.shape, chose=choices.append
+                config,
+                placement,
+                device,
+                packing=model.packing,
+                shape=model.shape,
+                packs=_packs(report),
+                chose=choices.append,
             )
         except FinrayError as error:
             found.problem(error)
@@ -168,6 +180,7 @@ def make_plan(
         if data is not None and report is not None:
             rows = Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
         memory = plan_memory(config, resolved, model.shape, device, rows, found)
+        speed = _speed(config, resolved, model.shape.blueprint, device, rows, data)
     return Plan(
         found.problems,
         found.warnings,
@@ -178,7 +191,29 @@ def make_plan(
         next(iter(choices), None),
         placed,
         memory,
+        speed,
     )
+
+
+def _speed(
+    config: Config, resolved: Resolved, blueprint: Blueprint, device: Device, rows: Rows, data: DataPlan | None
+) -> SpeedPlan | None:
+    gpu = GPUS.get(device.name)
+    if gpu is None or gpu.tflops is None or config.parallel.cpu_offload or config.train.activation_offload:
+        # With offloading the way to the CPU decides.
+        return None
+    found = plan_speed(
+        blueprint,
+        rows.lengths or [config.data.max_length],
+        learned=rows.learned,
+        checkpointing=config.train.gradient_checkpointing == "full",
+        tflops=gpu.tflops,
+        workers=resolved.world_size,
+    )
+    if data is None or not data.complete:
+        return found
+    seconds = data.seen_tokens / found.tokens_per_s
+    return replace(found, seconds=seconds, step_seconds=seconds / max(1, data.steps))
 
 
 def _note_problems(
@@ -196,31 +231,25 @@ def _note_problems(
             found.problem(one)
 
 
+def _packs(report: DataReport | None) -> int | None:
+    """All packs that there are; None where that is not known."""
+    return report.packs if report is not None and report.complete and not report.problems else None
+
+
 def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
     for text in report.warnings:
         found.warn(text, "data")
     train = config.train
-    steps, items = total_steps(
-        max(1, report.packs), epochs=train.epochs, max_steps=train.max_steps, global_batch_size=train.global_batch_size
-    )
-    passes = (items or steps * train.global_batch_size) / max(1, report.packs)
-    unit = "packs" if config.data.packing else "rows"
-    if report.complete and train.global_batch_size > report.packs:
-        found.warn(
-            f"a step takes {train.global_batch_size} {unit} and there are {report.packs}: it sees some of them again",
-            "train.global_batch_size",
-        )
-    shares = -(-train.global_batch_size // train.micro_batch_size)
-    if shares < config.cluster.num_workers:
-        found.warn(
-            f"a step has {shares} micro-batches for {config.cluster.num_workers} workers: the rest do nothing",
-            "train.global_batch_size",
-            f"train.global_batch_size={config.cluster.num_workers * train.micro_batch_size} or more",
-        )
+    size, epochs = batch_and_epochs(train, packs=_packs(report))
+    steps, items = total_steps(max(1, report.packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
+    passes = (items or steps * size) / max(1, report.packs)
+    for warning in step_warnings(config, size, steps=steps, packs=_packs(report)):
+        found.warn(*warning)
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     return DataPlan(
         **{name: getattr(report, name) for name in same},
-        notes=(*report.notes, *train.replaced),
+        notes=(*report.notes, *train.replaced, *filter(None, [step_note(train, size, epochs)])),
+        global_batch_size=size,
         steps=steps,
         epochs=passes,
         seen_tokens=round(passes * report.tokens),

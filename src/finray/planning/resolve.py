@@ -1,5 +1,8 @@
 """What every ``auto`` of a config comes to: :func:`resolve` reads them all; ``placement.py`` has read ``use_gpu``.
 
+How large a step is and how often the data are passed over follows from the data, which are prepared later:
+``steps.py``.
+
 Imports no torch, except for ``parallel.strategy: auto`` with several workers, which needs an estimate of the model's
 memory. ``data.format: auto`` is not a choice of hardware: the columns of the source decide it in ``data/formats/``.
 """
@@ -20,6 +23,7 @@ from finray.config.resolved import Packing, Precision, Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.errors import ConfigError
 from finray.planning.placement import Device, Placement
+from finray.planning.steps import batch_and_epochs
 from finray.planning.strategy import StrategyChoice, estimated_choice
 from finray.pretrained.tokenizers import source_options
 
@@ -38,6 +42,7 @@ def resolve(
     packing: Packing | None,
     before: Resolved | None = None,
     shape: ModelShape | None = None,
+    packs: int | None = None,
     chose: Callable[[StrategyChoice], None] = lambda choice: None,
 ) -> Resolved:
     """Decide everything that a config leaves open.
@@ -50,6 +55,7 @@ def resolve(
         before: what the run began with, if it is continued. It keeps precision, bits, packing and attention, because
             others would change what is learned; its strategy changes where that no longer fits into memory.
         shape: of the model, whose memory is estimated where the strategy is ``auto``; None builds it.
+        packs: to train on; None where the data are not prepared yet.
         chose: told what the strategy is and why, where it is ``auto``.
 
     Raises:
@@ -73,20 +79,29 @@ def resolve(
             bits = before.bits
         else:
             bits = 8 if device.kind == "cuda" and placement.num_workers == 1 else None
-    packs = packing is None or packing.safe
+            if bits is not None and find_spec("bitsandbytes") is None:
+                raise ConfigError(
+                    "on a single GPU `auto` is 8bit, which needs the package bitsandbytes, and that is not installed",
+                    where="model.quantization=auto",
+                    repair="pip install 'finray[quantization]', or set model.quantization to none",
+                )
+    together = packing is None or packing.safe
     if before is not None and before.packs and packing is not None and not packing.safe:
         raise _lost("packed rows", "model.name", packing.warning)
-    packs = packs and (before is None or before.packs)
+    together = together and (before is None or before.packs)
+    global_batch_size, epochs = batch_and_epochs(config.train, packs=packs, before=before)
     liger = config.train.liger
     found = Resolved(
         precision=precision,
         bits=bits,
-        attention=_attention(config.model, device, precision, before) if packs else None,
-        packs=packs,
+        attention=_attention(config.model, device, precision, before) if together else None,
+        packs=together,
         strategy=config.parallel.strategy,
         world_size=placement.num_workers,
         use_gpu=placement.use_gpu,
         liger=device.kind == "cuda" and find_spec("liger_kernel") is not None if liger == "auto" else liger,
+        global_batch_size=global_batch_size,
+        epochs=epochs,
     )
     if found.strategy != "auto":
         return found

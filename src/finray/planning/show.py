@@ -11,7 +11,8 @@ from rich.table import Table
 
 from finray.config.redact import redact_text
 from finray.errors import FinrayError
-from finray.tracking.console import duration
+from finray.planning.flops import UTILISATION, rounded
+from finray.tracking.console import duration, several
 
 if TYPE_CHECKING:
     from finray.planning.memory import MemoryPlan
@@ -82,7 +83,11 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         )
         for note in data.notes:
             yield "", note
-        yield "run", f"{data.steps:,} steps, {data.epochs:.2f} epochs, {data.seen_tokens:,} tokens{part and ' or more'}"
+        yield (
+            "run",
+            f"{several(data.steps, 'step')} of {several(data.global_batch_size, 'pack')}, {data.epochs:.2f} epochs, "
+            f"{data.seen_tokens:,} tokens{part and ' or more'}",
+        )
     if result.strategy is not None:
         yield "strategy", f"{result.strategy.strategy}: {result.strategy.reason}"
     if resolved is not None:
@@ -91,9 +96,11 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         yield "resolved", f"{resolved.precision}{stored}, {rows}"
     if result.placement is not None:
         place = result.placement
-        each = f"{'1 GPU and ' if place.use_gpu else ''}{_several(place.cpus_per_worker, 'CPU')} each"
-        cluster = f"{_several(place.nodes, 'node')}, {place.cpus} CPUs, {place.gpus} GPUs"
-        yield "placement", f"{_several(place.workers, 'worker')} with {each} on {place.cluster} ({cluster})"
+        each = f"{'1 GPU and ' if place.use_gpu else ''}{several(place.cpus_per_worker, 'CPU')} each"
+        cluster = f"{several(place.nodes, 'node')}, {place.cpus} CPUs, {place.gpus} GPUs"
+        yield "placement", f"{several(place.workers, 'worker')} with {each} on {place.cluster} ({cluster})"
+    elif resolved is not None and result.memory is not None:
+        yield "placement", f"{several(resolved.world_size, 'worker')} with a {result.memory.device} each, not here"
     if result.memory is not None:
         memory = result.memory
         needed = (
@@ -104,7 +111,14 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
             "" if memory.available is None else f": {verdict} into {memory.available / _GIB:.1f} GiB ({memory.device})"
         )
         yield "memory", needed + room
-
-
-def _several(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count > 1 else ''}"
+        if memory.offloaded:
+            yield "", f"and {memory.offloaded / _GIB:.1f} GiB of CPU memory for what each worker offloads"
+        if memory.faster:
+            yield "", f"probably faster, and fits: {' '.join(memory.faster)}"
+    if result.speed is not None:
+        speed = result.speed
+        took = ""
+        if speed.seconds is not None and speed.step_seconds is not None:
+            took = f": a step in {speed.step_seconds:.2g} s, all of them in {duration(speed.seconds)}"
+        rate = f"about {rounded(speed.tokens_per_s):,} tokens/s"
+        yield "speed", f"{rate}, computed at {UTILISATION:.0%} of the data sheet's rate{took}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+from finray.config.environment import set_default
 from finray.config.schema import ClusterConfig, Config
 from finray.errors import ClusterError
 from finray.runtime import signals, watch
@@ -68,16 +69,16 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
 def _connected(cluster: ClusterConfig) -> Iterator[Any]:
     address = address_of(cluster)
     # Ray forks to start its processes. Unless told, tokenizers would warn at each and leave threads off from then on.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    set_default("TOKENIZERS_PARALLELISM", "true")
     # Ray Train asks workers for news every two seconds by default, and a report waits for that.
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    set_default("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     # Ray 2.60 warns about a change of defaults that does not concern us.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:
         for name, value in LOCAL_RAY.items():
-            os.environ.setdefault(name, value)
+            set_default(name, value)
         if os.environ["RAY_AUTH_MODE"] == "token":
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            set_default("RAY_AUTH_TOKEN", secrets.token_hex(32))
     import ray
 
     if ray.is_initialized():
@@ -135,12 +136,12 @@ def require_alive(address: str, *, where: str) -> None:
     try:
         known = address.removeprefix("ray://") if client else canonicalize_bootstrap_address(address)
     except (OSError, ValueError) as error:
-        raise _unreachable(str(error), where=where) from None
+        raise _unreachable(str(error).partition(". ")[0], where=where) from None
     if known is None:
-        raise _unreachable("no Ray has been started on this machine", where=where)
-    tried = known if known == address else f"{known}, which `{address}` stands for,"
+        # `local`: Ray starts one.
+        return
     if (refusal := watch.refusal(known, timeout=_CONNECT_S)) is not None:
-        raise _unreachable(f"nobody answers at {tried} ({refusal})", where=where)
+        raise _unreachable(f"nobody answers at {known}: {refusal}", where=where)
     if client:
         return
     import grpc
@@ -152,14 +153,37 @@ def require_alive(address: str, *, where: str) -> None:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         service.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=_ANSWER_S)
     except grpc.RpcError as error:
-        # One that asks for a token is alive; Ray says what is missing.
         if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             raise _unreachable(
-                f"whoever listens at {tried} does not answer as Ray's head process does ({error.code().name.lower()})",
+                f"whoever listens at {known} does not answer as Ray's head process does ({error.code().name.lower()})",
                 where=where,
             ) from None
+        if not _use_token():
+            mode = os.environ.get("RAY_AUTH_MODE")
+            shown = "the one that is shown is another" if mode == "token" else "none is shown"
+            raise ClusterError(
+                f"the cluster at {known} asks for a token, and {shown}",
+                where=where,
+                repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with what ~/.ray/auth_token holds on the "
+                "machine where `ray start --head` was run",
+            ) from None
+        require_alive(address, where=where)
     finally:
         channel.close()
+
+
+def _use_token() -> bool:
+    """Show the token of this user to a cluster that asks for one, where the user has not said whether to.
+
+    Ray's head asks for a token as soon as there is one in ~/.ray, which starting Ray once is enough for; a process that
+    joins by an address does not look there by itself.
+    """
+    from ray._private.authentication import authentication_token_setup as setup
+
+    if os.environ.get("RAY_AUTH_MODE") is not None:
+        return False
+    setup.logger.setLevel(logging.ERROR)
+    return bool(setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False))
 
 
 @contextmanager

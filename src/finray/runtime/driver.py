@@ -21,16 +21,21 @@ from rich.table import Table
 
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, open_run, saved_config
+from finray.config.environment import secrets_of
+from finray.config.identity import settled
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.config.tasks import SPECS, task_spec
 from finray.data.dataset.prepare import Preparation, start_preparation
+from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import preparation_report
+from finray.data.sampling.order import total_steps
 from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
+from finray.planning.steps import batch_and_epochs, count_packs, step_note, step_warnings
 from finray.records import Note, Record, RunSummary
 from finray.results import Result
 from finray.runtime import cluster as clusters
@@ -60,7 +65,7 @@ class Connected:
         ray: the module, connected.
         is_own: it was started on this machine for the run, and ends with it.
         placement: of the workers.
-        resolved: what every ``auto`` of the config comes to there.
+        resolved: what every ``auto`` of the config comes to there, but for what the data decide.
         env: environment variables of whoever works for the run.
         worker_env: those of the training workers.
         started: ``time.perf_counter()`` before it was connected.
@@ -210,13 +215,16 @@ def _saying_what_is_saved(run: RunDir) -> Iterator[None]:
 
 @contextmanager
 def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
-    """Connect to Ray, see that the workers can be placed, and decide what the config leaves open; the run keeps that.
+    """Connect to Ray, see that the workers can be placed, and decide what the config leaves open, but for steps.
 
     Raises:
         FinrayError: the cluster cannot be reached, or what is asked for cannot be had there.
     """
     started = time.perf_counter()
     is_own = clusters.starts_one(config.cluster)
+    address = clusters.address_of(config.cluster)
+    if is_own or address is not None:
+        handle(Note("starting Ray on this machine" if is_own else f"joining the Ray cluster at {address}"))
     with clusters.connected(config.cluster) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         placement = place(config.cluster, nodes)
@@ -237,7 +245,6 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             before=run.resolved(),
             chose=lambda choice: handle(Note(choice.note)),
         )
-        run.keep_resolved(resolved)
         seconds = time.perf_counter() - started
         yield Connected(ray, is_own, placement, resolved, env, worker_env, started, seconds)
 
@@ -274,7 +281,7 @@ def prepare(connected: Connected, preparation: Preparation, handle: Handle) -> P
 
 
 def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, handle: Handle) -> Fitted:
-    """Train under Ray Train, from the run's newest checkpoint if there is one.
+    """Decide how large a step is, and train under Ray Train, from the run's newest checkpoint if there is one.
 
     Raises:
         FinrayError: the training failed, and another attempt would fail alike.
@@ -288,6 +295,8 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
 
     started = time.perf_counter()
     placement = connected.placement
+    resolved = settle(connected.resolved, prepared, config, run, handle)
+    run.keep_resolved(resolved)
     # No other run's begins alike, also where many are at work in this process.
     group = f"finray {run.path.name} {uuid4().hex[:8]}"
     with deferred() as pending:
@@ -304,12 +313,13 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
         listener = Listener("127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address(), watch.heard)
         watch.stop = listener.stop
         spec = WorkerSpec(
-            config=config.plain(),
-            resolved=connected.resolved,
+            config=settled(config, resolved).plain(),
+            resolved=resolved,
             prepared=prepared.location,
             run_dir=str(run.path),
             threads=placement.cpus_per_worker,
             listener=listener.address,
+            secrets=secrets_of(),
         )
         trainer = Trainer(
             train_worker,
@@ -330,17 +340,44 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
         )
         handle(Note(f"starting {watch.workers}"))
         with listener:
-            try:
-                outcome: Outcome = trainer.fit().return_value
-            except (TrainingFailedError, RayError) as error:
-                watch.end_if_due()
-                raise _explain(error, run) from None
+            outcome: Outcome | None = None
+            restarts_left = config.cluster.max_failures
+            while outcome is None:
+                try:
+                    outcome = trainer.fit().return_value
+                except (TrainingFailedError, RayError) as error:
+                    watch.end_if_due()
+                    reason = _explain(error, run)
+                    # Ray Train restarts workers, and nobody its controller, which may have been ended beside them.
+                    if isinstance(error, TrainingFailedError) or not restarts_left:
+                        raise reason from None
+                    restarts_left -= 1
+                    handle(Note(f"{reason.message}; starting again", level="warning"))
         if outcome.failure is not None:
             raise from_dict(outcome.failure)
         if outcome.summary is None:
             watch.end()
     assert outcome.summary is not None
     return Fitted(outcome.summary, time.perf_counter() - started)
+
+
+def settle(resolved: Resolved, prepared: Prepared, config: Config, run: RunDir, handle: Handle) -> Resolved:
+    """Decide what the prepared data decide: the size of a step, and epochs; say so, and what is odd about it.
+
+    Raises:
+        DataError: the data are damaged, or too few to hold some out.
+    """
+    train = config.train
+    dataset = PreparedDataset(prepared.location, local_dir=local_dir_of(config))
+    packs = count_packs(config, dataset.splits(config.data, seed=config.run.seed).train.lengths)
+    before = run.resolved()
+    size, epochs = batch_and_epochs(train, packs=packs, before=before)
+    steps, _ = total_steps(max(1, packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
+    if before is None and (note := step_note(train, size, epochs)) is not None:
+        handle(Note(note))
+    for message, where, repair in step_warnings(config, size, steps=steps, packs=packs):
+        handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
+    return replace(resolved, global_batch_size=size, epochs=epochs)
 
 
 def finish(
@@ -371,14 +408,17 @@ def finish(
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:
     """The cause of a failed run: finray's own error where there is one, else the first worker's."""
-    failures = list(getattr(error, "worker_failures", {}).values()) or [error]
-    for failure in failures:
+    worker_failures = list(getattr(error, "worker_failures", {}).values()) or [error]
+    for failure in worker_failures:
         for cause in (failure, getattr(failure, "_original_exception", None), failure.__cause__):
             if isinstance(cause, FinrayError):
                 return cause
-    lines = [line for line in str(failures[0]).strip().splitlines() if line.strip()]
+    for failure in worker_failures:
+        # What the others say is that one is gone.
+        if (lost := failures.lost_process(str(failure))) is not None:
+            return TrainingError(lost[0], where=str(run.path), repair=lost[1])
     return TrainingError(
-        f"the workers failed: {lines[-1].strip() if lines else type(failures[0]).__name__}",
+        f"the workers failed: {failures.last_line(str(worker_failures[0])) or type(worker_failures[0]).__name__}",
         where=str(run.path),
         repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on from the last checkpoint",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,6 +34,46 @@ def describe(error: BaseException) -> str:
     """Type and first line of an exception."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+_NO_MEMORY = re.compile(r"(?:Memory on|on) the node \(IP: ([^,)]+).*?was ([\d.]+)GB(?: used)? / ([\d.]+)GB")
+_LARGEST = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
+_ENDED = re.compile(r"\n\tpid: (\d+).*?\n\tip: (\S+)", re.DOTALL)
+
+
+def lost_process(text: str) -> tuple[str, str] | None:
+    """What became of a process that Ray lost, and the repair; None where a text of Ray's tells of none.
+
+    Ray's texts (2.60) are long, and end with advice on Ray.
+    """
+    again = "the same command goes on from the last checkpoint"
+    if "low on memory" in text:
+        where = _NO_MEMORY.search(text)
+        used = "no memory was left"
+        if where is not None:
+            used = f"node {where[1]} ran out of memory ({where[2]} of {where[3]} GB used)"
+        found = _LARGEST.findall(text)[:3]
+        largest = [f"{command[:60].strip()} (pid {pid}, {size} GB)" for pid, size, command in found]
+        most = f"; the most is used by {', '.join(largest)}" if largest else ""
+        repair = f"end what else needs memory there, or see with `finray plan` what the run needs; {again}"
+        return f"{used}, and Ray ended processes of the run{most}", repair
+    if "node has died" in text or "node was terminated" in text:
+        return "a machine of the cluster was lost", f"see that it is back or that others have room; {again}"
+    if "worker process has died" in text or "worker died unexpectedly" in text:
+        who = _ENDED.search(text)
+        which = f" (pid {who[1]} on {who[2]})" if who else ""
+        return (
+            f"a worker's process{which} ended without a word: it was killed, by the kernel for lack of memory or by "
+            "somebody, or crashed in a library",
+            f"look into the kernel's log (`dmesg`) of that machine; {again}",
+        )
+    return None
+
+
+def last_line(text: str) -> str:
+    """The line of an error's text that names the exception, which is the last."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def record(run_dir: Path, failure: Failure) -> None:

@@ -9,7 +9,9 @@ tokenizer are loaded once in each.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -19,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from finray.config.environment import accept, secrets_of
 from finray.config.load import build_config
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.schema import Config
@@ -30,11 +33,14 @@ from finray.data.dataset.prepare import Handle, Preparation, ignore, start_prepa
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines
 from finray.data.storage import Folder
-from finray.errors import ClusterError, FinrayError, from_dict
+from finray.errors import ClusterError, DataError, FinrayError, from_dict
 from finray.planning.placement import worker_environment
 from finray.pretrained.tokenizers import load_tokenizer, without_torch
+from finray.records import Note
 from finray.results import Result
 from finray.runtime import cluster as clusters
+from finray.runtime.failures import last_line, lost_process
+from finray.runtime.watch import SILENCE_S, waiting_for
 
 # Set where workers do nothing else; also keeps Ray from using their processes for anything else.
 _TOKENISES_ONLY = "FINRAY_TOKENISES_ONLY"
@@ -144,22 +150,36 @@ def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], h
     tasks: dict[Any, Part] = {}
     write: Any = None
     workers = 0
+    heard_at = say_at = 0.0
     try:
         while not preparation.wait(0 if tasks else _POLL_S, handle=handle):
             if write is None and _is_worth_help(preparation):
                 workers = _workers(ray, preparation.config)
-                work = ray.put((preparation.config.plain(), preparation.scratch))
+                work = ray.put((preparation.config.plain(), preparation.scratch, secrets_of()))
                 # A converter of the user's may want a model.
                 own = {_TOKENISES_ONLY: "0" if preparation.config.data.converter else "1"}
                 options = {"num_cpus": 1, "runtime_env": {"env_vars": {**env, **own}}}
                 write = ray.remote(**options)(_write_part).remote
+                heard_at = time.monotonic()
+                say_at = heard_at + SILENCE_S
             while len(tasks) < workers and (part := preparation.take()) is not None:
                 # A reference in a list stays one: the function fetches it once in each process.
                 tasks[write([work], part)] = part
-            if tasks:
-                for reference in ray.wait(list(tasks), timeout=_POLL_S)[0]:
-                    del tasks[reference]
-                    preparation.give(_outcome(ray, reference))
+            for reference in ray.wait(list(tasks), timeout=_POLL_S)[0] if tasks else []:
+                part, heard_at, say_at = tasks.pop(reference), time.monotonic(), math.inf
+                if (outcome := _outcome(ray, reference)) is None:
+                    preparation.take_back(part)
+                else:
+                    preparation.give(outcome)
+            if tasks and time.monotonic() >= say_at:
+                say_at = math.inf
+                if (text := waiting_for(ray, f"{workers} CPUs to prepare with")) is not None:
+                    handle(Note(f"{text}; meanwhile this process works alone"))
+            if workers and not preparation.seconds_left and time.monotonic() - heard_at > preparation.patience_s:
+                # Nothing else is left to do here, and the CPUs that were asked for may never be free.
+                workers = 0
+                for reference in tasks:
+                    ray.cancel(reference)
     except BaseException:
         preparation.cancel()
         for reference in tasks:
@@ -185,12 +205,16 @@ def _workers(ray: Any, config: Config) -> int:
     return max(1, int(ray.cluster_resources().get("CPU", 1)) - min(_OWN_CPUS, os.cpu_count() or 1))
 
 
-def _outcome(ray: Any, reference: Any) -> PartResult | FinrayError:
+def _outcome(ray: Any, reference: Any) -> PartResult | FinrayError | None:
+    """What came of a task; None of one that was cancelled."""
     try:
         outcome = ray.get(reference)
+    except ray.exceptions.TaskCancelledError:
+        return None
     except ray.exceptions.RayError as error:
+        lost = lost_process(str(error))
         return ClusterError(
-            f"a part could not be prepared on the cluster: {str(error).strip().splitlines()[-1]}",
+            f"a part could not be prepared on the cluster: {lost[0] if lost else last_line(str(error))}",
             repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on with the parts that are left",
         )
     return outcome if isinstance(outcome, PartResult) else from_dict(outcome)
@@ -202,6 +226,9 @@ def _write_part(work: list[Any], part: Part) -> PartResult | dict[str, Any]:
         return _writer(work[0]).write(part)
     except FinrayError as error:
         return error.to_dict()
+    except SystemExit as stop:
+        # Ray would start the task again and again.
+        return DataError(f"code of the tokenizer or the converter ended its process: exit({stop})").to_dict()
 
 
 @lru_cache(maxsize=1)
@@ -209,7 +236,8 @@ def _writer(reference: Any) -> PartWriter:
     """The tokenizer, loaded once in each process."""
     import ray
 
-    plain, root = ray.get(reference)
+    plain, root, secrets = ray.get(reference)
+    accept(secrets)
     config = build_config(plain, source="driver")
     settings = Settings.of(config)
     with without_torch() if os.environ.get(_TOKENISES_ONLY) == "1" else nullcontext():

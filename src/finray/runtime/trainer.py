@@ -22,6 +22,7 @@ from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.scaling_policy import FixedScalingPolicy
 from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 # What a run never uses: data sets of Ray Data.
 _UNUSED = {"DatasetsCallback"}
@@ -84,11 +85,9 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
 
 def remove_groups(name: str) -> None:
     """Remove the placement groups whose name begins so, with what runs in them."""
-    for identity, group in ray.util.placement_group_table().items():
+    for identity, group in placement_group_table().items():
         if group["name"].startswith(name) and group["state"] != "REMOVED":
-            ray.util.remove_placement_group(
-                ray.util.placement_group.PlacementGroup(ray.PlacementGroupID.from_hex(identity))
-            )
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(identity)))
 
 
 class _NamedGroup(ControllerCallback):  # type: ignore[misc]

@@ -126,8 +126,8 @@ def refusal(address: str, *, timeout: float = 2.0) -> str | None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
+    except (OSError, ValueError, OverflowError) as error:
+        return str(getattr(error, "strerror", None) or error).lower()
     return None
 
 

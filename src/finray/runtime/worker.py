@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.errors import CheckpointError, FinrayError, TrainingError
@@ -33,6 +35,7 @@ class WorkerSpec:
         run_dir: the run directory.
         threads: of this worker.
         listener: where the driver takes records.
+        secrets: of the user, for the worker's environment.
     """
 
     config: dict[str, Any]
@@ -41,6 +44,7 @@ class WorkerSpec:
     run_dir: str
     threads: int
     listener: Address
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     from finray.training.assemble import assemble
 
     spec = payload["spec"]
+    accept(spec.secrets)
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
@@ -124,11 +129,12 @@ def _join_group() -> torch.device:
     context = ray.train.get_context()
     device: torch.device = ray.train.torch.get_device()
     rank = context.get_world_rank()
-    with socket.socket() as free:
-        free.bind(("", 0))
-        address = broadcast_from_rank_zero(
-            [ray.util.get_node_ip_address(), free.getsockname()[1]] if rank == 0 else None
-        )
+    on_one_machine = context.get_local_world_size() == context.get_world_size()
+    listening = listen("127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()) if rank == 0 else None
+    address = broadcast_from_rank_zero(list(listening.getsockname()[:2]) if listening is not None else None)
+    if on_one_machine and sys.platform == "linux":
+        # Else gloo would take the interface that the host's name belongs to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {
         "MASTER_ADDR": address[0],
         "MASTER_PORT": str(address[1]),
@@ -143,8 +149,30 @@ def _join_group() -> torch.device:
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     backend = "nccl" if device.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, timeout=timedelta(minutes=30))
+    world_size, timeout = context.get_world_size(), timedelta(minutes=30)
+    store = meet((address[0], address[1]), listening, world_size=world_size, timeout=timeout)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
+
+
+def listen(host: str) -> socket.socket:
+    """Where rank 0 is met: at this address alone. Left to itself, torch's store would listen on every interface, and it
+    asks nobody for a token."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def meet(address: tuple[str, int], listening: socket.socket | None, *, world_size: int, timeout: timedelta) -> Any:
+    """The store of the workers; rank 0 gives the socket on which it listens, and loses it to the store."""
+    import torch
+
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]
+        address[0],
+        address[1],
+        world_size,
+        is_master=listening is not None,
+        timeout=timeout,
+        master_listen_fd=None if listening is None else listening.detach(),
+    )
 
 
 def _report(path: Path, metrics: dict[str, float]) -> None:

@@ -12,6 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from finray.records import EvalRecord, Note, PrepareProgress, Record, RunHeader, TrainRecord
 
 PLAIN_EVERY_S = 2.0
+# Steps of a run whose lines stay on a terminal.
+_KEPT = 20
 
 
 class _View:
@@ -75,6 +77,9 @@ class ConsoleTracker(_View):
         done = record.step - self._first[0]
         left = duration((self._total - record.step) * (now - self._first[1]) / done) if done else "--"
         line = describe(record)
+        if self._progress is not None and record.step * _KEPT // self._total > (record.step - 1) * _KEPT // self._total:
+            # The bar shows the last step alone; these stay above it.
+            self._console.print(f"{at}  {line}", highlight=False)
         self._show(record.step, line, now, f"{at}  {line}  eta {left}")
 
 
@@ -152,18 +157,27 @@ class RunView:
             self._progress.log(record)
 
 
+def several(count: float, noun: str) -> str:
+    """A number of things: ``1 step``, ``2 steps``."""
+    return f"{count:,.12g} {noun}{'' if count == 1 else 's'}"
+
+
 def header_lines(header: RunHeader) -> list[str]:
     """The run header: model, trainable share, data, placement, effective batch, and where the run stands."""
     lines = [
         f"model      {header.model}  {header.parameters / 1e6:,.1f} M parameters, "
         f"{header.trainable / 1e6:,.2f} M trained ({header.trainable / header.parameters:.2%}), {header.precision}",
+        *([f"method     {header.method}"] if header.method else []),
         f"data       {header.rows:,} rows, {header.tokens:,} tokens ({header.supervised / header.tokens:.0%} learned)"
         + (f" in {header.packs:,} packs ({header.fill:.1%} full)" if header.packing else "")
-        + (f"; {header.eval_rows:,} rows held out" if header.eval_rows else ""),
+        + (f"; {header.held_out:,} rows held out" if header.held_out else "")
+        + (f", {header.eval_rows:,} of them evaluated" if header.eval_rows < header.held_out else ""),
         f"placement  {header.world_size} x {header.device}"
         + (f", {header.threads} thread{'s' if header.threads > 1 else ''} each" if header.device == "CPU" else ""),
-        f"batch      {header.global_batch_size} {'packs' if header.packing else 'rows'} = {header.world_size} workers "
-        f"x {header.micro_batch_size} micro-batch x {header.accumulation} accumulation",
+        f"batch      {several(header.global_batch_size, 'pack' if header.packing else 'row')} = "
+        f"{several(header.world_size, 'worker')} x {header.micro_batch_size} micro-batch x {header.accumulation} "
+        "accumulation",
+        f"run        {several(header.total_steps, 'step')}, {several(round(header.epochs, 2), 'epoch')}",
     ]
     if header.step:
         lines.append(f"resuming   at step {header.step} of {header.total_steps}")

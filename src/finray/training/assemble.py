@@ -92,6 +92,8 @@ def assemble(
         if first:
             notify(Note(message, step, "warning"))
 
+    if first:
+        notify(Note(f"loading {config.model.name}"))
     fence = Fence(run_dir)
     if first:
         fence.take()
@@ -233,7 +235,7 @@ def _data(
     rows, held_out = splits.train, splits.eval
     plan = (plan_packs if data.packing else one_row_each)(rows.lengths, data.max_length)
     steps, total = total_steps(
-        len(plan), epochs=train.epochs, max_steps=train.max_steps, global_batch_size=train.global_batch_size
+        len(plan), epochs=resolved.epochs, max_steps=train.max_steps, global_batch_size=resolved.global_batch_size
     )
     loader = StepLoader(
         rows,
@@ -241,7 +243,7 @@ def _data(
         Order(len(plan), seed=config.run.seed, total=total),
         collate=partial(task.collate, rows),
         weight=task.weight(rows),
-        global_batch_size=train.global_batch_size,
+        global_batch_size=resolved.global_batch_size,
         micro_batch_size=train.micro_batch_size,
         rows_apart=not resolved.packs,
         pin=strategy.device.type == "cuda",
@@ -257,6 +259,7 @@ def _data(
         plan=(plan_packs if resolved.packs else one_row_each)(lengths, data.max_length),
         collate=partial(task.collate, held_out),
         rows=len(lengths),
+        held_out=len(held_out),
         weight=int(task.weight(held_out)[: len(lengths)].sum()),
         rank=strategy.rank,
         world_size=strategy.world_size,
@@ -335,6 +338,8 @@ def _header(
         tokens=int(loader.split.lengths.sum()),
         supervised=int(loader.weight.sum()),
         eval_rows=0 if evaluation is None else evaluation.rows,
+        held_out=0 if evaluation is None else evaluation.held_out,
+        epochs=(loader.order.total or steps["total_steps"] * loader.global_batch_size) / len(loader.plan),
         packing=config.data.packing,
         packs=len(loader.plan),
         fill=loader.plan.fill,
@@ -344,4 +349,17 @@ def _header(
         global_batch_size=loader.global_batch_size,
         micro_batch_size=loader.micro_batch_size,
         accumulation=-(-micro_batches // strategy.world_size),
+        method=method_of(config, resolved),
     )
+
+
+def method_of(config: Config, resolved: Resolved) -> str:
+    """What is trained how, in a line."""
+    adapter, train = config.adapter, config.train
+    what = "all weights"
+    if adapter.method != "none":
+        targets = adapter.target_modules
+        of = targets if isinstance(targets, str) else ", ".join(targets)
+        what = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
+    base = f", base in {resolved.bits} bits" if resolved.bits else ""
+    return f"{what}{base}; {train.optimizer}, {train.schedule} from {train.learning_rate:g}; {resolved.strategy}"

@@ -154,6 +154,7 @@ class EvalLoader:
         lockstep: whether every process must do the same number of forward passes.
         rows: that are evaluated, over all ranks.
         weight: of these rows.
+        held_out: rows of the split, of which ``evaluation.max_rows`` may leave some out.
     """
 
     plan: PackPlan
@@ -163,6 +164,7 @@ class EvalLoader:
     lockstep: bool
     rows: int
     weight: int
+    held_out: int
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """Batches; False marks one that does not count and is there because the other ranks have one more."""

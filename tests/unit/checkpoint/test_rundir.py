@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -220,3 +222,32 @@ def test_a_longer_run_that_is_refused_later_is_what_it_was(tmp_path: Path) -> No
         raise ConfigError("the workers refuse it")
     assert run.summary_file.exists()
     assert saved_config(run) == config(tmp_path, epochs=2)
+
+
+def test_what_the_run_chose_stands_for_what_the_config_leaves_open(tmp_path: Path) -> None:
+    chosen = replace(RESOLVED, global_batch_size=1, epochs=3.0)
+    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+        run.keep_resolved(chosen)
+    same: list[dict[str, object]] = [{}, {"global_batch_size": 1}, {"epochs": 3}]
+    for train in same:
+        with open_run(config(tmp_path, **train), fresh=False, say=nobody):
+            pass
+    said: list[str] = []
+    with open_run(config(tmp_path, epochs=4), fresh=False, say=said.append):
+        assert "train.epochs was 3, is now 4" in said[0]
+    for other, text in (
+        ({"global_batch_size": 8}, "train.global_batch_size: was 1, is now 8"),
+        ({"epochs": 2}, "train.epochs: was 4.0, is now 2.0"),
+    ):
+        with pytest.raises(ConfigError, match=text), open_run(config(tmp_path, **other), fresh=False, say=nobody):
+            pass
+
+
+def test_a_run_from_before_a_step_could_be_chosen_goes_on_with_its_own(tmp_path: Path) -> None:
+    with open_run(config(tmp_path, global_batch_size=8), fresh=False, say=nobody) as run:
+        older = {name: value for name, value in asdict(RESOLVED).items() if name not in ("global_batch_size", "epochs")}
+        (run.path / "resolved.json").write_text(json.dumps(older), encoding="utf-8")
+    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+        kept = run.resolved()
+    assert kept is not None
+    assert (kept.global_batch_size, kept.epochs) == (8, 1.0)

@@ -156,6 +156,18 @@ def test_calls_become_text(name: str) -> None:
     assert said == [f"I look\n{CALL}{eos}"]
 
 
+def test_tools_become_a_line_each_in_the_systems_message_or_before_the_first_turn() -> None:
+    tools = [{"type": "function", "function": {"name": "größe"}}, {"type": "function", "function": {"name": "b"}}]
+    lines = '{"type": "function", "function": {"name": "größe"}}\n{"type": "function", "function": {"name": "b"}}'
+    decode = families.tokenizer("chatml").decode
+    text = decode(encode("chatml", user("what"), assistant("a dog"), tools=tools).rows[0].ids)
+    assert f"user\n{lines}\n\nwhat<|im_end|>" in text
+    told = Message("system", "Be brief.")
+    text = decode(encode("chatml", told, user("what"), assistant("a dog"), tools=tools).rows[0].ids)
+    assert f"system\nBe brief.\n\n{lines}<|im_end|>" in text
+    assert "user\nwhat<|im_end|>" in text
+
+
 def test_what_a_template_leaves_out_of_an_answer_is_counted() -> None:
     """Llama 3.1 drops text beside a call; templates that know no reasoning drop that."""
     assert encode("llama-3.1", user("how deep"), calling("blue", content="I look")).notes

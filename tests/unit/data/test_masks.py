@@ -166,6 +166,63 @@ def test_all_tokens_of_text_are_learned_and_long_text_is_cut_into_pieces(tokeniz
     assert rows[0].supervised == 7
 
 
+@settings(deadline=None, max_examples=60)
+@given(words=st.integers(1, 60), limit=st.integers(3, 20), overlap=st.integers(0, 18))
+def test_each_token_of_a_long_text_is_learned_once_whatever_its_pieces_share(
+    words: int, limit: int, overlap: int
+) -> None:
+    """`prepare.chunk_overlap`: what a piece shares with the one before is there to be read, and not learned again."""
+    overlap = min(overlap, limit - 2)
+    tokenizer = _TOKENIZER
+    text = " ".join(tiny.WORDS[at % len(tiny.WORDS)] for at in range(words))
+    whole = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    encoder = Tokenizer(
+        tokenizer, train_on="completion", max_length=limit, on_too_long="truncate", chunk_overlap=overlap
+    )
+    pieces = rows_of(encoder, Text(text))
+    learned = [0] * len(whole)
+    for number, piece in enumerate(pieces):
+        start = number * (limit - overlap)
+        if overlap == 0 and number == len(pieces) - 1 and len(whole) - start == 1:
+            # One token alone has nothing to be predicted from, and takes the last of the piece before.
+            start -= 1
+        elif overlap == 0 and number == len(pieces) - 2 and len(whole) - start == limit + 1:
+            assert piece.ids == whole[start : start + limit - 1]
+        assert piece.ids == whole[start : start + len(piece.ids)]
+        assert 2 <= len(piece.ids) <= limit or len(whole) == 1
+        for at, is_learned in enumerate(mask_of(piece)):
+            learned[start + at] += int(is_learned)
+        assert not number or not any(mask_of(piece)[:overlap])
+    assert learned == [1] * len(whole)
+
+
+def test_a_cut_off_row_is_the_beginning_of_the_whole_one_and_learns_all_that_is_left(tokenizer: Any) -> None:
+    chat = conversation(("user", "one two three"), ("assistant", " ".join(tiny.WORDS)))
+    (whole,) = rows_of(make(tokenizer), chat)
+    begins, end = mask_of(whole).index(1), len(whole.ids)
+    for limit in (begins + 1, begins + 2, begins + 9, end - 3):
+        (row,) = rows_of(make(tokenizer, max_length=limit), chat)
+        assert row.ids == whole.ids[:limit]
+        assert mask_of(row) == mask_of(whole)[:limit]
+        assert mask_of(row)[-1]
+        assert row.truncated
+    assert not whole.truncated
+    encoded = make(tokenizer, max_length=end - 3).encode([chat])[0]
+    assert (encoded.truncated_tokens, encoded.answers_lost, encoded.dropped) == (3, 0, 0)
+
+
+def test_an_answer_that_is_cut_off_whole_is_counted(tokenizer: Any) -> None:
+    chat = conversation(("user", " ".join(tiny.WORDS)), ("assistant", "one"))
+    encoded = make(tokenizer, max_length=20).encode([chat])[0]
+    assert (encoded.rows, encoded.answers_lost) == ([], 1) or (encoded.answers_lost, encoded.rows[0].supervised) == (
+        1,
+        0,
+    )
+    dropped = make(tokenizer, max_length=20, on_too_long="drop").encode([chat])[0]
+    (whole,) = rows_of(make(tokenizer), chat)
+    assert (dropped.rows, dropped.dropped, dropped.dropped_tokens) == ([], 1, len(whole.ids))
+
+
 def test_a_cut_off_answer_says_so(tokenizer: Any) -> None:
     chat = conversation(("user", "one two three"), ("assistant", " ".join(tiny.WORDS)))
     (row,) = rows_of(make(tokenizer, max_length=16), chat)

@@ -131,9 +131,9 @@ BERT = {"model_type": "bert", "architectures": ["BertLMHeadModel"], "is_decoder"
         ({"attention_bias": True}, r"random: model\.layers\.0\.self_attn\.k_proj\.bias"),
         (BERT, r"random: bert\."),
         ({"vocab_size": 300}, r"another shape .* lm_head\.weight \(\(384, 64\), not \(300, 64\)\)"),
-        ({"hidden_size": 0}, "model.name="),
-        ({"hidden_size": "many"}, "cannot be loaded"),
-        ({"hidden_size": -1}, "cannot be loaded"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": "many"}, "hidden_size"),
+        ({"hidden_size": -1}, "hidden_size"),
         ({"hidden_size": 63}, "model.name="),
     ],
     ids=["layers", "biases", "another architecture", "vocabulary", "no size", "text", "negative", "odd"],
@@ -143,7 +143,7 @@ def test_weights_that_the_files_lack_are_an_error_that_names_them(
 ) -> None:
     with pytest.raises(ModelError, match=named) as caught:
         load_model(configure(folder, **changes), dtype=torch.float32)
-    assert f"model.name={folder}" in str(caught.value)
+    assert str(folder) in str(caught.value)
 
 
 def test_a_sharded_model_is_not_filled_up_at_random_either(folder: Path) -> None:
@@ -170,8 +170,9 @@ def test_layers_in_the_files_that_the_model_has_not_are_told(folder: Path) -> No
 @pytest.mark.parametrize("on_meta", [True, False])
 def test_a_config_json_that_is_none_is_one_message(folder: Path, content: bytes, on_meta: bool) -> None:
     (folder / "config.json").write_bytes(content)
-    with pytest.raises(ModelError, match="cannot be loaded"):
+    with pytest.raises(ModelError, match=r"(cannot be loaded|config\.json: is not what belongs there)") as caught:
         load_model(ModelConfig(name=str(folder)), dtype=torch.float32, on_meta=on_meta)
+    assert str(folder) in str(caught.value)
 
 
 def test_a_pickle_is_refused_in_one_message(folder: Path) -> None:

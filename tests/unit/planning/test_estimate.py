@@ -185,3 +185,31 @@ def test_files_of_another_dtype_count_while_they_are_read() -> None:
     large = Setup(precision="bf16", read_bytes=100 * BASE)
     assert estimate(LORA, MEMORY, large, WORK).phase == "load"
     assert estimate(LORA, MEMORY, replace(large, read_bytes=0), WORK).phase != "load"
+
+
+# --- offloading -----------------------------------------------------------------------------------------------------
+
+
+def test_fsdp_with_cpu_offload_keeps_no_share_on_the_gpu() -> None:
+    """fp32 weights, their gradients and two moments: sixteen bytes a weight, shared by four workers."""
+    setup = replace(GPU, strategy="fsdp", optimizer_offload=True, weight_offload=True)
+    found = estimate(FULL, MEMORY, setup, WORK)
+    before = estimate(FULL, MEMORY, replace(GPU, strategy="fsdp"), WORK)
+    assert found.offloaded == 16 * BASE // 4
+    assert before.offloaded == 0
+    assert not {"weights", "optimizer"} & found.parts.keys()
+    assert found.total < before.total - 12 * BASE // 4
+
+
+def test_zero_2_with_offload_keeps_the_weights_that_it_computes_with() -> None:
+    """bf16 weights stay whole; fp32 masters, two moments and bf16 gradients go."""
+    found = estimate(FULL, MEMORY, replace(GPU, strategy="zero2", optimizer_offload=True), WORK)
+    assert found.offloaded == (12 + 2) * BASE // 4
+    assert found.parts["weights"] == 2 * BASE
+
+
+def test_offloaded_activations_are_those_of_the_layers() -> None:
+    found = estimate(LORA, MEMORY, replace(GPU, activation_offload=True), WORK)
+    before = estimate(LORA, MEMORY, GPU, WORK)
+    assert found.offloaded == KEPT * 1024
+    assert before.total - found.total > 0.9 * (KEPT - WORKING) * 1024

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tools.flops import flops_per_token
 from torch.utils.flop_counter import FlopCounterMode
 
 from finray.config.schema import AdapterConfig
 from finray.models import adapters
 from finray.planning.blueprint import draw_blueprint
+from finray.planning.flops import flops_per_token
 from tests.support import tiny
 
 LENGTH = 48

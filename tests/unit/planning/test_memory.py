@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.planning.estimate import Workload
-from finray.planning.memory import Choice, largest_workload, smallest_change
+from finray.planning.memory import Choice, fastest, largest_workload, smallest_change
 
 
 def largest(lengths: list[int], **more: Any) -> Workload:
@@ -120,3 +120,43 @@ def test_a_search_that_takes_the_last_choice_would_be_seen() -> None:
     needless = Choice(1, True, "bf16", 128, "lora")
     assert size(needless) <= 28_192
     assert needless.overrides_from(NOW) != change(28_192)
+
+
+def test_what_costs_time_comes_before_what_costs_workers_and_those_before_another_experiment() -> None:
+    now = Choice(1, "full", "bf16", 128, "none", num_workers=4)
+    others = {"cpu_offload": [True], "num_workers": [8, 16], "optimizer": ["adamw_8bit"]}
+
+    def needs(choice: Choice) -> float:
+        return (2 if choice.optimizer == "adamw" else 1) * (10 if choice.cpu_offload else 64) / choice.num_workers
+
+    found = []
+    for limit in (15, 9, 2, 1):
+        choice = smallest_change(now, lambda choice, limit=limit: needs(choice) <= limit, longest=128, others=others)
+        found.append(None if choice is None else choice.overrides_from(now))
+    assert found == [
+        ("parallel.cpu_offload=true",),
+        ("parallel.cpu_offload=true",),
+        ("parallel.cpu_offload=true", "cluster.num_workers=16"),
+        ("train.optimizer=adamw_8bit", "parallel.cpu_offload=true", "cluster.num_workers=16"),
+    ]
+
+
+def test_the_fastest_choice_that_fits_changes_nothing_that_is_learned() -> None:
+    now = Choice(1, "full", "bf16", 2048, "lora", activation_offload=True)
+
+    def needs(choice: Choice) -> float:
+        kept = {"full": 1, "selective": 3, "none": 5}[choice.gradient_checkpointing]
+        return choice.micro_batch_size * kept * (0.5 if choice.activation_offload else 1.0)
+
+    def chosen(limit: float, share: int = 64) -> tuple[str, ...]:
+        return fastest(now, lambda choice: needs(choice) <= limit, share=share).overrides_from(now)
+
+    assert chosen(0.5) == ()
+    assert chosen(5.0, share=1) == ("train.gradient_checkpointing=none", "train.activation_offload=false")
+    # From 8 packs of 2,048 tokens on a GPU is busy.
+    assert chosen(1000) == (
+        "train.micro_batch_size=8",
+        "train.gradient_checkpointing=none",
+        "train.activation_offload=false",
+    )
+    assert chosen(8.0) == ("train.micro_batch_size=8", "train.activation_offload=false")

@@ -53,11 +53,12 @@ def test_what_does_not_fit(fields: dict[str, object], nodes: list[dict[str, floa
 
 
 def test_threads_follow_the_placement_and_the_users_own_variables_win() -> None:
-    env = worker_environment(asked(env={"TOKENIZERS_PARALLELISM": "true", "X": "1"}), threads=3)
+    env = worker_environment(asked(env={"TOKENIZERS_PARALLELISM": "true", "X": "1"}), threads=3, environ={})
     assert env["OMP_NUM_THREADS"] == "3"
     assert env["TOKENIZERS_PARALLELISM"] == "true"
     assert env["X"] == "1"
     assert "mmap_max" in env["GLIBC_TUNABLES"]
+    assert worker_environment(asked(), threads=3, environ={"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
 
 
 # --- what a worker runs on ------------------------------------------------------------------------------------------

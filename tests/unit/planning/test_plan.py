@@ -130,6 +130,21 @@ def test_a_gpu_that_is_too_small_and_the_smallest_change(plan: Planner, monkeypa
     assert changed.starts, texts(changed)
 
 
+def test_the_speed_on_a_gpu_is_its_share_of_the_data_sheet(plan: Planner) -> None:
+    report = report_of(lengths=[60] * 200, longest=60, tokens=12_000)
+    found = plan(report, gpu="h100-80gb", cluster={"num_workers": 2})
+    assert found.speed is not None
+    assert found.data is not None
+    assert found.model is not None
+    # Six operations a weight and token, four where it is frozen: the tiny model's attention and head add some.
+    operations = 2 * 0.4 * 989e12 / found.speed.tokens_per_s
+    assert 4 * 0.5 * found.model.parameters < operations < 6 * 1.5 * found.model.parameters
+    assert found.speed.seconds == pytest.approx(found.data.seen_tokens / found.speed.tokens_per_s)
+    assert found.speed.step_seconds == pytest.approx(found.speed.seconds / found.data.steps)
+    # Of this machine's CPUs no rate is known.
+    assert plan(report).speed is None
+
+
 def small(memory: int) -> Any:
     from finray.planning.placement import Gpu
 
@@ -234,3 +249,21 @@ def test_max_steps_takes_the_place_of_epochs_and_the_plan_says_so(plan: Planner)
     assert found.data is not None
     assert found.data.steps == 7
     assert "train.max_steps=7 takes the place of train.epochs=3" in found.data.notes
+
+
+def test_a_plan_of_little_data_names_the_step_and_epochs_that_finray_chooses(plan: Planner) -> None:
+    left_open = {"max_steps": None, "global_batch_size": "auto"}
+    found = plan(report_of(packs=5), train=left_open)
+    assert found.data is not None
+    assert found.resolved is not None
+    assert (found.data.global_batch_size, found.data.steps, found.data.epochs) == (1, 15, 3.0)
+    assert (found.resolved.global_batch_size, found.resolved.epochs) == (1, 3.0)
+    assert any("train.global_batch_size=1 and train.epochs=3" in note for note in found.data.notes)
+    assert not found.warnings
+    # Of data that were read in part, nothing is known of their number.
+    partly = plan(report_of(packs=5, complete=False), train=left_open)
+    assert partly.data is not None
+    assert partly.data.global_batch_size == 8
+    named = plan(report_of(packs=5), train={"max_steps": None, "epochs": 1, "global_batch_size": 8})
+    assert "the run is a single step" in named.warnings[0].message
+    assert named.warnings[0].repair

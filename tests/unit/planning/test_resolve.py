@@ -65,14 +65,21 @@ def test_precision_is_what_the_hardware_has(device: Device, wanted: str, expecte
     assert on(device, train={"precision": wanted}).precision == expected
 
 
-def test_bits_follow_device_and_workers() -> None:
+def test_bits_follow_device_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = {"model": {"name": "m", "quantization": "auto"}}
     gpus = Placement(2, 1, use_gpu=True)
+    monkeypatch.setattr(resolving, "find_spec", lambda name: name == "bitsandbytes" or None)
     assert on(gpu("t4-16gb"), replace(gpus, num_workers=1), **auto).bits == 8
     assert on(gpu("t4-16gb"), gpus, **auto).bits is None
     assert on(CPU, **auto).bits is None
     assert on(gpu("t4-16gb"), **auto, adapter={"method": "none"}).bits is None
     assert on(CPU, model={"name": "m", "quantization": "4bit"}).bits == 4
+
+
+def test_bits_that_auto_comes_to_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolving, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs the package bitsandbytes"):
+        on(gpu("t4-16gb"), Placement(1, 1, use_gpu=True), model={"name": "m", "quantization": "auto"})
 
 
 def test_flash_attention_is_taken_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

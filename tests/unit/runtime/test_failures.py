@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from finray.errors import TrainingError
-from finray.runtime.failures import Failure, check, describe, forget, record, repeated_error
+from finray.runtime.failures import (
+    Failure,
+    check,
+    describe,
+    forget,
+    last_line,
+    lost_process,
+    record,
+    repeated_error,
+)
 
 SAME = [Failure("a", 4, "ValueError: no"), Failure("b", 4, "ValueError: no")]
 
@@ -47,3 +56,51 @@ def test_failures_are_kept_between_attempts_until_a_person_starts_the_run_again(
 def test_errors_are_described_in_one_line() -> None:
     assert describe(ValueError("one\ntwo")) == "ValueError: one"
     assert describe(RuntimeError()) == "RuntimeError"
+
+
+# As Ray 2.60 writes them, shortened.
+NO_MEMORY = """2 worker(s) were killed due to the node running low on memory. \
+Memory on the node (IP: 192.0.2.2, ID: eef1f) was 22.20GB used / 23.54GB limit (0.943076)
+OOM kill reason: Memory usage 3403661312B exceeded threshold of 758295040B
+Selected to kill: (Task: job ID=01000000, task name=g, pid=30741, actual memory used=0.15GB)
+Top 10 memory users: PID\tMEM(GB)\tCOMMAND
+25184\t16.77\tpython -m other
+28010\t0.36\tpython -m tests.mutants map
+30741\t0.15\tray::g
+30742\t0.14\tray::h
+Refer to the documentation on how to address the out of memory issue: https://docs.example.org"""
+ENDED = """The actor died unexpectedly before finishing this task.
+\tclass_name: RayTrainWorker
+\tactor_id: 0f7e
+\tpid: 4711
+\tnamespace: b5
+\tip: 192.0.2.2
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: (1) ..."""
+NODE = ENDED.rpartition("\n")[0] + "\nThe actor died because its node has died. Node Id: 17."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            NO_MEMORY,
+            "node 192.0.2.2 ran out of memory (22.20 of 23.54 GB used), and Ray ended processes of the run; the most "
+            "is used by python -m other (pid 25184, 16.77 GB), python -m tests.mutants map (pid 28010, 0.36 GB), "
+            "ray::g (pid 30741, 0.15 GB)",
+        ),
+        (ENDED, "a worker's process (pid 4711 on 192.0.2.2) ended without a word"),
+        (NODE, "a machine of the cluster was lost"),
+    ],
+)
+def test_a_process_that_ray_lost_is_told_in_one_sentence(text: str, message: str) -> None:
+    found = lost_process(text)
+    assert found is not None
+    assert found[0].startswith(message)
+    assert "the same command goes on" in found[1]
+
+
+def test_an_exception_is_no_lost_process_and_named_by_its_last_line() -> None:
+    text = "Traceback (most recent call last):\n  File x\n\nValueError: no\n"
+    assert lost_process(text) is None
+    assert last_line(text) == "ValueError: no"
+    assert last_line("") == ""

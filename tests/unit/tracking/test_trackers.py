@@ -219,6 +219,16 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "4/4" in target.getvalue()
 
 
+def test_a_terminal_keeps_a_twentieth_of_the_steps_above_the_bar() -> None:
+    target = io.StringIO()
+    tracker = ConsoleTracker(Console(file=target, width=120, force_terminal=True), total_steps=40)
+    for step in range(1, 41):
+        tracker.log(record(step))
+    tracker.close()
+    kept = [line for line in target.getvalue().splitlines() if "step " in line]
+    assert [line.split("step ")[1].split("/")[0] for line in kept] == [str(step) for step in range(2, 41, 2)]
+
+
 def test_the_bar_of_a_continued_run_starts_where_it_stands() -> None:
     target = io.StringIO()
     ConsoleTracker(Console(file=target, width=120, force_terminal=True), total_steps=26, step=4).close()

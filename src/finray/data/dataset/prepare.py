@@ -222,6 +222,20 @@ class Preparation:
             self._helped = max(0, self._helped - 1)
             self._add(result)
 
+    def take_back(self, part: Part) -> None:
+        """A part that was taken and not written after all."""
+        with self._changed:
+            self._helped = max(0, self._helped - 1)
+            if not self._cancelled and self._failure is None:
+                self._left.append(part)
+            self._changed.notify_all()
+
+    @property
+    def patience_s(self) -> float:
+        """How long a helper may say nothing before this process writes its part: far longer than it would take."""
+        with self._changed:
+            return _PATIENCE_S * 10 + 5 * (self._seconds_per_part or 10.0)
+
     # --- in the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:

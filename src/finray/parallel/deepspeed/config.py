@@ -209,14 +209,17 @@ def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: i
     """What both files can state: by the path in the JSON, the path in the YAML and its value there."""
     train = config.train
     found: dict[str, tuple[str, Any]] = {
-        "train_batch_size": ("train.global_batch_size", train.global_batch_size),
         "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
-        "gradient_accumulation_steps": (
-            "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
-            math.ceil(math.ceil(train.global_batch_size / train.micro_batch_size) / workers),
-        ),
         "gradient_clipping": ("train.max_grad_norm", train.max_grad_norm or 0.0),
     }
+    # Known when the data are prepared.
+    if train.global_batch_size != "auto":
+        shares = math.ceil(train.global_batch_size / train.micro_batch_size)
+        found["train_batch_size"] = "train.global_batch_size", train.global_batch_size
+        found["gradient_accumulation_steps"] = (
+            "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
+            math.ceil(shares / workers),
+        )
     found |= {path: ("train.precision", precision == path.split(".")[0]) for path in _PRECISION}
     if config.parallel.zero_stage is not None:
         found[f"{_ZERO}.stage"] = "parallel.zero_stage", config.parallel.zero_stage

@@ -7,9 +7,13 @@ every token sees half of its row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finray.planning.blueprint import Blueprint
+
+# The share of its data sheet's rate that a GPU reaches in a step, where nothing but arithmetic is in the way.
+UTILISATION = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +53,42 @@ def flops_per_token(blueprint: Blueprint, *, row: int, learned: float, checkpoin
     gradients = (2 if frozen else 4) * (body + head) + 4 * adapter + 2 * attention
     again = 2 * (body + adapter) + attention if checkpointing else 0.0
     return Flops(forward + gradients, again)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedPlan:
+    """How long a run takes on GPUs whose rate is known; computed, not measured.
+
+    Attributes:
+        tokens_per_s: of all workers.
+        seconds: of all steps, where the data is known.
+        step_seconds: of a step, likewise.
+    """
+
+    tokens_per_s: float
+    seconds: float | None = None
+    step_seconds: float | None = None
+
+
+def plan_speed(
+    blueprint: Blueprint, lengths: Sequence[int], *, learned: float, checkpointing: bool, tflops: float, workers: int
+) -> SpeedPlan:
+    """The rate of workers at :data:`UTILISATION`. Small models, short micro-batches and slow networks give less.
+
+    Args:
+        blueprint: the model with its adapter.
+        lengths: tokens of rows, or of a sample of them.
+        learned: share of the tokens that are targets.
+        checkpointing: whether all activations are computed again.
+        tflops: 10^12 operations a second of a GPU, by its data sheet.
+        workers: GPUs.
+    """
+    row = round(sum(length * length for length in lengths) / max(1, sum(lengths)))
+    flops = flops_per_token(blueprint, row=row, learned=learned, checkpointing=checkpointing)
+    return SpeedPlan(workers * UTILISATION * tflops * 1e12 / flops.total)
+
+
+def rounded(value: float) -> int:
+    """Two digits: an estimate has no more."""
+    digits = max(0, len(str(int(value))) - 2)
+    return round(value / float(10**digits)) * int(10**digits)

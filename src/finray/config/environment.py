@@ -1,0 +1,48 @@
+"""Environment variables: the user's own wins, and a default is set only where nothing is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+# What finray has set in this process; not the user's.
+_OURS: dict[str, str] = {}
+# Secrets that workers need. They are handed over as arguments: Ray writes the environment of its workers into logs.
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+
+
+def set_default(name: str, value: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Set a variable of this process and its children, unless it is set."""
+    if name not in environ:
+        environ[name] = _OURS[name] = value
+
+
+def with_defaults(
+    own: Mapping[str, str], defaults: Mapping[tuple[str, ...], str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Variables of workers: those of the config, then those of the user's environment, then the defaults.
+
+    Args:
+        own: of the config.
+        defaults: by name; names in one key mean the same, and the program that reads them prefers one of them.
+        environ: of this process.
+    """
+    found = dict(own)
+    for names, default in defaults.items():
+        users = {name: environ[name] for name in names if name in environ and _OURS.get(name) != environ[name]}
+        chosen = {name: own[name] for name in names if name in own} or users or {names[0]: default}
+        # Workers may inherit the other name.
+        (value, *_) = chosen.values()
+        found |= {name: chosen.get(name, value) for name in names if name in chosen or name in environ}
+    return found
+
+
+def secrets_of(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What workers are handed of the user's secrets."""
+    return {name: environ[name] for name in SECRETS if environ.get(name)}
+
+
+def accept(secrets: Mapping[str, str]) -> None:
+    """In a worker: set what was handed over, where the node has no own."""
+    for name, value in secrets.items():
+        os.environ.setdefault(name, value)

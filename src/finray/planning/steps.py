@@ -1,0 +1,81 @@
+"""How large a step is, and how often the data are passed over, where the config leaves that to finray."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from finray.config.resolved import Resolved
+from finray.config.schema import Config, TrainConfig
+from finray.data.sampling.packing import plan_packs
+
+# A step as large as this, unless an epoch would then have fewer steps than that; and as many epochs, within limits, as
+# make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
+_LARGEST_STEP, _EPOCH_STEPS = 8, 32
+_RUN_STEPS, _MOST_EPOCHS = 100, 3
+# More packs than this change nothing.
+_ENOUGH_PACKS = _LARGEST_STEP * _RUN_STEPS
+
+
+def count_packs(config: Config, lengths: npt.NDArray[np.int64]) -> int:
+    """Packs (or rows) that rows of these lengths fill. Of very many it is a lower bound, which changes nothing."""
+    data, size = config.data, config.train.global_batch_size
+    least = -(-int(lengths.sum()) // data.max_length)
+    if not data.packing:
+        return len(lengths)
+    enough = least >= max(_ENOUGH_PACKS, 0 if size == "auto" else size)
+    return least if enough else len(plan_packs(lengths, data.max_length))
+
+
+def batch_and_epochs(train: TrainConfig, *, packs: int | None, before: Resolved | None = None) -> tuple[int, float]:
+    """Packs (or rows) per optimizer step, and passes over the data where ``train.max_steps`` is not set.
+
+    Neither depends on the number of workers. A continued run keeps what it began with.
+
+    Args:
+        packs: to train on; None where the data are not prepared yet.
+    """
+    size, epochs = _LARGEST_STEP, 1.0
+    if before is not None:
+        size, epochs = before.global_batch_size, before.epochs
+    elif packs is not None:
+        size = min(_LARGEST_STEP, max(1, packs // _EPOCH_STEPS))
+    if train.global_batch_size != "auto":
+        size = train.global_batch_size
+    if train.epochs is not None:
+        epochs = train.epochs
+    elif packs is not None and before is None and train.max_steps is None:
+        epochs = float(min(_MOST_EPOCHS, math.ceil(_RUN_STEPS / max(1, packs // size))))
+    return size, epochs
+
+
+def step_warnings(config: Config, size: int, *, steps: int, packs: int | None) -> Iterator[tuple[str, str, str | None]]:
+    """What is odd about steps of so many packs (or rows): message, field and repair.
+
+    Args:
+        size: packs (or rows) per step.
+        steps: of the run.
+        packs: to train on; None where not all of the data were read.
+    """
+    train, workers, where = config.train, config.cluster.num_workers, "train.global_batch_size"
+    unit = "packs" if config.data.packing else "rows"
+    if packs is not None and size > packs:
+        what = "the run is a single step" if steps == 1 else "it sees some of them again"
+        smaller, _ = batch_and_epochs(TrainConfig(), packs=packs)
+        yield f"a step takes {size} {unit} and there are {packs}: {what}", where, f"{where}={smaller}, or auto"
+    shares = -(-size // train.micro_batch_size)
+    if shares < workers:
+        text = f"a step has {shares} micro-batch{'es' if shares > 1 else ''} for {workers} workers: the rest do nothing"
+        yield text, where, f"{where}={workers * train.micro_batch_size} or more, or cluster.num_workers={shares}"
+
+
+def step_note(train: TrainConfig, size: int, epochs: float) -> str | None:
+    """What to say where little data made steps smaller, or passes more."""
+    chosen = [f"train.global_batch_size={size}"] if train.global_batch_size == "auto" else []
+    chosen += [f"train.epochs={epochs:g}"] if train.epochs is None and train.max_steps is None else []
+    if (size, epochs) == batch_and_epochs(train, packs=None):
+        return None
+    return f"there is little data, so finray chose {' and '.join(chosen)}; set them to choose yourself"

@@ -1,0 +1,129 @@
+"""On a cluster whose CPUs others have, nobody waits in silence, and a preparation does not wait at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.data.dataset.prepare import Preparation
+from finray.data.sources import pieces
+from finray.pretrained.tokenizers import load_tokenizer
+from finray.records import Note, Record
+from finray.runtime import prepare as runtime_prepare
+from finray.runtime import watch
+from finray.runtime.driver import train
+from finray.runtime.prepare import prepare
+from tests.support import runs
+from tests.support.runs import Plain
+
+
+@pytest.fixture
+def taken(ray_cluster: str) -> Iterator[Any]:
+    """A placement group over every CPU."""
+    import ray
+
+    group = ray.util.placement_group([{"CPU": 1}] * 4, name="somebody else's")
+    ray.get(group.ready(), timeout=60)
+    yield group
+    ray.util.remove_placement_group(group)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (watch, runtime_prepare):
+        monkeypatch.setattr(module, "SILENCE_S", 0.3)
+
+
+def test_a_preparation_goes_on_alone(
+    tiny_run: Callable[..., Plain], taken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(model: Any) -> Any:
+        time.sleep(1.5)
+        return load_tokenizer(model)
+
+    monkeypatch.setattr("finray.data.dataset.prepare.load_tokenizer", late)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 200)
+    monkeypatch.setattr(Preparation, "patience_s", 2.0)
+    config = runs.config_of(tiny_run({"prepare.num_workers": 3}))
+    said: list[str] = []
+
+    def note(record: Record) -> None:
+        if isinstance(record, Note):
+            said.append(record.message)
+
+    location = prepare(config, handle=note)
+    assert (Path(location) / "manifest.json").is_file()
+    assert said == [
+        "waiting for 2 CPUs to prepare with: 0 of 4 CPUs are free; held by placement group somebody else's (4 CPUs); "
+        "meanwhile this process works alone"
+    ]
+
+
+def test_a_training_says_what_it_waits_for_and_begins_when_it_is_there(
+    tiny_run: Callable[..., Plain], taken: Any
+) -> None:
+    import ray
+
+    config = runs.config_of(tiny_run({"train.max_steps": 1}))
+    said: list[str] = []
+
+    def note(record: Record) -> None:
+        if isinstance(record, Note):
+            said.append(record.message)
+            if record.message.startswith("waiting"):
+                ray.util.remove_placement_group(taken)
+
+    assert train(config, handle=note).summary.step == 1
+    wait = "waiting for 1 worker of 1 CPU: 0 of 4 CPUs are free; held by placement group somebody else's (4 CPUs)"
+    assert [line for line in said if line.startswith(("waiting", "starting", "loading"))] == [
+        "starting 1 worker",
+        wait,
+        f"loading {config.model.name}",
+    ]
+
+
+def test_a_run_that_fails_keeps_no_cpu(tiny_run: Callable[..., Plain], ray_cluster: str) -> None:
+    """Its controller dies, as when memory runs out: Ray itself keeps the placement group while the driver lives."""
+    import ray
+
+    from finray.errors import TrainingError
+
+    config = runs.config_of(tiny_run({"train.max_steps": 100_000, "cluster.max_failures": 0}))
+
+    def kill(record: Record) -> None:
+        from ray._private.state import actors
+
+        if not isinstance(record, Note):
+            for actor in actors().values():
+                if actor["ActorClassName"] == "TrainController" and actor["State"] == "ALIVE":
+                    runs.kill(actor["Pid"])
+
+    with pytest.raises(TrainingError, match="ended without a word"):
+        train(config, handle=kill)
+    assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
+
+
+def test_a_controller_that_dies_is_started_again(tiny_run: Callable[..., Plain], ray_cluster: str) -> None:
+    from finray.records import TrainRecord
+
+    config = runs.config_of(tiny_run({"train.max_steps": 12, "checkpoint.every_steps": 2}))
+    killed: list[int] = []
+    said: list[str] = []
+
+    def kill_once(record: Record) -> None:
+        from ray._private.state import actors
+
+        if isinstance(record, Note):
+            said.append(record.message)
+        if isinstance(record, TrainRecord) and record.step >= 3 and not killed:
+            for actor in actors().values():
+                if actor["ActorClassName"] == "TrainController" and actor["State"] == "ALIVE":
+                    killed.append(actor["Pid"])
+                    runs.kill(actor["Pid"])
+
+    assert train(config, handle=kill_once).summary.step == 12
+    assert any(line.endswith("; starting again") for line in said)

@@ -1,0 +1,57 @@
+"""Environment variables of workers: the user's own wins, and a default is set only where nothing is."""
+
+from __future__ import annotations
+
+import pytest
+
+from finray.config import environment
+from finray.config.environment import accept, secrets_of, set_default, with_defaults
+from finray.runtime.worker import WorkerSpec
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+NEW, OLD = ALLOCATOR
+
+
+@pytest.mark.parametrize(
+    ("own", "environ", "expected"),
+    [
+        ({}, {}, {NEW: "default"}),
+        ({NEW: "mine"}, {}, {NEW: "mine"}),
+        ({OLD: "mine"}, {}, {OLD: "mine"}),
+        ({}, {NEW: "shell"}, {NEW: "shell"}),
+        ({}, {OLD: "shell"}, {OLD: "shell"}),
+        ({}, {NEW: "a", OLD: "b"}, {NEW: "a", OLD: "b"}),
+        # The config is nearer than the shell, by whichever name; a worker inherits the other one.
+        ({NEW: "mine"}, {OLD: "shell"}, {NEW: "mine", OLD: "mine"}),
+        ({OLD: "mine"}, {NEW: "shell"}, {NEW: "mine", OLD: "mine"}),
+        ({NEW: "mine", OLD: "too"}, {OLD: "shell"}, {NEW: "mine", OLD: "too"}),
+    ],
+)
+def test_a_default_is_set_only_where_nothing_is(
+    own: dict[str, str], environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert with_defaults(own, {ALLOCATOR: "default"}, environ) == expected
+
+
+def test_what_finray_has_set_in_this_process_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_OURS", {})
+    environ: dict[str, str] = {}
+    set_default("X", "ours", environ)
+    assert with_defaults({}, {("X",): "default"}, environ) == {"X": "default"}
+    environ = {"X": "theirs"}
+    set_default("X", "ours", environ)
+    assert environ == {"X": "theirs"}
+    assert with_defaults({}, {("X",): "default"}, environ) == {"X": "theirs"}
+
+
+def test_secrets_go_to_workers_as_arguments_that_nobody_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = secrets_of({"HF_TOKEN": "hf_mine", "HOME": "/root", "HUGGING_FACE_HUB_TOKEN": ""})
+    assert secrets == {"HF_TOKEN": "hf_mine"}
+    spec = WorkerSpec({}, None, "p", "r", 1, ("", 0, ""), secrets)  # type: ignore[arg-type]
+    assert "hf_mine" not in repr(spec)
+    monkeypatch.setenv("HF_TOKEN", "of-the-node")
+    accept(secrets)
+    assert environment.os.environ["HF_TOKEN"] == "of-the-node"
+    monkeypatch.delenv("HF_TOKEN")
+    accept(secrets)
+    assert environment.os.environ["HF_TOKEN"] == "hf_mine"

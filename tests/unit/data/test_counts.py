@@ -1,0 +1,126 @@
+"""What became of the rows: every counter of a prepared dataset, counted here from the text of the rows."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from finray.data.dataset.prepared import PreparedDataset
+from tests.support.preparing import Preparing, Write, bad_rows_of, lines
+from tests.support.preparing import preparing as preparing
+from tests.support.preparing import put as put
+
+LONG = " ".join(["the a cat dog house tree river mountain"] * 3)
+
+
+def talk(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+SHORT = [talk("what is", "a cat"), talk("where", "no"), talk("how many", "four"), talk("who sleeps", "the dog sleeps")]
+CUT = [talk("what", LONG), talk("why", f"{LONG} two")]
+LOST = [talk(f"{LONG} {number}", "yes") for number in range(3)]
+UNLEARNABLE = [{"messages": [{"role": "user", "content": "alone"}]}]
+EMPTY = [talk("say nothing", "")]
+BAD: list[Any] = [{"messages": "none"}, {"messages": [{"role": "nobody", "content": "x"}]}]
+
+
+def length(preparing: Preparing, row: dict[str, Any]) -> int:
+    text = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in row["messages"])
+    return len(preparing.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def answer_length(preparing: Preparing, row: dict[str, Any]) -> int:
+    """Of the answer and the end of its turn."""
+    return len(preparing.tokenizer(row["messages"][1]["content"], add_special_tokens=False)["input_ids"]) + 1
+
+
+@pytest.mark.parametrize("on_too_long", ["truncate", "drop"])
+def test_every_counter(preparing: Preparing, put: Write, on_too_long: str) -> None:
+    limit = 40
+    rows = [SHORT[0], BAD[0], *CUT, *LOST, *SHORT[1:], BAD[1], *UNLEARNABLE, *EMPTY]
+    dataset = preparing.dataset(
+        put("rows.jsonl", lines(rows)), max_length=limit, on_too_long=on_too_long, on_bad_row="drop"
+    )
+    whole = [*SHORT, *EMPTY]
+    assert all(length(preparing, row) <= limit for row in whole)
+    too_long = {row["messages"][0]["content"]: length(preparing, row) for row in (*CUT, *LOST)}
+    assert min(too_long.values()) > limit
+    expected = {
+        "source_rows": len(rows),
+        "bad_rows": 2,
+        "unlearnable": 1,
+        "empty_answers": 1,
+        "rows": 5,
+        "tokens": sum(length(preparing, row) for row in whole),
+        "supervised": sum(answer_length(preparing, row) for row in whole),
+    }
+    if on_too_long == "truncate":
+        kept = sum(limit - length(preparing, talk(row["messages"][0]["content"], "")) + 2 for row in CUT)
+        expected |= {
+            "rows": 7,
+            "tokens": expected["tokens"] + 2 * limit,
+            "supervised": expected["supervised"] + kept,
+            "truncated": 5,
+            "truncated_tokens": sum(found - limit for found in too_long.values()),
+            "answers_lost": 3,
+        }
+    else:
+        expected |= {"dropped_too_long": 5, "dropped_tokens": sum(too_long.values())}
+    stats = dataset.manifest.splits["train"]
+    assert {name: count for name, count in stats.counts().items() if count} == expected
+    longest = [length(preparing, row) for row in whole] + ([limit] if on_too_long == "truncate" else [])
+    assert (stats.longest, stats.kind, stats.labels) == (max(longest), "chat", ())
+    assert [(row["split"], row["file"], row["row"]) for row in bad_rows_of(dataset)] == [
+        ("train", "rows.jsonl", 2),
+        ("train", "rows.jsonl", 11),
+    ]
+
+
+def test_labels_are_listed_numbers_first(preparing: Preparing, put: Write) -> None:
+    rows = [{"text": f"row {number}", "label": label} for number, label in enumerate([10, "b", 2, "a", 2, "b"])]
+    dataset = preparing.dataset(put("rows.jsonl", lines(rows)), format="labelled_text")
+    stats = dataset.manifest.splits["train"]
+    assert (stats.labels, stats.kind, stats.rows, stats.unlearnable) == (("2", "10", "a", "b"), "labelled", 6, 0)
+
+
+def test_what_the_index_says_of_a_row(preparing: Preparing, put: Write) -> None:
+    """docs/formats.md: length, targets, source row, piece, number in it, and a hash of the tokens; groups by a hash."""
+    rows = [
+        {"text": text, "owner": owner} for text, owner in (("one two", "x"), ("", "y"), ("three", None), ("four", 1))
+    ]
+    rows[2]["owner"] = {"b": 1, "a": 2}
+    dataset = preparing.dataset(put("rows.jsonl", lines(rows)), group_by="owner", eval_ratio=0.3, on_bad_row="drop")
+    table = pa.ipc.open_file(str(Path(dataset.folder.root) / "train" / "index-00000.arrow")).read_all()
+
+    def hashed(content: bytes) -> int:
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+    end = preparing.tokenizer.eos_token_id
+    texts = [(0, "one two", '"x"'), (2, "three", '{"a": 2, "b": 1}'), (3, "four", "1")]
+    ids = [[*preparing.tokenizer(text, add_special_tokens=False)["input_ids"], end] for _, text, _ in texts]
+    found = table.to_pydict()
+    assert found["length"] == [len(one) for one in ids]
+    assert found["supervised"] == [len(one) - 1 for one in ids]
+    assert found["source_row"] == [at for at, _, _ in texts]
+    assert found["piece"] == [0, 0, 0]
+    assert found["digest"] == [hashed(b"".join(token.to_bytes(4, "little") for token in one)) for one in ids]
+    assert found["group"] == [hashed(owner.encode()) for _, _, owner in texts]
+
+
+def test_rows_of_a_batch_and_of_the_next_are_read_from_their_place(preparing: Preparing, put: Write) -> None:
+    """1,024 rows to a batch of the file: the first and last of each."""
+    source = put("rows.jsonl", lines([{"text": f"row {number}"} for number in range(2_050)]))
+    dataset = preparing.dataset(source)
+    table = pa.ipc.open_file(str(Path(dataset.folder.root) / "train" / "tokens-00000.arrow"))
+    assert [table.get_batch(at).num_rows for at in range(table.num_record_batches)] == [1_024, 1_024, 2]
+    split = PreparedDataset(dataset.folder.root).all_rows("train")
+    assert split is not None
+    for number in (0, 1_023, 1_024, 2_047, 2_048, 2_049):
+        ids, mask = split.row(number)
+        assert preparing.tokenizer.decode(ids) == f"row {number}<|im_end|>"
+        assert mask.tolist() == [1] * len(ids)

@@ -1,0 +1,92 @@
+"""How large a step is and how many epochs there are, where the config does not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finray.config.load import build_config
+from finray.config.resolved import Resolved
+from finray.config.schema import Config, TrainConfig
+from finray.data.sampling.order import total_steps
+from finray.data.sampling.packing import plan_packs
+from finray.planning.steps import batch_and_epochs, count_packs, step_note, step_warnings
+
+BEGAN = Resolved("fp32", None, None, True, "ddp", 1, False, global_batch_size=3, epochs=2.0)
+
+
+def config(**sections: Any) -> Config:
+    return build_config({"model": {"name": "m"}, "data": {"source": "d"}, **sections}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("packs", "size", "epochs", "steps"),
+    [
+        (1, 1, 3, 3),
+        (5, 1, 3, 15),  # about 100 short rows
+        (50, 1, 2, 100),  # about 1,000
+        (100, 3, 3, 100),
+        (255, 7, 3, 110),
+        (256, 8, 3, 96),
+        (800, 8, 1, 100),
+        (5000, 8, 1, 625),  # about 100,000
+    ],
+)
+def test_little_data_makes_small_steps_and_more_epochs(packs: int, size: int, epochs: float, steps: int) -> None:
+    found = batch_and_epochs(TrainConfig(), packs=packs)
+    assert found == (size, epochs)
+    assert total_steps(packs, epochs=found[1], max_steps=None, global_batch_size=found[0])[0] == steps
+
+
+def test_what_the_config_says_or_the_run_began_with_stays() -> None:
+    assert batch_and_epochs(TrainConfig(global_batch_size=8, epochs=1), packs=5) == (8, 1.0)
+    assert batch_and_epochs(TrainConfig(global_batch_size=2), packs=10) == (2, 3.0)
+    assert batch_and_epochs(TrainConfig(max_steps=7), packs=5) == (1, 1.0)
+    assert batch_and_epochs(TrainConfig(), packs=5000, before=BEGAN) == (3, 2.0)
+    assert batch_and_epochs(TrainConfig(epochs=4), packs=5, before=BEGAN) == (3, 4.0)
+    # Runs that began before these were kept.
+    older = Resolved("fp32", None, None, True, "ddp", 1, False)
+    assert batch_and_epochs(TrainConfig(), packs=5, before=older) == (8, 1.0)
+    assert batch_and_epochs(TrainConfig(), packs=None) == (8, 1.0)
+
+
+def test_packs_are_counted_where_their_number_matters() -> None:
+    lengths = np.full(3000, 600)
+    exact = len(plan_packs(lengths, 1024))
+    assert exact == 3000
+    # Two rows do not fit into a pack, and so many packs are enough for all decisions.
+    assert count_packs(config(), lengths) == -(-3000 * 600 // 1024)
+    assert count_packs(config(train={"global_batch_size": 2000}), lengths) == exact
+    assert count_packs(config(), lengths[:1000]) == 1000
+    assert count_packs(config(data={"source": "d", "packing": False}), lengths) == 3000
+
+
+def test_odd_steps_are_warned_of_with_a_repair() -> None:
+    def said(size: int, packs: int | None, steps: int = 2, **sections: Any) -> str:
+        return "; ".join(
+            " | ".join(map(str, one)) for one in step_warnings(config(**sections), size, steps=steps, packs=packs)
+        )
+
+    assert said(8, 8) == said(8, None) == ""
+    assert said(8, 5, 1) == (
+        "a step takes 8 packs and there are 5: the run is a single step | train.global_batch_size | "
+        "train.global_batch_size=1, or auto"
+    )
+    assert "5: it sees some of them again" in said(8, 5, 20)
+    assert "train.global_batch_size=3, or auto" in said(128, 100)
+    alone = said(1, 5, cluster={"num_workers": 4}, train={"micro_batch_size": 2})
+    assert alone == (
+        "a step has 1 micro-batch for 4 workers: the rest do nothing | train.global_batch_size | "
+        "train.global_batch_size=8 or more, or cluster.num_workers=1"
+    )
+
+
+def test_what_finray_chose_is_said_and_nothing_else() -> None:
+    note = step_note(TrainConfig(), 1, 3.0)
+    assert note is not None
+    assert "train.global_batch_size=1 and train.epochs=3" in note
+    assert "epochs" not in str(step_note(TrainConfig(epochs=2), 1, 2.0))
+    assert step_note(TrainConfig(), 8, 1.0) is None
+    assert step_note(TrainConfig(global_batch_size=2, epochs=2), 2, 2.0) is None

@@ -1,0 +1,68 @@
+"""A cluster that does not answer is an error that says what was tried, before Ray tries for minutes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from finray.config.schema import ClusterConfig
+from finray.errors import ClusterError
+from finray.runtime import cluster
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Ray other tests use is not there."""
+    import ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster, "_ANSWER_S", 0.5)
+
+
+def refused(config: ClusterConfig) -> ClusterError:
+    with pytest.raises(ClusterError) as caught, cluster.connected(config):
+        pass
+    return caught.value
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    error = refused(ClusterConfig(address=f"127.0.0.1:{port}"))
+    assert error.where == f"cluster.address=127.0.0.1:{port}"
+    assert f":{port}: connection refused" in error.message
+    assert "without cluster.address Ray is started on this machine" in str(error.repair)
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    error = refused(ClusterConfig())
+    assert error.where == f"RAY_ADDRESS=127.0.0.1:{port}"
+    assert "without the variable" in str(error.repair)
+    assert refused(ClusterConfig(address=f"ray://127.0.0.1:{port}")).where == f"cluster.address=ray://127.0.0.1:{port}"
+
+
+def test_somebody_who_listens_and_says_nothing() -> None:
+    with socket.create_server(("", 0)) as server:
+        error = refused(ClusterConfig(address=f"127.0.0.1:{server.getsockname()[1]}"))
+    assert "does not answer as Ray's head process does (deadline_exceeded)" in error.message
+
+
+def test_the_last_ray_of_this_machine_where_there_is_none_or_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import services
+
+    with monkeypatch.context() as nothing:
+        nothing.setattr(services, "find_gcs_addresses", lambda: set())
+        nothing.setattr(services, "find_bootstrap_address", lambda folder: None)
+        assert "Could not find any running Ray instance" in refused(ClusterConfig(address="auto")).message
+    port = free_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    assert f":{port}: connection refused" in refused(ClusterConfig(address="auto")).message
+
+
+@pytest.mark.parametrize("address", ["nonsense", "no-such-host.invalid:6379", "1.2.3.4:x"])
+def test_what_is_no_address(address: str) -> None:
+    assert refused(ClusterConfig(address=address)).where == f"cluster.address={address}"

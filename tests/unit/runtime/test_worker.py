@@ -1,0 +1,23 @@
+"""Where the workers of a run meet."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import psutil
+import pytest
+
+from finray.runtime.worker import listen, meet
+
+TIMEOUT = timedelta(seconds=30)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_workers_store_listens_where_it_is_told_to_and_nowhere_else(host: str) -> None:
+    listening = listen(host)
+    address = listening.getsockname()[:2]
+    store = meet(address, listening, world_size=1, timeout=TIMEOUT)
+    meet(address, None, world_size=1, timeout=TIMEOUT).set("key", "value")
+    assert store.get("key") == b"value"
+    listens = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert [one.ip for one in listens if one.port == address[1]] == [host]
