@@ -79,6 +79,8 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
             set_default(name, value)
         if os.environ["RAY_AUTH_MODE"] == "token":
             set_default("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # It would ask a notebook to install ipywidgets for what finray does not show.
+    logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     import ray
 
     if ray.is_initialized():

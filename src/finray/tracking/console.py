@@ -1,10 +1,11 @@
-"""Live progress: a Rich bar on a terminal, plain lines elsewhere."""
+"""Live progress: a Rich bar on a terminal or in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,10 +15,12 @@ from finray.records import EvalRecord, Note, PrepareProgress, Record, RunHeader,
 PLAIN_EVERY_S = 2.0
 # Steps of a run whose lines stay on a terminal.
 _KEPT = 20
+# A notebook is sent the whole bar each time.
+_NOTEBOOK_EVERY_S = 0.2
 
 
 class _View:
-    """A bar on a terminal; elsewhere lines, of which those that come faster than one can read are left out.
+    """A bar on a terminal or in a notebook; elsewhere lines, of which those that come too fast to be read are left out.
 
     Args:
         console: where to.
@@ -33,17 +36,27 @@ class _View:
         self._clock = clock
         self._last_line = -PLAIN_EVERY_S
         self._progress: Progress | None = None
-        if console.is_terminal:
+        self._in_notebook: Any = None
+        if console.is_terminal or console.is_jupyter:
             line = TextColumn("{task.fields[line]}", markup=False)
             self._progress = Progress(
                 TextColumn(what), BarColumn(), MofNCompleteColumn(), line, TimeRemainingColumn(), console=console
             )
             self._task = self._progress.add_task(what, total=total, completed=done, line="")
-            self._progress.start()
+            if console.is_terminal:
+                self._progress.start()
+            else:
+                # Rich's own way needs ipywidgets, which many notebooks do not have.
+                from IPython.display import display
+
+                self._in_notebook = display(self._progress, display_id=True)
 
     def _show(self, done: int, line: str, now: float, plain: str) -> None:
         if self._progress is not None:
             self._progress.update(self._task, completed=done, line=line)
+            if self._in_notebook is not None and (now - self._last_line >= _NOTEBOOK_EVERY_S or done == self._total):
+                self._last_line = now
+                self._in_notebook.update(self._progress)
         elif now - self._last_line >= PLAIN_EVERY_S or done == self._total:
             self._last_line = now
             self._console.print(plain, highlight=False)
@@ -51,7 +64,8 @@ class _View:
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._progress is not None:
-            self._progress.stop()
+            if self._in_notebook is None:
+                self._progress.stop()
             self._progress = None
 
 

@@ -1,0 +1,80 @@
+"""examples/notebook.ipynb runs from top to bottom in a kernel of its own, on the real small model, and shows what it
+should: a plan, progress, a result, a table."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+MODEL = "models--HuggingFaceTB--SmolLM2-135M-Instruct"
+
+
+def test_the_notebook_is_kept_without_outputs_and_paths() -> None:
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    cells = nbformat.reads(text, as_version=4).cells
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells if cell.cell_type == "code")
+    assert not re.search(r'["\s](/home|/work|/root|/tmp|/Users|[A-Z]:\\)', text)
+
+
+@pytest.fixture(scope="module")
+def cells(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """The cells with what they put out."""
+    folder = tmp_path_factory.mktemp("notebook")
+    cached = folder / "hub" / MODEL
+    (cached / "refs").mkdir(parents=True)
+    (cached / "snapshots").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    (cached / "snapshots" / ("0" * 40)).symlink_to(smollm2_dir)
+    shutil.copy(NOTEBOOK, folder)
+    env = {**os.environ, "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    # Ray's workers have the environment that Ray was started in: the kernel starts one of its own.
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        env.pop(name, None)
+    notebook = nbformat.read(folder / NOTEBOOK.name, as_version=4)
+    try:
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute(env=env)
+    finally:
+        nbformat.write(notebook, folder / "executed.ipynb")
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def shown(cell: Any) -> str:
+    return "\n".join(
+        output.get("text") or "\n".join(map(str, output.get("data", {}).values())) for output in cell.outputs
+    )
+
+
+def test_a_plan_is_shown_as_its_tables(cells: list[Any]) -> None:
+    assert "the run would start" in shown(cells[1])
+    assert "<pre" in shown(cells[1])
+
+
+def test_training_shows_a_bar_without_ipywidgets_and_then_its_result(cells: list[Any]) -> None:
+    text = shown(cells[2])
+    assert "12/12" in text
+    assert "run finished" in text
+    assert "Traceback" not in text
+    assert "ipywidgets" not in text
+    bars = [output for output in cells[2].outputs if "training" in str(output) and "12/12" in str(output)]
+    assert len(bars) == 1, "one bar that is updated, not one after another"
+
+
+def test_the_table_of_metrics_and_the_scores_are_shown(cells: list[Any]) -> None:
+    assert "eval_loss" in shown(cells[3])
+    assert "<table" in shown(cells[3])
+    assert "held-out rows" in shown(cells[4])
+
+
+def test_the_tuned_model_answers_and_can_be_taken(cells: list[Any]) -> None:
+    assert "Copenhagen" in shown(cells[5])
+    assert "PeftModel" in shown(cells[6])
