@@ -102,13 +102,15 @@ def _lines(plans: Mapping[str, Plan]) -> Iterator[str]:
 
 _HEAD = """# Presets
 
-A preset is a configuration to start from. `finray config presets` lists them. `finray init my-run.yaml --preset NAME`
-writes one to edit. A line `preset: NAME` in your own file supplies what the file leaves out. If your file sets a
+A preset is a configuration to start from. `finray config presets` lists them, and prints the one that is named. A
+command takes a preset's name wherever it takes a config. `finray init my-run.yaml --preset NAME` writes one to edit. A
+line `preset: NAME` in your own file supplies what the file leaves out. If your file (or an override) sets a
 `data.source`, the preset's fields about its own source are ignored.
 
 ```
+finray config presets llama3-8b-lora
+finray plan llama3-8b-lora data.source=data/train.jsonl --gpu a100-40gb --offline
 finray init my-run.yaml --preset llama3-8b-lora
-finray plan my-run.yaml --gpu a100-40gb --offline
 ```
 
 With `--offline`, `finray plan` accepts every preset on a machine without a network or a GPU: the shapes of their models

@@ -5,7 +5,7 @@ The Python API does what the command line does, with the same defaults:
     import finray
     result = finray.train("finray.yaml", train={"max_steps": 100})
     result.metrics["loss"].plot()
-    print(finray.generate(result.run_dir, "Hello!")[0])
+    print(finray.generate(result, "Hello!")[0])
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def inspect(
 
 
 def generate(
-    model: str | Path,
+    model: str | Path | TrainResult,
     prompts: str | Mapping[str, Any] | Iterable[str | Sequence[Mapping[str, Any]]] = (),
     *,
     file: str | Path | None = None,
@@ -223,7 +223,7 @@ def generate(
     """Answers of a trained model.
 
     Args:
-        model: run, checkpoint or model directory.
+        model: run, checkpoint or model directory, or what :func:`train` gave.
         prompts: a text, or several, each a text or a conversation (a list of messages with ``role`` and ``content``).
         file: of further prompts: one a line, or JSONL with ``prompt`` or ``messages``.
         system: system message put before each text.
@@ -252,14 +252,14 @@ def generate(
     if file is not None or not asked:
         asked += read_prompts([], None if file is None else Path(file).expanduser(), system=system)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    return generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
+    return generate_text(_directory(model), asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
 
 
-def evaluate(run: str | Path, *, max_rows: int | None = None, quiet: bool = False) -> Comparison:
+def evaluate(run: str | Path | TrainResult, *, max_rows: int | None = None, quiet: bool = False) -> Comparison:
     """Compare a run's model with its base on the held-out rows.
 
     Args:
-        run: run directory.
+        run: run directory, or what :func:`train` gave.
         max_rows: evaluate at most this many rows; None takes ``evaluation.max_rows``.
         quiet: show no progress.
 
@@ -270,16 +270,21 @@ def evaluate(run: str | Path, *, max_rows: int | None = None, quiet: bool = Fals
     from finray.tracking.console import steps
 
     with steps(_console(), quiet=quiet) as update:
-        return compare(run, max_rows=max_rows, progress=update)
+        return compare(_directory(run), max_rows=max_rows, progress=update)
 
 
 def export(
-    run: str | Path, output: str | Path, *, merge: bool = True, dtype: str = "bf16", base: str | None = None
+    run: str | Path | TrainResult,
+    output: str | Path,
+    *,
+    merge: bool = True,
+    dtype: str = "bf16",
+    base: str | None = None,
 ) -> Exported:
     """Write a model that Transformers or PEFT loads, and check it by loading it.
 
     Args:
-        run: run, checkpoint or model directory.
+        run: run, checkpoint or model directory, or what :func:`train` gave.
         output: directory to create.
         merge: merge the adapter into the model, or write the adapter alone.
         dtype: of the written weights: fp32 or bf16.
@@ -290,7 +295,11 @@ def export(
     """
     from finray.evaluation.artifacts import export_model
 
-    return export_model(run, output, merge=merge, dtype=dtype, base=base)
+    return export_model(_directory(run), output, merge=merge, dtype=dtype, base=base)
+
+
+def _directory(run: str | Path | TrainResult) -> str | Path:
+    return run if isinstance(run, str | Path) else run.run_dir
 
 
 def _console() -> Console:

@@ -12,6 +12,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
@@ -41,8 +42,11 @@ def cells(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[A
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         env.pop(name, None)
     notebook = nbformat.read(folder / NOTEBOOK.name, as_version=4)
+    # Sockets in the file system: TCP would be open to everybody on this machine.
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
     try:
-        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute(env=env)
+        place = {"metadata": {"path": str(folder)}}
+        NotebookClient(notebook, timeout=500, resources=place, km=kernel).execute(env=env)
     finally:
         nbformat.write(notebook, folder / "executed.ipynb")
     return [cell for cell in notebook.cells if cell.cell_type == "code"]

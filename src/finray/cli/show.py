@@ -16,17 +16,30 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from finray.config.load import DEFAULT_FILE, load_config
+from finray.config.load import DEFAULT_FILE, load_config, preset_names
 from finray.config.redact import redact
 from finray.config.schema import Config
 from finray.errors import explained
 from finray.results import PlainConsole, Result
 from finray.tracking.console import RunView
 
+
+def _complete(incomplete: str) -> list[str]:
+    """Config files and presets that begin so, for the shell."""
+    folder = Path(incomplete).parent
+    files = [path for path in folder.glob("*") if path.is_dir() or path.suffix in (".yaml", ".yml")]
+    names = [f"{path}/" if path.is_dir() else str(path) for path in files]
+    return sorted(name for name in (*names, *preset_names()) if name.startswith(incomplete))
+
+
 # Arguments of several commands.
 ConfigName = Annotated[
     str | None,
-    typer.Argument(help=f"YAML config file, or the name of a preset (default: {DEFAULT_FILE}).", show_default=False),
+    typer.Argument(
+        help=f"YAML config file, or the name of a preset (default: {DEFAULT_FILE}).",
+        show_default=False,
+        autocompletion=_complete,
+    ),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Overrides: section.field=value.", show_default=False)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,21 @@ def test_init_writes_the_schema_beside_the_file_that_names_it(tmp_path: Path) ->
     schema = json.loads((tmp_path / first.rpartition("=")[2]).read_text())
     assert schema == json.loads(runs.finray("config", "schema")[1])
     assert "max_grad_norm" in (tmp_path / "mine.yaml").read_text()
+
+
+def test_the_shell_completes_config_files_and_presets(tmp_path: Path) -> None:
+    (tmp_path / "llama-mine.yaml").touch()
+    (tmp_path / "llama.txt").touch()
+    (tmp_path / "configs").mkdir()
+
+    def completed(words: str) -> list[str]:
+        env = {**os.environ, "_FINRAY_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": "2"}
+        script = "import sys; sys.argv = ['finray']; from finray.cli.main import main; main()"
+        command = [sys.executable, "-c", script]
+        return subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path).stdout.split()
+
+    assert completed("finray plan llama") == ["llama-mine.yaml", "llama3-70b-fsdp", "llama3-8b-lora"]
+    assert completed("finray plan con") == ["configs/"]
 
 
 IMPORTS = """

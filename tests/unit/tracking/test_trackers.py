@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finray.records import EvalRecord, Metrics, RunHeader, TrainRecord
+from finray.records import EvalRecord, Metrics, Note, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Trackers, make_tracker
-from finray.tracking.console import ConsoleTracker, describe, duration
+from finray.tracking.console import ConsoleTracker, RunView, describe, duration
 from finray.tracking.jsonl import JsonlTracker, read_records
 from finray.tracking.tensorboard import TensorBoardTracker
 
@@ -234,6 +234,46 @@ def test_the_bar_of_a_continued_run_starts_where_it_stands() -> None:
     ConsoleTracker(Console(file=target, width=120, force_terminal=True), total_steps=26, step=4).close()
     assert "4/26" in target.getvalue()
     assert "0/26" not in target.getvalue()
+
+
+def test_a_notebook_gets_one_bar_that_is_updated_now_and_then_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[float] = []
+    now = 0.0
+
+    class Handle:
+        def update(self, shown: Any) -> None:
+            updates.append(shown.tasks[0].completed)
+
+    displayed: list[Any] = []
+
+    def display(shown: Any, *, display_id: bool) -> Handle:
+        displayed.append(shown)
+        assert display_id
+        return Handle()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    tracker = ConsoleTracker(Console(force_jupyter=True), total_steps=100, step=2, clock=lambda: now)
+    for step in range(3, 101):
+        now += 0.01
+        tracker.log(record(step))
+    tracker.close()
+    assert len(displayed) == 1
+    assert updates[0] == 3
+    assert 4 <= len(updates) <= 8
+    assert updates[-1] == 100
+
+
+def test_a_quiet_view_shows_warnings_alone() -> None:
+    target = io.StringIO()
+    with RunView(Console(file=target, width=120), quiet=True) as view:
+        for one in (
+            Note("hello"),
+            record(1),
+            Note("look here", level="warning"),
+            EvalRecord(1, {"eval_loss": 1.0}, 9, 1),
+        ):
+            view.handle(one)
+    assert target.getvalue() == "warning: look here\n"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.4, "3s"), (65, "1m05s"), (3720, "1h02m")])
