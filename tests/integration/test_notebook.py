@@ -12,8 +12,8 @@ from typing import Any
 
 import nbformat
 import pytest
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 MODEL = "models--HuggingFaceTB--SmolLM2-135M-Instruct"
@@ -43,10 +43,10 @@ def cells(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[A
         env.pop(name, None)
     notebook = nbformat.read(folder / NOTEBOOK.name, as_version=4)
     # Sockets in the file system: TCP would be open to everybody on this machine.
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
+    kernel = Config({"KernelManager": {"transport": "ipc", "ip": str(folder / "kernel")}})
     try:
         place = {"metadata": {"path": str(folder)}}
-        NotebookClient(notebook, timeout=500, resources=place, km=kernel).execute(env=env)
+        NotebookClient(notebook, timeout=500, resources=place, config=kernel).execute(env=env)
     finally:
         nbformat.write(notebook, folder / "executed.ipynb")
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
