@@ -91,7 +91,8 @@ class ConsoleTracker(_View):
         done = record.step - self._first[0]
         left = duration((self._total - record.step) * (now - self._first[1]) / done) if done else "--"
         line = describe(record)
-        if self._progress is not None and record.step * _KEPT // self._total > (record.step - 1) * _KEPT // self._total:
+        passed = record.step * _KEPT // self._total > (record.step - 1) * _KEPT // self._total
+        if self._progress is not None and self._in_notebook is None and passed:
             # The bar shows the last step alone; these stay above it.
             self._console.print(f"{at}  {line}", highlight=False)
         self._show(record.step, line, now, f"{at}  {line}  eta {left}")
