@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from finray.files import typed
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
@@ -179,10 +181,9 @@ class RunSummary:
         """Read what :meth:`json` gave.
 
         Raises:
-            KeyError, TypeError: it is something else.
+            ValueError: it is something else.
         """
         rest = dict(plain)
-        key = next(name for name in rest if name.startswith("best_"))
-        best = rest.pop(key)
-        peaks = tuple(rest.pop("peak_memory_bytes"))
-        return cls(**rest, best_metric=key.removeprefix("best_"), best=best, peak_memory_bytes=peaks)
+        for key in [name for name in rest if name.startswith("best_")]:
+            rest |= {"best": rest.pop(key), "best_metric": key.removeprefix("best_")}
+        return typed(rest, cls)

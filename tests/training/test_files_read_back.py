@@ -13,8 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finray.checkpoint.pieces import Piece, write_pieces
+from finray.checkpoint.rundir import RunDir
+from finray.config.paths import with_absolute_paths
 from finray.data.dataset.prepare import prepare_here
 from finray.errors import DataError
+from finray.runtime import driver
 from tests.support import runs
 from tests.support.runs import Plain
 
@@ -80,3 +83,42 @@ def test_a_cut_model_is_trained_with_a_warning(
         assembled.loop.writer.close()
         assembled.loop.trackers.finish()
         assert any("a cut model is trained" in getattr(one, "message", "") for one in told) == warned
+
+
+@pytest.fixture
+def finished(tiny_run: Callable[..., Plain], tmp_path: Path) -> tuple[Plain, RunDir]:
+    """A finished run of two checkpoints."""
+    plain = tiny_run(
+        {"run.output_dir": str(tmp_path / "out"), "train.max_steps": 2, "checkpoint.every_steps": 1}, rows=8
+    )
+    config = with_absolute_paths(runs.config_of(plain))
+    run = RunDir.of(config)
+    loop = runs.run_alone(plain, run.path).loop
+    run.keep_config(config)
+    run.finish({"chosen_step": run.make_final(best=None, warn=pytest.fail), "summary": loop.summary().json()})
+    return plain, run
+
+
+def test_train_makes_a_final_model_that_is_gone_again(finished: tuple[Plain, RunDir]) -> None:
+    plain, run = finished
+    before = {path.name: path.read_bytes() for path in run.final.iterdir()}
+    told: list[Any] = []
+    for expected in (0, 1):
+        if expected:
+            shutil.rmtree(run.final)
+        result = driver.train(runs.config_of(plain), handle=told.append)
+        assert (result.final, result.chosen_step) == (run.final, 2)
+        assert {path.name: path.read_bytes() for path in run.final.iterdir()} == before
+        assert len([one for one in told if one.level == "warning"]) == expected
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"chosen_step": 2, "summary": {"step": "x"}}'])
+def test_a_damaged_summary_is_one_message_of_the_command(
+    finished: tuple[Plain, RunDir], content: bytes, tmp_path: Path
+) -> None:
+    plain, run = finished
+    run.summary_file.write_bytes(content)
+    code, out, err = runs.finray("train", runs.write_config(plain, tmp_path / "c.yaml"))
+    assert code == 2
+    assert "Traceback" not in out + err
+    assert "delete the file" in out + err

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
+from typing_extensions import TypedDict
 
 from finray.checkpoint import manifest
 from finray.checkpoint.store import CheckpointStore, replace_text
@@ -24,6 +26,8 @@ from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ClusterError, ConfigError
+from finray.files import FileKind
+from finray.records import RunSummary
 
 CONFIG_FILE = "config.yaml"
 # What every `auto` of the config came to; a continued run keeps to it.
@@ -33,6 +37,25 @@ FINAL = "final"
 RESUME_ONLY = ("training_state", "deepspeed")
 # Ray Train keeps its own list of checkpoints here; finray's manifests are what is believed.
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+_RESOLVED = FileKind(ConfigError, repair="delete the file; what it says is then worked out anew")
+_SUMMARY = FileKind(
+    CheckpointError, repair="delete the file: the same command then finishes the run again, from its checkpoints"
+)
+
+
+class _Summary(TypedDict):
+    chosen_step: int
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a run said of itself when it was finished, and the checkpoint that became ``final/``."""
+
+    chosen_step: int
+    summary: RunSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +94,20 @@ class RunDir:
             ConfigError: the file cannot be read.
         """
         path = self.path / RESOLVED_FILE
-        try:
-            return Resolved(**json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
+        return _RESOLVED.json(path, Resolved) if path.exists() else None
+
+    def finished(self) -> Finished | None:
+        """What the run said of itself when it was finished; None before.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        path = self.summary_file
+        if not path.exists():
             return None
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"what the run was started with cannot be read: {error}",
-                where=str(path),
-                repair="delete the file; it is then worked out anew",
-            ) from None
+        with _SUMMARY.reading(path):
+            plain = _SUMMARY.json(path, _Summary)
+            return Finished(plain["chosen_step"], RunSummary.from_json(plain["summary"]))
 
     def make_final(self, *, best: tuple[str, str] | None, warn: Callable[[str], None]) -> int:
         """Make ``final/`` from a checkpoint: what a user needs of it, without what only a resume needs.
@@ -95,11 +122,17 @@ class RunDir:
         Returns the step of the checkpoint that was taken.
 
         Raises:
-            CheckpointError: every checkpoint is damaged.
+            CheckpointError: there is no checkpoint, or every one is damaged.
         """
         store = CheckpointStore(self.path)
+        if not (steps := store.steps()):
+            raise CheckpointError(
+                "there is no checkpoint that final/ could be made from",
+                where=str(self.path),
+                repair="restore one from a backup, or start anew with --fresh",
+            )
         chosen = None if best is None else store.best(*best)
-        chosen = store.steps()[-1] if chosen is None else chosen
+        chosen = steps[-1] if chosen is None else chosen
         source = store.path_of(chosen)
         try:
             content = manifest.verify(source)
@@ -120,9 +153,29 @@ class RunDir:
             except OSError:
                 shutil.copy2(source / entry["path"], target)
         manifest.write(scratch, kept, step=chosen, metrics=content["metrics"])
-        shutil.rmtree(self.final, ignore_errors=True)
+        if self.final.exists():
+            aside = self.path / f"damaged-{FINAL}-{uuid.uuid4().hex[:8]}"
+            os.replace(self.final, aside)
+            if is_whole(aside):
+                shutil.rmtree(aside, ignore_errors=True)
         os.replace(scratch, self.final)
         return chosen
+
+    def mend_final(self, *, best: tuple[str, str] | None, warn: Callable[[str], None]) -> int | None:
+        """Make ``final/`` of a finished run again where it, or a file of it, is gone or cut off.
+
+        Returns the step of the checkpoint that was taken; None where nothing was to be done.
+
+        Raises:
+            CheckpointError: there is no checkpoint to make it from.
+        """
+        try:
+            manifest.verify(self.final, digests=False)
+        except CheckpointError as error:
+            chosen = self.make_final(best=best, warn=warn)
+            warn(f"{error}: final/ is made again from the checkpoint of step {chosen}")
+            return chosen
+        return None
 
     def finish(self, outcome: dict[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""
@@ -132,6 +185,15 @@ class RunDir:
     def of(cls, config: Config) -> RunDir:
         """The directory of a config's run."""
         return cls(run_path(config))
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a directory has every file that its manifest lists, in its size."""
+    try:
+        manifest.verify(folder, digests=False)
+    except CheckpointError:
+        return False
+    return True
 
 
 @contextmanager
@@ -169,9 +231,10 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             say(f"the earlier run was moved to {aside}")
         before = _require_same_run(config, run)
         chosen = run.resolved()
-        found = {path: path.read_text("utf-8") for path in (run.config_file, run.summary_file) if path.is_file()}
-        run.path.mkdir(exist_ok=True)
-        run.keep_config(config)
+        found = {path: _SUMMARY.text(path) for path in (run.config_file, run.summary_file) if path.exists()}
+        with _writing(run):
+            run.path.mkdir(exist_ok=True)
+            run.keep_config(config)
         (was, old), (now, new) = (length(settled(one or config, chosen)) for one in (before, config))
         if (was, old) != (now, new):
             say(f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run goes on to there")
@@ -189,6 +252,18 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             raise
     finally:
         lock.release()
+
+
+@contextmanager
+def _writing(run: RunDir) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the run directory cannot be written: {error.strerror or error}",
+            where=str(run.path),
+            repair="mend its permissions, or choose another run.name or run.output_dir",
+        ) from None
 
 
 def check_output(config: Config) -> None:
@@ -230,8 +305,8 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
         before, config = settled(saved_config(run), chosen), settled(config, chosen)
         problems = [f"{path}: was {old!r}, is now {new!r}" for path, old, new in differences(before, config)]
         (was, _), (now, steps) = length(before), length(config)
-        if was != now == "train.max_steps" and run.summary_file.is_file():
-            had = json.loads(run.summary_file.read_text(encoding="utf-8"))["summary"]["total_steps"]
+        if was != now == "train.max_steps" and (done := run.finished()) is not None:
+            had = done.summary.total_steps
             problems += [f"{now}: the run had {had} steps, is now {steps}"] if steps < had else []
         if problems:
             raise other_run(run, *problems, shorter=any(one.startswith(LENGTH) for one in problems))

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from finray.checkpoint import CheckpointStore, manifest
-from finray.checkpoint.rundir import RunDir
+from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir
+from finray.checkpoint.store import ATTEMPT_FILE
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError
+from finray.errors import CheckpointError, ModelError
 from finray.hardware import cpu_has_bf16
 from finray.models.artifacts import Artifact, load_artifact, read_artifact
 from finray.models.export import TOLERANCE, Exported, export
 from finray.models.loading import DTYPES
-from finray.pretrained.tokenizers import load_tokenizer
+from finray.pretrained.tokenizers import TOKENIZER_FILES, load_tokenizer
+
+_READ_BY_NAME = (*TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "*.bin", "*_config.json", "*.py")
+_AGAIN = "move final/ away if it is there; the command that trained the run then makes it again from a checkpoint"
 
 
 def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
@@ -33,18 +38,41 @@ def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
         raise ModelError(
             "the directory does not exist", where=str(path), repair="name a run, checkpoint or model directory"
         )
-    run = RunDir(path.resolve())
-    folder = run.path
-    if run.config_file.is_file():
-        folder = run.final
-        if not folder.is_dir():
-            latest = CheckpointStore(run.path).latest()
-            if latest is None:
-                raise ModelError("the run has no checkpoint yet", where=str(path), repair="`finray train` it first")
-            folder = latest.path
-    if (folder / manifest.NAME).is_file():
-        manifest.verify(folder)
+    folder = path.resolve()
+    run = RunDir(folder if (folder / CONFIG_FILE).exists() else folder.parent)
+    if folder == run.path and not run.final.exists():
+        if run.summary_file.exists():
+            raise ModelError("the run is finished, and its final/ is gone", where=str(run.final), repair=_AGAIN)
+        latest = CheckpointStore(run.path).latest()
+        if latest is None:
+            raise ModelError("the run has no checkpoint yet", where=str(path), repair="`finray train` it first")
+        _require_listed(latest.path, latest.files)
+        return read_artifact(latest.path, base=base)
+    folder = run.final if folder == run.path else folder
+    # What a run has made always has one: without, nobody could tell what was changed.
+    is_of_a_run = (run.path / ATTEMPT_FILE).exists() and (folder.name == FINAL or folder.name.startswith("checkpoint-"))
+    if is_of_a_run or (folder / manifest.NAME).exists():
+        try:
+            content = manifest.verify(folder)
+        except CheckpointError as error:
+            repair = _AGAIN if folder.name == FINAL else "name the run, or another checkpoint of it"
+            raise CheckpointError(error.message, where=error.where, repair=repair) from None
+        _require_listed(folder, [entry["path"] for entry in content["files"]])
     return read_artifact(folder, base=base)
+
+
+def _require_listed(folder: Path, files: Collection[str]) -> None:
+    """Refuse a verified directory with a file that Transformers or PEFT may read, and that its manifest does not list.
+
+    They choose files by name: a stray `model.safetensors` comes before the shards that an index names.
+    """
+    for path in sorted(one for pattern in _READ_BY_NAME for one in folder.glob(pattern)):
+        if (name := path.relative_to(folder).as_posix()) not in files:
+            raise ModelError(
+                f"{name} is not listed in the manifest, and would be read",
+                where=str(folder),
+                repair="move it out of the directory",
+            )
 
 
 def export_model(

@@ -16,7 +16,7 @@ from finray.errors import ModelError
 from finray.files import FileKind
 from finray.limits import cut, shown
 
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -238,5 +238,5 @@ def tokenizer_files(model: ModelConfig) -> list[Path] | None:
         return [path, *template]
     if not path.is_dir():
         return None
-    found = {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}
+    found = {file for pattern in TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}
     return [*sorted(found), *template]

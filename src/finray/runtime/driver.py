@@ -184,10 +184,12 @@ def train(
     config = with_absolute_paths(config)
     require_startable(config)
     with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run, _saying_what_is_saved(run):
-        if run.summary_file.is_file():
+        if (done := run.finished()) is not None:
             handle(Note("the run is finished already; --fresh (in Python fresh=True) begins anew"))
-            done = json.loads(run.summary_file.read_text(encoding="utf-8"))
-            return TrainResult(run.path, run.final, done["chosen_step"], RunSummary.from_json(done["summary"]))
+            chosen = run.mend_final(best=_best(config), warn=lambda message: handle(Note(message, level="warning")))
+            if chosen not in (None, done.chosen_step):
+                run.finish({"chosen_step": chosen, "summary": done.summary.json()})
+            return TrainResult(run.path, run.final, chosen or done.chosen_step, done.summary)
         failures.forget(run.path)
         # A converter may want a model, the check of packing and the choice of a strategy build one, and torch tells of
         # GPUs.
@@ -389,7 +391,7 @@ def finish(
         CheckpointError: every checkpoint is damaged.
     """
     chosen = run.make_final(
-        best=task_spec(config.model.task).best if config.checkpoint.keep_best else None,
+        best=_best(config),
         warn=lambda message: handle(Note(message, level="warning")),
     )
     inside = fitted.summary.phases
@@ -404,6 +406,11 @@ def finish(
     summary = replace(fitted.summary, phases=phases)
     run.finish({"chosen_step": chosen, "summary": summary.json()})
     return TrainResult(run.path, run.final, chosen, summary)
+
+
+def _best(config: Config) -> tuple[str, str] | None:
+    """The metric whose best checkpoint becomes final, and whether less or more is better; None for the last one."""
+    return task_spec(config.model.task).best if config.checkpoint.keep_best else None
 
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from finray.checkpoint import CheckpointStore, manifest
-from finray.checkpoint.rundir import RunDir, open_run, saved_config
+from finray.checkpoint import CheckpointStore, manifest, rundir
+from finray.checkpoint.rundir import Finished, RunDir, open_run, saved_config
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.errors import CheckpointError, ClusterError, ConfigError
+from finray.records import RunSummary
 
 
 def config(output: Path, **train: object) -> Config:
@@ -97,7 +102,7 @@ def test_what_auto_came_to_is_kept(tmp_path: Path) -> None:
     run.keep_resolved(RESOLVED)
     assert run.resolved() == RESOLVED
     (tmp_path / "resolved.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is not what belongs there"):
         run.resolved()
 
 
@@ -149,8 +154,11 @@ def test_a_damaged_best_checkpoint_does_not_become_final(finished: RunDir) -> No
         finished.make_final(best=("eval_loss", "min"), warn=said.append)
 
 
+SUMMARY = RunSummary(3, 3, 9, 9, 1.0, 9.0, 1.0, 0.5, "eval_loss", 1.0, {"train": 1.0}, (1,))
+
+
 def finish(run: RunDir, total: int) -> None:
-    run.finish({"chosen_step": total, "summary": {"total_steps": total}})
+    run.finish({"chosen_step": total, "summary": replace(SUMMARY, total_steps=total).json()})
 
 
 @pytest.mark.parametrize(
@@ -251,3 +259,100 @@ def test_a_run_from_before_a_step_could_be_chosen_goes_on_with_its_own(tmp_path:
         kept = run.resolved()
     assert kept is not None
     assert (kept.global_batch_size, kept.epochs) == (8, 1.0)
+
+
+# --- a finished run ---------------------------------------------------------------------------------------------------
+
+DAMAGE: dict[str, Callable[[RunDir], object]] = {
+    "gone": lambda run: shutil.rmtree(run.final),
+    "empty": lambda run: [path.unlink() for path in run.final.iterdir() if path.is_file()],
+    "weights gone": lambda run: (run.final / "model.safetensors").unlink(),
+    "weights cut off": lambda run: replaced(run.final / "model.safetensors", b"m"),
+    "manifest changed": lambda run: replaced(run.final / "manifest.json", b"{}"),
+    "a file": lambda run: (shutil.rmtree(run.final), run.final.write_text("x")),
+}
+
+
+def replaced(file: Path, content: bytes) -> None:
+    """Other bytes; the checkpoint's are another link to the same file."""
+    file.unlink()
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_final_model_that_is_gone_is_made_again_from_the_checkpoints(
+    finished: RunDir, damage: Callable[[RunDir], object]
+) -> None:
+    best = ("eval_loss", "min")
+    assert finished.make_final(best=best, warn=nobody) == 2
+    assert finished.mend_final(best=best, warn=nobody) is None
+    damage(finished)
+    told: list[str] = []
+    assert finished.mend_final(best=best, warn=told.append) == 2
+    assert "final/ is made again from the checkpoint of step 2" in told[0]
+    manifest.verify(finished.final)
+    # What was there is not lost, in case it is of use.
+    assert len(list(finished.path.glob("damaged-final-*"))) == (damage is not DAMAGE["gone"])
+    assert not list(finished.path.glob(".tmp-*"))
+
+
+def test_without_checkpoints_there_is_nothing_to_make_it_from(finished: RunDir) -> None:
+    finished.make_final(best=None, warn=nobody)
+    for folder in finished.path.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    (finished.final / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no checkpoint that final/ could be made from") as caught:
+        finished.mend_final(best=None, warn=nobody)
+    assert "--fresh" in str(caught.value.repair)
+    assert (finished.final / "original" / "tokenizer.model").exists()
+
+
+def test_a_summary_comes_back(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.finished() is None
+    run.finish({"chosen_step": 2, "summary": SUMMARY.json()})
+    assert run.finished() == Finished(2, SUMMARY)
+
+
+def changed(**fields: object) -> bytes:
+    return json.dumps({"chosen_step": 2, "summary": {**SUMMARY.json(), **fields}}).encode()
+
+
+SUMMARIES = {
+    **{"empty": b"", "cut off": changed()[:-20], "a list": b"[]", "nothing": b"{}", "null": b"null", "bytes": b"\xff"},
+    **{"text": changed(step="three"), "no summary": b'{"chosen_step": 2}', "a list in it": changed(phases=[])},
+    **{"null step": changed(step=None), "peaks": changed(peak_memory_bytes="many"), "truth": changed(tokens=True)},
+    "no best": json.dumps({"chosen_step": 1, "summary": {"step": 1}}).encode(),
+}
+
+
+@pytest.mark.parametrize("content", SUMMARIES.values(), ids=SUMMARIES.keys())
+def test_a_summary_that_is_none_is_one_message_with_a_repair(tmp_path: Path, content: bytes) -> None:
+    run = RunDir(tmp_path)
+    run.summary_file.write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        run.finished()
+    assert caught.value.where == str(run.summary_file)
+    assert "delete the file" in str(caught.value.repair)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"precision": "fp64"}', None], ids=str)
+def test_what_auto_came_to_that_cannot_be_read_is_one_message(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "resolved.json"
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        RunDir(tmp_path).resolved()
+    assert caught.value.where == str(file)
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(rundir, "replace_text", read_only)
+    with (
+        pytest.raises(ConfigError, match="the run directory cannot be written: Read-only file system") as caught,
+        open_run(config(tmp_path), fresh=False, say=nobody),
+    ):
+        pass
+    assert caught.value.where == str(tmp_path / "run")

@@ -15,7 +15,7 @@ from finray.config.resolved import Precision
 from finray.errors import FinrayError, ModelError
 from finray.evaluation import artifacts
 from finray.evaluation.artifacts import export_model, find_artifact, inference_device, inference_dtype
-from tests.support import runs
+from tests.support import damaged, runs
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -92,8 +92,58 @@ def test_a_run_that_is_not_finished_stands_for_its_newest_valid_checkpoint(run_d
 def test_a_directory_of_weights_stands_for_itself(run_dir: Path) -> None:
     assert find_artifact(run_dir / "checkpoint-000001").folder == run_dir / "checkpoint-000001"
     # Weights without a manifest, as plain PEFT writes them.
-    (run_dir / "final" / "manifest.json").unlink()
-    assert find_artifact(run_dir / "final").folder == run_dir / "final"
+    elsewhere = Path(shutil.copytree(run_dir / "final", run_dir.parent / "final"))
+    (elsewhere / "manifest.json").unlink()
+    assert find_artifact(elsewhere).folder == elsewhere
+
+
+@pytest.mark.parametrize("named", ["", "final", "checkpoint-000002"])
+def test_without_its_manifest_nothing_of_a_run_is_believed(run_dir: Path, named: str) -> None:
+    """Else removing it would switch the comparison with its digests off."""
+    folder = run_dir / (named or "final")
+    (folder / "manifest.json").unlink()
+    with pytest.raises(FinrayError, match="is missing") as caught:
+        find_artifact(run_dir / named)
+    assert caught.value.where == str(folder / "manifest.json")
+    assert ("makes it again" if named != "checkpoint-000002" else "name the run") in str(caught.value.repair)
+
+
+def test_a_finished_run_without_its_final_model_does_not_stand_for_another(run_dir: Path) -> None:
+    (run_dir / "summary.json").write_text("{}")
+    shutil.rmtree(run_dir / "final")
+    with pytest.raises(ModelError, match="its final/ is gone") as caught:
+        find_artifact(run_dir)
+    assert "makes it again" in str(caught.value.repair)
+
+
+STRAYS = (
+    *("model.safetensors", "adapter_model.bin", "model.safetensors.index.json", "added_tokens.json"),
+    *("tokenizer.model", "additional_chat_templates/x.jinja", "generation_config.json", "modeling.py"),
+)
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+@pytest.mark.parametrize("named", ["final", "checkpoint-000002"])
+def test_a_file_that_the_manifest_does_not_list_and_a_library_would_read_is_refused(
+    run_dir: Path, stray: str, named: str
+) -> None:
+    (run_dir / named / stray).parent.mkdir(exist_ok=True)
+    (run_dir / named / stray).write_text("{}")
+    with pytest.raises(ModelError, match=f"{stray} is not listed"):
+        find_artifact(run_dir / named)
+    (run_dir / named / stray).unlink()
+    # What nobody reads may lie there.
+    (run_dir / named / "README.md").write_text("mine")
+    assert find_artifact(run_dir / named).folder == run_dir / named
+
+
+@pytest.mark.parametrize("named", ["", "final", "checkpoint-000001"])
+def test_weights_that_cannot_be_read_are_named(run_dir: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = run_dir / (named or "final") / "adapter_model.safetensors"
+    damaged.unreadable(file, monkeypatch)
+    with pytest.raises(FinrayError, match="cannot be read: Permission denied") as caught:
+        find_artifact(run_dir / named)
+    assert caught.value.where == str(file)
 
 
 @pytest.mark.parametrize("folder", ["", "final"])
