@@ -292,7 +292,7 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    from finray.runtime.trainer import Trainer
+    from finray.runtime.trainer import Trainer, remove_groups
     from finray.runtime.worker import Outcome, WorkerSpec, train_worker
 
     started = time.perf_counter()
@@ -313,7 +313,7 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
             head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
         )
         listener = Listener("127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address(), watch.heard)
-        watch.stop = listener.stop
+        watch.listener = listener
         spec = WorkerSpec(
             config=settled(config, resolved).plain(),
             resolved=resolved,
@@ -355,6 +355,10 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
                         raise reason from None
                     restarts_left -= 1
                     handle(Note(f"{reason.message}; starting again", level="warning"))
+                finally:
+                    # Without a head process, the question would end this one.
+                    if not watch.is_lost:
+                        remove_groups(group)
         if outcome.failure is not None:
             raise from_dict(outcome.failure)
         if outcome.summary is None:

@@ -68,6 +68,12 @@ class Listener:
             # The workers have ended, and with them their connections; a machine that was lost says nothing.
             reader.join(max(0.0, deadline - time.monotonic()))
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether a worker is connected."""
+        with self._workers_change:
+            return bool(self._workers)
+
     def stop(self) -> None:
         """Ask the workers that are connected, and those that will be, to save a checkpoint and end."""
         with self._workers_change:

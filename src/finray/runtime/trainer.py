@@ -9,7 +9,6 @@ that has moved the modules imported here fails, so pyproject.toml names the vers
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
@@ -35,9 +34,6 @@ _POLL_S = 0.2
 
 class Trainer(DataParallelTrainer):  # type: ignore[misc]
     """Runs a function in every worker.
-
-    Whatever ends it, its placement group is removed: Ray keeps the group of a controller that died as long as the
-    driver lives, and whoever wants its CPUs then waits for ever.
 
     Args:
         function: of the workers; it also joins their process group, because Ray's own back end for that would import
@@ -73,10 +69,6 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
                 self._watch()
             ray.get(run)
             return ray.get(controller.get_result.remote())
-        except BaseException:
-            with suppress(Exception):
-                remove_groups(self._group)
-            raise
         finally:
             # Its workers end with it. One that is let go of instead is asked to exit, and now and then hangs for ever
             # on the way (Ray 2.60), when Ray ends in the same moment.
@@ -84,7 +76,10 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
 
 
 def remove_groups(name: str) -> None:
-    """Remove the placement groups whose name begins so, with what runs in them."""
+    """Remove the placement groups whose name begins so, with what runs in them.
+
+    Ray keeps the group of a controller that died as long as the driver lives: whoever wants its CPUs waits for ever.
+    """
     for identity, group in placement_group_table().items():
         if group["name"].startswith(name) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(identity)))

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from finray.errors import ClusterError
 from finray.planning.placement import Placement
 from finray.records import Note, Record, RunHeader
+from finray.runtime.progress import Listener
 from finray.runtime.signals import Interrupted, Pending
 
 # After so long, waiting is not silent any more.
@@ -23,6 +24,11 @@ KINDS = ("CPU", "GPU")
 class Watch:
     """Looks after a run while Ray Train has it.
 
+    Attributes:
+        workers: in words.
+        listener: where they are heard, and asked to stop; set before the first look.
+        is_lost: Ray's head process is gone.
+
     Args:
         ray: connected.
         group: begin of the name of the run's placement group.
@@ -33,7 +39,6 @@ class Watch:
         head: whether Ray's head process can be reached.
         head_patience_s: how long it may be gone; Ray ends this process after a minute, and says little.
         clock: seconds, monotonic.
-        stop: asks the workers for an end.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class Watch:
     ) -> None:
         several = "s" if placement.num_workers > 1 else ""
         self.workers = f"{placement.num_workers} worker{several}"
-        self.stop: Callable[[], None] = lambda: None
+        self.listener: Listener | None = None
         self._waiting: Callable[[], str | None] = lambda: workers_wait(
             ray, group, f"{self.workers} of {amounts(placement.resources)}"
         )
@@ -61,7 +66,7 @@ class Watch:
         self._head = head
         self._head_patience_s = head_patience_s
         self._clock = clock
-        self._has_begun = self._is_lost = False
+        self._has_begun = self.is_lost = False
         self._deadline: float | None = None
         self._answered = self._probe_at = clock()
         self._say_at, self._pause_s = clock() + SILENCE_S, SILENCE_S
@@ -80,21 +85,23 @@ class Watch:
         """
         now = self._clock()
         if self._deadline is not None:
-            if now >= self._deadline:
+            # Without a head process, workers that have ended are waited for in vain.
+            if now >= self._deadline or (self.is_lost and self.listener is not None and not self.listener.has_workers):
                 self.end()
             return
         if now >= self._probe_at:
             self._probe_at = now + _PROBE_EVERY_S
             if self._head():
                 self._answered = now
-            self._is_lost = now - self._answered >= self._head_patience_s
+            self.is_lost = now - self._answered >= self._head_patience_s
         if self._ends():
             if not self._has_begun:
                 self.end()
             self._deadline = now + self._grace_s
             reason = "Ray's head process is gone; " if self._pending.signum is None else ""
             self._handle(Note(f"{reason}saving a checkpoint after this step, for at most {self._grace_s:g} s"))
-            self.stop()
+            if self.listener is not None:
+                self.listener.stop()
         elif not self._has_begun and now >= self._say_at:
             self._pause_s *= 2
             self._say_at = now + self._pause_s
@@ -103,7 +110,7 @@ class Watch:
 
     def _ends(self) -> bool:
         """Whether the run has to end before its time."""
-        return self._pending.signum is not None or self._is_lost
+        return self._pending.signum is not None or self.is_lost
 
     def end_if_due(self) -> None:
         """What is to be said of a run that failed while it was to end, or because it was."""

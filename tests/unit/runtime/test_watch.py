@@ -38,7 +38,8 @@ class Run:
             head_patience_s=4.0,
             clock=lambda: self.now,
         )
-        self.watch.stop = self.stop
+        self.has_workers = True
+        self.watch.listener = self  # type: ignore[assignment]
 
     def stop(self) -> None:
         self.stops += 1
@@ -94,8 +95,18 @@ def test_a_head_process_that_is_gone_is_an_error_after_a_checkpoint(run: Run) ->
     assert run.at(30) == []
     run.head = False
     assert run.at(36) == ["Ray's head process is gone; saving a checkpoint after this step, for at most 7 s"]
+    assert run.at(39) == []
+    run.has_workers = False
     with pytest.raises(ClusterError, match=r"(?s)is gone.*the same command"):
-        run.at(50)
+        run.at(39.5)
+
+
+def test_a_head_process_that_is_gone_and_workers_that_do_not_end(run: Run) -> None:
+    run.watch.heard(HEADER)
+    run.head = False
+    with pytest.raises(ClusterError):
+        run.at(12)
+    assert run.now == 11.5  # seen at 4.5, and seven seconds for a checkpoint
 
 
 def test_waiting_is_said_after_ten_seconds_and_then_more_and_more_rarely(run: Run) -> None:
