@@ -39,6 +39,13 @@ def test_epochs_say_how_many_rows_are_seen(plain: Plain, tmp_path: Path) -> None
     assert runs.values(tmp_path, "epoch")[-1] == 1.3
 
 
+@pytest.mark.parametrize(("kept", "steps"), [(1, [5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])])
+def test_so_many_checkpoints_are_kept(plain: Plain, tmp_path: Path, kept: int, steps: list[int]) -> None:
+    settings = {"train.max_steps": 5, "checkpoint": {"every_steps": 1, "keep_last": kept}}
+    runs.run_alone(changed(plain, settings), tmp_path)
+    assert sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*")) == steps
+
+
 class Operations(TorchDispatchMode):
     """Counts operations, and notes the dtypes of matrix products."""
 

@@ -31,13 +31,15 @@ def test_loss_and_gradients_are_those_of_full_logits(
     weight = torch.randn(37, 8, requires_grad=True)
     offset = torch.randn(37, requires_grad=True) if bias else None
     targets = torch.randint(0, 37, (23,))
-    (loss_sum(Head(weight, offset, scale, softcap), hidden, targets, chunk=chunk) * 0.5).backward()
+    loss = loss_sum(Head(weight, offset, scale, softcap), hidden, targets, chunk=chunk) * 0.5
+    loss.backward()
 
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     exact_offset = offset.detach().double().requires_grad_() if offset is not None else None
     expected = naive(Head(exact[1], exact_offset, scale, softcap), exact[0], targets) * 0.5
     expected.backward()
 
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(hidden.grad.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), exact[1].grad, rtol=1e-4, atol=1e-5)
     if offset is not None and exact_offset is not None:

@@ -215,6 +215,11 @@ def test_paged_is_said_to_be_unpaged_on_a_cpu() -> None:
     assert warnings_of(paged, torch.device("cuda")) == []
     assert warnings_of(train_config("adamw_8bit"), torch.device("cpu")) == []
     assert torch_optimizer(new_parameters(), paged).is_paged is False  # type: ignore[attr-defined]
+    # Elsewhere it is what was asked for; the meta device stands for a GPU.
+    elsewhere = {"weight": torch.nn.Parameter(torch.empty(80, 80, device="meta"))}
+    kinds = ("paged_adamw_8bit", "adamw_8bit")
+    found = [torch_optimizer(elsewhere, train_config(kind)).is_paged for kind in kinds]  # type: ignore[attr-defined]
+    assert found == [True, False]
 
 
 def test_embeddings_heads_and_norms_are_known() -> None:
