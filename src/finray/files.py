@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,6 +120,23 @@ def typed(content: Any, shape: type[T]) -> T:
         ValueError: they are of another shape.
     """
     return _reader(shape).validate_json(json.dumps(content), strict=True)  # type: ignore[no-any-return]
+
+
+def require_writable(folder: Path) -> None:
+    """See that files can be written into a directory, before work is done whose result goes there.
+
+    Raises:
+        FinrayError: they cannot.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise FinrayError(
+            f"nothing can be written there: {(error.strerror or str(error)).lower()}",
+            where=str(folder),
+            repair="make the directory, or name another place",
+        ) from None
 
 
 def digest_of(path: Path) -> str:

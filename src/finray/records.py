@@ -151,7 +151,7 @@ class RunSummary:
         total_steps: more than ``step`` where the run stopped early.
         supervised: targets learned from, over all ranks.
         train_seconds: over all starts.
-        first_loss: of the first step of the last start.
+        first_loss: of the first step of the last start, which is ``first_step``.
         best: best value of ``best_metric``, which chose the best checkpoint; None where nothing was evaluated.
         phases: seconds by phase.
         peak_memory_bytes: by rank.
@@ -169,6 +169,7 @@ class RunSummary:
     best: float | None
     phases: Mapping[str, float] = field(default_factory=dict)
     peak_memory_bytes: tuple[int, ...] = ()
+    first_step: int = 1
 
     def json(self) -> dict[str, Any]:
         """The summary as it is written: the best value under ``best_<metric>``."""

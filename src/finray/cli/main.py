@@ -17,6 +17,7 @@ from finray.cli import config as config_commands
 from finray.cli import data, failure, look, show
 from finray.config.redact import redact_text
 from finray.errors import ConfigError
+from finray.files import require_writable
 from finray.limits import arm
 from finray.results import PlainConsole
 from finray.runtime import signals
@@ -106,6 +107,10 @@ def generate(
     from finray.evaluation.generate import Sampling, generate_text
     from finray.evaluation.prompts import read_prompts
 
+    if output is not None:
+        if output.is_dir():
+            raise ConfigError("is a directory", where=f"--output {output}", repair="name a file in it")
+        require_writable(output.parent)
     asked = read_prompts(prompts or [], file, system=system, lines=() if sys.stdin.isatty() else sys.stdin)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answers = generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)

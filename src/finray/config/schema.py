@@ -99,8 +99,10 @@ class RunConfig(Section):
     @classmethod
     def _is_a_path_segment(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", value):
+            like = re.sub(r"[^A-Za-z0-9._]+", "-", value).strip("-._")[:128]
             raise ValueError(
                 "becomes a directory name: use letters, digits, '.', '_' and '-', and start with a letter or a digit"
+                + (f" (such as `{like}`)" if like else "")
             )
         return value
 

@@ -22,6 +22,7 @@ from finray.errors import CheckpointError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
 from finray.evaluation.generate import Sampling, generate
 from finray.evaluation.metrics import Row, Scores, is_exact, mean_loss
+from finray.files import require_writable
 from finray.models.artifacts import load_artifact
 from finray.models.loading import load_model
 from finray.models.packing_check import check_packing
@@ -129,6 +130,7 @@ def evaluate(
             "not a finray run", where=str(run_path), repair="name the directory of a run (it has a config.yaml)"
         )
     config = saved_config(run)
+    require_writable(run.path)
     artifact = find_artifact(run.path)
     rows = held_out_rows(run, config, config.evaluation.max_rows if max_rows is None else max_rows)
     asked = [one for one in rows if one.prompt is not None]

@@ -32,6 +32,7 @@ _MANY_COPIES = 0.01
 _COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
     ("answers_lost", "problem", "Answers lost", "lost the whole answer to data.max_length"),
     ("unlearnable", "warning", "Nothing to learn", "had nothing to learn and were left out"),
+    ("empty_answers", "warning", "Empty answers", "have an empty answer: the model learns to say nothing there"),
     ("truncated", "warning", "Rows cut off", "were cut off at data.max_length"),
     ("dropped_too_long", "warning", "Rows too long", "were dropped: longer than data.max_length"),
     ("bad_rows", "warning", "Bad rows", "could not be used and were dropped"),

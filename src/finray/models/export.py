@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
+from finray.limits import cut
 from finray.models.adapters import load_adapter
 from finray.models.artifacts import NOTES, Artifact, load_artifact, load_as_trained
 from finray.models.loading import DTYPES, load_model
@@ -89,6 +91,12 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ModelError("the output directory is not empty", where=str(output), repair="name a new directory")
     base, notes = artifact.base, artifact.notes
+    if not merge and base is None:
+        raise ModelError(
+            "there is no adapter: all weights were trained",
+            where=str(artifact.folder),
+            repair="leave --adapter out, and the whole model is written",
+        )
     with _scratch(output) as scratch:
         tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
         probe = torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
@@ -161,8 +169,12 @@ def _scratch(output: Path) -> Iterator[Path]:
         if output.exists():
             output.rmdir()
         os.replace(scratch, output)
-    except OSError as error:
-        raise ModelError(f"the model cannot be written: {error.strerror or error}", where=str(output)) from None
+    except (OSError, SafetensorError) as error:
+        # safetensors tells of a full disk in its own way.
+        why = (isinstance(error, OSError) and error.strerror) or cut(str(error))
+        raise ModelError(
+            f"the model cannot be written: {why}", where=str(output), repair="make room, or name another directory"
+        ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -212,7 +212,9 @@ def check_targets(config: Config, names: list[str]) -> None:
             raise ModelError(
                 f"the regular expression `{targets}` matches no module",
                 where="adapter.target_modules",
-                repair=f"it must match a whole name, such as {example}",
+                repair="write several names as a list: [" + ", ".join(one.strip() for one in targets.split(",")) + "]"
+                if "," in targets
+                else f"it must match a whole name, such as {example}",
             )
         return
     missing = [one for one in targets if not any(name == one or name.endswith(f".{one}") for name in names)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +72,40 @@ def step_warnings(config: Config, size: int, *, steps: int, packs: int | None) -
     if shares < workers:
         text = f"a step has {shares} micro-batch{'es' if shares > 1 else ''} for {workers} workers: the rest do nothing"
         yield text, where, f"{where}={workers * train.micro_batch_size} or more, or cluster.num_workers={shares}"
+    yield from unlikely(config, steps)
+
+
+def unlikely(config: Config, steps: int) -> Iterator[tuple[str, str, str | None]]:
+    """Settings that can be had, and are hardly meant: what they come to, the field, and what would be usual.
+
+    Args:
+        config: the run's.
+        steps: of the whole run.
+    """
+    train, evaluation, data = config.train, config.evaluation, config.data
+    if train.learning_rate > 0.1:
+        yield (
+            f"{train.learning_rate:g} is far more than models learn with",
+            "train.learning_rate",
+            "1e-5 to 1e-3 is usual",
+        )
+    for where, at, what in (
+        ("train.warmup_steps", train.warmup_steps, "the learning rate never comes to its peak"),
+        ("evaluation.every_steps", evaluation.every_steps, "it is evaluated at the end only"),
+        ("train.profile", None if train.profile is None else train.profile.steps[1], "not all of them are profiled"),
+    ):
+        if at is not None and at > steps:
+            yield f"step {at:,} is past the end: the run has {steps:,}, so {what}", where, f"{steps:,} or less"
+    holds_out = data.eval_ratio or data.eval_split or data.eval_source or data.test_ratio or data.test_split
+    if evaluation.max_rows is not None and not holds_out:
+        yield "nothing is held out to evaluate on", "evaluation.max_rows", "set data.eval_ratio, or leave it out"
+    split = re.match(r"[^\[]*", data.train_split)
+    if data.source is not None and Path(data.source).is_file() and split is not None and split[0] != "train":
+        yield (
+            f"a single file has no splits: all of it is taken for `{split[0]}`",
+            "data.train_split",
+            "leave it out, or write a slice of train, such as train[:10%]",
+        )
 
 
 def step_note(train: TrainConfig, size: int, epochs: float) -> str | None:

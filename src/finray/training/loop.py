@@ -65,6 +65,7 @@ class Loop:
     )
     last_metrics: dict[str, float] = field(default_factory=dict)
     first_loss: float | None = None
+    first_step: int = 1
     final_loss: float | None = None
     stopped: bool = False
 
@@ -87,6 +88,7 @@ class Loop:
         if self.evaluation is not None and config.evaluation.on_start and state.step == 0:
             self._evaluate(self.evaluation)
         self.task.model.train()
+        self.first_step = state.step + 1
         data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
         # Numbers are read from the device at these intervals; between such steps nothing waits for it.
         reading = [config.tracking.log_every, config.checkpoint.every_steps]
@@ -119,7 +121,8 @@ class Loop:
                 if stopping or state.step == self.total_steps or any(state.step % every == 0 for every in reading):
                     numbers = self._window.read(result)
                     self._guard.raise_if_bad(state)
-                    self.first_loss = numbers.first_loss if self.first_loss is None else self.first_loss
+                    if self.first_loss is None:
+                        self.first_loss = numbers.first_loss
                     self.final_loss = numbers.last_loss
                 seconds = self.clock() - started
                 state.seconds += seconds
@@ -160,8 +163,10 @@ class Loop:
             if self._window.tokens:
                 self._log_step(data, rate, numbers)
             metric, _ = self.task.spec.best
+            rule = config.evaluation.early_stopping
+            gain = f" by more than {rule.min_gain:g}" if rule is not None and rule.min_gain else ""
             message = (
-                f"stopped early at step {state.step} of {self.total_steps}: {metric} has not improved in "
+                f"stopped early at step {state.step} of {self.total_steps}: {metric} has not improved{gain} in "
                 f"{state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is {state.best:.4f}"
             )
             self.trackers.log(Note(message, state.step))
@@ -250,6 +255,7 @@ class Loop:
             train_seconds=state.seconds,
             tokens_per_s=state.tokens / state.seconds if state.seconds else 0.0,
             first_loss=self.first_loss,
+            first_step=self.first_step,
             final_loss=self.final_loss,
             best_metric=self.task.spec.best[0],
             best=state.best,

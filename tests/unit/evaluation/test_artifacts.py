@@ -178,3 +178,37 @@ def test_a_model_is_exported_as_it_is_asked_for(
     merged = export_model(run_dir, tmp_path / "merged", merge=True, dtype="bf16", base=base)
     assert (merged.merged, merged.dtype, merged.onto) == (True, "bf16", base or str(tiny_model_dir))
     assert not export_model(run_dir, tmp_path / "adapter", merge=False, dtype="fp32", base=base).merged
+
+
+def test_a_model_without_an_adapter_is_not_exported_as_one(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no adapter"):
+        export_model(tiny_model_dir, tmp_path / "out", merge=False, dtype="bf16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_at_export_is_one_error_and_nothing_is_left(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+    from transformers import LlamaForCausalLM
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
+    with pytest.raises(ModelError, match="No space left on device"):
+        export_model(tiny_model_dir, tmp_path / "out", merge=True, dtype="bf16")
+    assert list(tmp_path.iterdir()) == []
+    code, _, err = runs.finray("export", tiny_model_dir, "--output", tmp_path / ("x" * 300))
+    assert code == 2
+    assert "file name too long\n  repair: take a shorter name" in err
+
+
+@pytest.mark.parametrize("place", ["gone/answers.jsonl", "."])
+def test_answers_that_cannot_be_written_are_not_generated(
+    place: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.evaluation.generate.load_artifact", None)
+    code, _, err = runs.finray("generate", tiny_model_dir, "hello", "--output", tmp_path / place)
+    assert code == 2
+    assert "repair" in err

@@ -248,13 +248,16 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
                 (split.answers_lost, "lost their answer to truncation"),
                 (split.dropped_too_long, "are longer than data.max_length"),
                 (split.bad_rows, "are bad"),
+                (split.left_out, "were left out by the converter"),
                 (split.unlearnable, "have nothing to learn"),
             )
             why = ", ".join(f"{count:,} {text}" for count, text in reasons if count)
             raise DataError(
-                f"none of the {split.source_rows} rows has a token to learn ({name}: {why})",
+                f"none of the {split.source_rows} rows has a token to learn ({name}: {why or 'they are empty'})",
                 where=own[0].source.name,
-                repair="check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",
+                repair="let the converter return rows"
+                if split.left_out == split.source_rows
+                else "check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",
             )
     return Manifest(fingerprint(shape), content_of(splits), dict(shape), splits)
 

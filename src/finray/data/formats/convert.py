@@ -19,7 +19,7 @@ from finray.config.extensions import imported
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
 from finray.errors import ConfigError, DataError, did_you_mean
-from finray.limits import CONVERTER_S, cut, within
+from finray.limits import CONVERTER_S, cut, shown, within
 
 Columns = Mapping[str, Any]
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
@@ -326,6 +326,11 @@ def _message(item: Any, place: str) -> Message:
     train = item.get("train")
     if train is not None and not isinstance(train, bool):
         raise DataError(f"{place}.train must be true or false")
+    if train is None and (weight := item.get("weight")) is not None:
+        # OpenAI's way to say it.
+        if weight not in (0, 1):
+            raise DataError(f"{place}.weight is {shown(weight)}; a message is learned (1) or not (0)")
+        train = bool(weight)
     if content is None and "tool_calls" in extra:
         content = ""
     if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
@@ -17,6 +18,7 @@ from typing import IO, Any, Literal
 from finray.data.sources.resolve import TEXTS
 from finray.data.storage import file_suffix, first_line, opened
 from finray.errors import DataError
+from finray.limits import cut
 
 Kind = Literal["lines", "array", "csv", "tsv", "parquet", "arrow", "text", "datasets"]
 TextRows = Literal["file", "paragraph", "line"]
@@ -157,9 +159,17 @@ def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
         text = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         while text.read(1) not in ("[", ""):
             pass
-        window, at, number = "", 0, 1
+        window, at, number, commas = "", 0, 1, 0
         while True:
-            at = _BETWEEN_ROWS.match(window, at).end()  # type: ignore[union-attr]
+            stop = _BETWEEN_ROWS.match(window, at).end()  # type: ignore[union-attr]
+            commas += window.count(",", at, stop)
+            at = stop
+            if at < len(window) and (commas > 1 or (commas == (number == 1) and not window.startswith("]", at))):
+                raise DataError(
+                    "a row is missing between two commas" if commas else "there is no comma before the row",
+                    where=f"{piece.file}:{number}",
+                    repair="mend the file: rows of an array have one comma between them",
+                )
             if window.startswith("]", at):
                 break
             problem: Exception | None = None
@@ -179,7 +189,7 @@ def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
                 too_long = is_cut and held > most
                 raise _unreadable_array(problem, held, too_long=too_long, where=f"{piece.file}:{number}")
             yield _array_row(value, window[at:stop], reading)
-            at, number = stop, number + 1
+            at, number, commas = stop, number + 1, 0
         if any(rest.strip(" \t\r\n") for rest in (window[at + 1 :], *iter(lambda: text.read(CHUNK), ""))):
             raise DataError(
                 "something follows the array",
@@ -262,6 +272,14 @@ def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
         try:
             columns = list(reader.fieldnames or [])
             "".join(columns).encode("utf-8")
+            twice = sorted(name for name, count in Counter(columns).items() if count > 1)
+            if twice:
+                raise DataError(
+                    f"the header has {len(twice)} name{'s' if len(twice) > 1 else ''} more than once: "
+                    f"{cut(', '.join(f'`{name}`' for name in twice))}",
+                    where=piece.file,
+                    repair="give each column a name of its own",
+                )
         except csv.Error as error:
             raise DataError(f"the header is not CSV: {error}", where=piece.file, repair="mend the first line") from None
         except UnicodeEncodeError:

@@ -150,6 +150,9 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
         if subset is not None or is_datasets_directory(path):
             return Source(name, subset=subset, revision=revision, split=split)
         below = [(item, item.relative_to(path).parts) for item in sorted(path.rglob("*")) if item.is_file()]
+        lost = [item for item in path.rglob("*") if item.is_symlink() and not item.exists()]
+        if lost := [item for item in lost if file_suffix(item.name) in (*TABLES, *TEXTS)]:
+            raise DataError("the link leads nowhere", where=str(min(lost)), repair="mend or remove it")
         shown = [str(item) for item, parts in below if not any(part.startswith(".") for part in parts)]
         return _of_files(name, shown, split, is_directory=True)
     if is_pattern:
@@ -178,6 +181,8 @@ def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Sli
         )
     if match["start"] is None:
         return split, None
+    if any(end.endswith("%") and not -100 <= int(end[:-1]) <= 100 for end in (match["start"], match["stop"]) if end):
+        raise DataError(f"`{split}` asks for more than 100%", where=where, repair="write 100% at most")
     if len({end.endswith("%") for end in (match["start"], match["stop"]) if end}) > 1:
         raise DataError(
             f"`{split}` counts from one end in rows and from the other in percent",

@@ -1,0 +1,123 @@
+"""Sources that were once read without a word: each is named, or means what its writer meant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.data.formats.convert import messages_of
+from finray.data.sources.resolve import resolve, split_name
+from finray.errors import DataError, FinrayError
+from finray.inspection.checks import findings, verdict
+from finray.inspection.inspect import inspect
+from tests.support import runs
+from tests.support.preparing import Preparing, Write
+from tests.support.preparing import preparing as preparing
+from tests.support.preparing import put as put
+
+ROW = {"prompt": "a", "completion": "b"}
+
+
+def test_two_columns_of_one_name_are_refused(preparing: Preparing, put: Write) -> None:
+    with pytest.raises(DataError, match="the header has 1 name more than once: `prompt`"):
+        preparing.dataset(put("rows.csv", "prompt,completion,prompt\na,b,c\n"))
+
+
+@pytest.mark.parametrize(
+    ("between", "before", "after", "said"),
+    [
+        (",,,,", "", "", "a row is missing between two commas"),
+        (" , \n , ", "", "", "a row is missing between two commas"),
+        (" ", "", "", "there is no comma before the row"),
+        ("", "", "", "there is no comma before the row"),
+        (",", ",", "", "a row is missing"),
+        (",", "", ",,", "a row is missing between two commas"),
+        (",", "", ",", None),
+        (" ,\n", " ", "\n", None),
+    ],
+)
+def test_rows_of_an_array_have_one_comma_between_them(
+    between: str, before: str, after: str, said: str | None, preparing: Preparing, put: Write
+) -> None:
+    source = put("rows.json", f"[{before}{json.dumps(ROW)}{between}{json.dumps({**ROW, 'prompt': 'c'})}{after}]")
+    if said is None:
+        assert preparing.dataset(source).manifest.splits["train"].rows == 2
+        return
+    with pytest.raises(DataError, match=said) as caught:
+        preparing.dataset(source)
+    assert str(source) in str(caught.value.where)
+
+
+def test_commas_at_the_end_of_the_window_are_counted(preparing: Preparing, put: Write) -> None:
+    rows = [json.dumps({"pad": "x" * (2**20 - 60 + number), **ROW}) for number in range(3)]
+    assert preparing.dataset(put("rows.json", f"[{' ,  '.join(rows)}]")).manifest.splits["train"].source_rows == 3
+
+
+def test_a_link_that_leads_nowhere_is_named(put: Write) -> None:
+    folder = put("rows/a.jsonl", json.dumps(ROW)).parent
+    (folder / "b.jsonl").symlink_to(folder / "gone.jsonl")
+    with pytest.raises(DataError, match="the link leads nowhere") as caught:
+        resolve(str(folder), split="train")
+    assert caught.value.where == str(folder / "b.jsonl")
+
+
+@pytest.mark.parametrize("split", ["train[:200%]", "train[101%:]", "train[-200%:]"])
+def test_more_than_all_rows_cannot_be_asked_for(split: str) -> None:
+    with pytest.raises(DataError, match="more than 100%"):
+        split_name(split)
+    assert split_name("train[:100%]")[1] is not None
+
+
+def test_openais_weight_says_what_is_learned() -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    assert [one.train for one in messages_of(said, "messages")] == [True, False]
+    said[1]["weight"] = 1
+    assert messages_of(said, "messages")[1].train
+    said[1] |= {"weight": 0, "train": True}
+    assert messages_of(said, "messages")[1].train
+    said[1] = {"role": "assistant", "content": "b", "weight": 0.5}
+    with pytest.raises(DataError, match=r"messages\[1\]\.weight is 0\.5"):
+        messages_of(said, "messages")
+
+
+def test_a_converter_that_leaves_every_row_out_is_the_reason(
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaves_out.py").write_text("def f(row):\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(DataError, match="2 were left out by the converter") as caught:
+        preparing.dataset(put("rows.jsonl", f"{json.dumps(ROW)}\n" * 2), converter="leaves_out:f")
+    assert caught.value.repair == "let the converter return rows"
+
+
+def test_inspect_tells_of_empty_answers(tiny_run: Any, write_rows: Any) -> None:
+    good = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    empty = {"messages": [{"role": "user", "content": "c"}, {"role": "assistant", "content": ""}]}
+    plain = tiny_run({"data.source": str(write_rows([good, good, empty]))})
+    checks = findings(inspect(runs.config_of(plain)))
+    assert any(check.name == "Empty answers (train)" and check.count == 1 for check in checks)
+    assert verdict(checks)[0] != "ok"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("ftp://127.0.0.1:1/rows.jsonl", "hdfs://127.0.0.1:1/rows.jsonl", "nothing://x/rows.jsonl", "://"),
+        *(
+            "file://",
+            "s3://",
+            "http://[::1/rows.jsonl",
+            "https://",
+            "webhdfs://127.0.0.1:1/x.jsonl",
+            "sftp://h/x.jsonl",
+        ),
+        *("memory://x.jsonl", "zip://x.jsonl::/nowhere.zip", "git://x.jsonl", "github://x:y@z/a.jsonl"),
+    ],
+)
+def test_a_url_that_nothing_can_be_read_from_is_one_error(source: str, preparing: Preparing) -> None:
+    with pytest.raises(FinrayError) as caught:
+        preparing.dataset(source)
+    assert len(str(caught.value)) < 1000

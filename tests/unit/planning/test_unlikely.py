@@ -1,0 +1,42 @@
+"""Settings that can be had, and are hardly meant: a plan says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finray.config.load import build_config
+from finray.planning.steps import unlikely
+
+
+def said(steps: int = 4, **sections: Any) -> list[str]:
+    config = build_config(
+        {"model": {"name": "m"}, "data": {"source": "d", **sections.pop("data", {})}, **sections}, source="x"
+    )
+    return [where for _, where, _ in unlikely(config, steps)]
+
+
+@pytest.mark.parametrize(
+    ("where", "sections"),
+    [
+        ("train.learning_rate", {"train": {"learning_rate": 5}}),
+        ("train.learning_rate", {"train": {"learning_rate": 1e10}}),
+        ("train.warmup_steps", {"train": {"warmup_steps": 100_000}}),
+        ("evaluation.every_steps", {"evaluation": {"every_steps": 1000}, "data": {"eval_ratio": 0.1}}),
+        ("train.profile", {"train": {"profile": {"steps": [3, 5]}}}),
+        ("evaluation.max_rows", {"evaluation": {"max_rows": 10}}),
+        ("data.train_split", {"data": {"source": __file__, "train_split": "validation"}}),
+    ],
+)
+def test_what_is_hardly_meant_is_said(where: str, sections: dict[str, Any]) -> None:
+    assert said(**sections) == [where]
+
+
+def test_nothing_is_said_of_what_is_usual() -> None:
+    usual = {
+        "train": {"learning_rate": 1e-3, "warmup_steps": 4, "profile": {"steps": [3, 4]}},
+        "evaluation": {"every_steps": 4, "max_rows": 10},
+        "data": {"eval_ratio": 0.1, "source": __file__, "train_split": "train[:10%]"},
+    }
+    assert said(**usual) == []
