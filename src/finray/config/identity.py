@@ -31,6 +31,10 @@ FREE = (
     "prepare.local_dir",
 )
 
+# Training goes on with the same prepared rows alone, which says more of a format than its name: `auto` may come to what
+# is named now, and a run from before `auto` read prompts and completions as chat goes on with `prompt_completion`.
+_GUARDED = ("data.format",)
+
 # How long a run is. It may be made longer: the order of the data goes on without an end.
 LENGTH = ("train.epochs", "train.max_steps")
 
@@ -88,7 +92,7 @@ def differences(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     found = [
         (path, before.get(path), after.get(path))
         for path in sorted(before.keys() | after.keys())
-        if not _same(before.get(path), after.get(path)) and not is_free(path) and path not in LENGTH
+        if not _same(before.get(path), after.get(path)) and not is_free(path) and path not in (*LENGTH, *_GUARDED)
     ]
     (field, was), (now, becomes) = length(old), length(new)
     return [*found, *([(field, was, becomes)] if field == now and becomes < was else [])]

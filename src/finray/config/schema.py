@@ -202,8 +202,13 @@ class AdapterConfig(Section):
 Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template"]
 
 # Fields that `field_mapping` may map a column to, besides the placeholders of `input_template` and `output_template`.
-FIELDS = frozenset(("messages", "conversations", "tools", "system", "prompt", "completion")).union(
-    ("instruction", "input", "output", "history", "text", "label")
+FIELDS = (
+    frozenset(("messages", "conversations", "tools", "system", "prompt", "completion"))
+    .union(("instruction", "input", "output", "history", "text", "label"))
+    .union(
+        # Names that columns of these have, and under which a field may be mapped as well.
+        ("conversation", "question", "query", "answer", "response", "context", "content", "sentence", "labels")
+    )
 )
 
 
@@ -218,6 +223,7 @@ class SourceConfig(Section):
     field_mapping: dict[str, str] | None = Field(None, description="As `data.field_mapping`.")
     input_template: str | None = Field(None, description="As `data.input_template`.")
     output_template: str | None = Field(None, description="As `data.output_template`.")
+    system: str | None = Field(None, description="As `data.system`; an empty text is none.")
     weight: float | None = Field(None, gt=0, description="Share of the mixed rows, relative to the other weights.")
     count: Annotated[int, Field(ge=1, le=100_000_000)] | None = Field(
         None, description="Rows of this source per epoch, instead of `weight`."
@@ -263,7 +269,9 @@ class DataConfig(Section):
         description="Column (a user, a document): rows with equal values stay on the same side of a ratio split.",
     )
     format: Format = Field(
-        "auto", description="Format of a row. `auto` detects it from the columns and prints what it detected."
+        "auto",
+        description="Format of a row. `auto` detects it from the columns and prints what it detected; prompts and "
+        "completions are chat turns if the model has a chat template. `prompt_completion` joins them as plain text.",
     )
     field_mapping: dict[str, str] = Field(
         default_factory=dict,
@@ -274,6 +282,10 @@ class DataConfig(Section):
         description="Prompt built from columns, such as `Question: {question}\\n`. Requires `data.output_template`.",
     )
     output_template: str | None = Field(None, description="Completion built from columns, such as `{answer}`.")
+    system: str | None = Field(
+        None,
+        description="System message of conversations that have none. `finray generate` uses it too.",
+    )
     converter: str | None = Field(
         None,
         description="Your own function, `package.module:function`, that turns a row into a row of one of the formats.",

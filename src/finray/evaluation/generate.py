@@ -186,7 +186,9 @@ def generate_text(
     tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
     if raw is None:
         raw = artifact.notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
-    ids = [prompt_ids(tokenizer, prompt, raw=raw) for prompt in prompts]
+    # As the run was trained.
+    kept = {"system": artifact.notes.get("system"), "arguments": artifact.notes.get("chat_template_arguments")}
+    ids = [prompt_ids(tokenizer, prompt, raw=raw, **kept) for prompt in prompts]
     device = inference_device()
     model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)
     texts = generate(model, tokenizer, ids, sampling=sampling, batch_size=batch_size)

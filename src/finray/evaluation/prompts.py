@@ -88,8 +88,22 @@ def _question(messages: list[Any], where: str) -> tuple[dict[str, str], ...]:
     return tuple(message.plain() for message in read)
 
 
-def prompt_ids(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:
-    """Token ids of a prompt, up to where the answer begins; ``raw`` gives text without the chat template.
+def prompt_ids(
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    raw: bool,
+    system: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a prompt, up to where the answer begins.
+
+    Args:
+        tokenizer: of the model.
+        prompt: what to answer.
+        raw: give text without the chat template.
+        system: system message of conversations that have none.
+        arguments: variables for the chat template.
 
     Raises:
         ModelError: there is no chat template, and the prompt needs one.
@@ -103,9 +117,13 @@ def prompt_ids(tokenizer: Any, prompt: Prompt, *, raw: bool) -> list[int]:
     if not tokenizer.chat_template:
         raise ModelError("the model has no chat template", repair="give prompts as text with --raw")
     messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+    if system and messages[0].get("role") not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": system})
+    if messages[0] == {"role": "system", "content": ""}:
+        messages.pop(0)
     with guarded("the prompt", repair="check the order and names of the roles"):
         if isinstance(tokenizer.chat_template, str):
             # What Transformers then finds in its cache has limits.
             compat.compile_chat_template(tokenizer.chat_template)
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(arguments or {}))
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

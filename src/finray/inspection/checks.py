@@ -38,6 +38,7 @@ _COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
     ("bad_rows", "warning", "Bad rows", "could not be used and were dropped"),
     ("system_ignored", "warning", "System message ignored", "have a system message that the chat template leaves out"),
     ("answers_rewritten", "warning", "Answers rewritten", "have an answer that the chat template changes"),
+    ("joined_words", "warning", "Prompt and completion", "have no white space between the two, which are joined as is"),
     ("tools_as_text", "note", "Tools as text", "have tools or calls that the chat template cannot render itself"),
     ("split_conversations", "note", "Conversations split", "became several: the chat template rewrites earlier turns"),
 )

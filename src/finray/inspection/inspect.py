@@ -63,7 +63,7 @@ def inspect(
         parity = compare_prompts(refused, of=len(refused), whole=True, tokenizer=tokenizer, special=tokens.special)
         if not parity.differences:
             raise
-        form = source.parts("train")[0].row_format.describe()
+        form = source.parts("train")[0].row_format.describe(has_chat_template=encoder.has_chat_template)
         check = Check("Preparation", "problem", error.message, 0, 0, () if error.where is None else (error.where,))
         return Inspection(config, form, "none: the data was refused", (), (), (check,), parity, (), refusal=error)
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))

@@ -29,6 +29,8 @@ from finray.results import Result
 
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+# What finray wrote beside the weights and stays true when they are merged.
+_KEPT = ("rows", "task", "auto_class", "system", "chat_template_arguments")
 _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
 
 
@@ -134,7 +136,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
             del trained
             packed = load_as_trained(artifact, bits=BITS[trained_on])
             rounding = _difference(_logits(packed, probe), _logits(again, probe))
-        said: dict[str, Any] = {name: notes[name] for name in ("rows", "task", "auto_class") if name in notes}
+        said: dict[str, Any] = {name: notes[name] for name in _KEPT if name in notes}
         said |= {"merged_onto": base.name, "revision": base.revision}
         said |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
         _write_json(scratch / NOTES, said)

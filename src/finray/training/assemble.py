@@ -222,7 +222,13 @@ def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config)
         raise DataError(
             "the data, the tokenizer or its chat template has changed since the run began",
             where=f"data.source={config.data.source}",
-            repair="put it back to continue the run, or start anew with --fresh",
+            repair="put it back to continue the run, or start anew with --fresh"
+            + (
+                "; a run from before data.format: auto made chat turns of prompts and completions goes on with "
+                "data.format=prompt_completion"
+                if config.data.format == "auto" and dataset.kind() == "chat"
+                else ""
+            ),
         )
 
 
@@ -306,6 +312,8 @@ def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved) -> Cal
         "task": config.model.task,
         "auto_class": task_spec(config.model.task).auto_class,
         "new_tokens": config.model.new_tokens,
+        "system": config.data.system,
+        "chat_template_arguments": config.model.chat_template_arguments,
         "quantization": {None: "none", 4: "4bit", 8: "8bit"}[resolved.bits],
     }
 

@@ -248,8 +248,90 @@ def test_columns_that_fit_no_format_are_listed() -> None:
 
 
 def test_columns_under_other_names() -> None:
-    assert example({"q": "a", "a": "b"}, field_mapping={"prompt": "q", "completion": "a"}) == Completion("a", "b")
+    pair = example({"q": "a", "a": "b"}, field_mapping={"prompt": "q", "completion": "a"}, chat=False)
+    assert pair == Completion("a", "b")
     assert example({"body": "a", "text": "b"}, field_mapping={"text": "body"}) == Text("a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        (("question", "answer"), "alpaca"),
+        (("prompt", "response"), "alpaca"),
+        (("query", "response"), "alpaca"),
+        (("instruction", "response"), "alpaca"),
+        (("input", "output"), "prompt_completion as chat turns"),
+        (("prompt", "completion"), "prompt_completion as chat turns"),
+    ],
+)
+def test_fields_are_mapped_by_any_name_of_the_table(fields: tuple[str, str], kind: str) -> None:
+    row, mapping = {"Frage": "a", "Antwort": "b", "id": "1"}, dict(zip(fields, ("Frage", "Antwort"), strict=True))
+    assert said(example(row, field_mapping=mapping)) == [("user", "a"), ("assistant", "b")]
+    found = FormatChoice("auto", mapping).decide(row).describe(has_chat_template=True)
+    assert found.startswith(f"{kind} (")
+    assert "not read: id" in found
+
+
+def test_other_names_of_the_table_are_mapped_too() -> None:
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    assert said(example({"c": turns}, field_mapping={"conversation": "c"})) == [("user", "a"), ("assistant", "b")]
+    assert example({"c": "a"}, field_mapping={"content": "c"}) == Text("a")
+    row = {"q": "a", "answer": "b", "c": "c"}
+    assert said(example(row, field_mapping={"question": "q", "context": "c"}))[0] == ("user", "a\nc")
+    assert "columns are not those of" in refused(row, field_mapping={"question": "q", "query": "c", "content": "a"})
+
+
+PAIRS = [{"prompt": "a?", "completion": "b"}, {"input": "a?", "output": "b"}]
+
+
+@pytest.mark.parametrize("row", PAIRS)
+def test_a_prompt_and_its_completion_are_chat_turns_where_the_model_has_a_template(row: dict[str, str]) -> None:
+    assert said(example(row)) == [("user", "a?"), ("assistant", "b")]
+    plain = Completion("a?", "b")
+    assert example(row, chat=False) == plain
+    assert example(row, format="prompt_completion") == plain
+    assert "as chat turns" not in FormatChoice("auto", {}).decide(row).describe()
+    assert example(row, input_template=f"{{{next(iter(row))}}}", output_template="b") == plain
+
+
+def test_the_fingerprint_of_formats_that_are_named_stays() -> None:
+    named = FormatChoice("prompt_completion", {}).shaped_by()
+    assert set(named) == {"format", "field_mapping", "input_template", "output_template", "converter"}
+    assert FormatChoice("auto", {}).shaped_by() == {**named, "format": "auto", "pairs": "chat"}
+    assert FormatChoice("alpaca", {}, system="s").shaped_by()["system"] == "s"
+
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("row", "choice"),
+    [
+        ({"messages": [USER, ANSWER]}, {}),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {}),
+        ({"instruction": "a", "output": "b"}, {}),
+        ({"prompt": "a", "completion": "b"}, {}),
+        ({"prompt": [USER], "completion": [ANSWER]}, {}),
+    ],
+)
+def test_conversations_without_a_system_message_begin_with_that_of_the_config(
+    row: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    chat = example(row, system="Be brief.", **choice)
+    assert said(chat) == [("system", "Be brief."), ("user", "a"), ("assistant", "b")]
+    assert chat.prompt_messages == (2 if isinstance(row.get("prompt"), list) else 0)
+    assert said(example(row, system=None)) == said(example(row, system="")) == said(chat)[1:]
+
+
+def test_a_rows_own_system_message_stays() -> None:
+    own = {"role": "system", "content": "own"}
+    developer = {**own, "role": "developer"}
+    assert said(example({"messages": [own, USER, ANSWER]}, system="default"))[0] == ("system", "own")
+    assert said(example({"messages": [developer, USER, ANSWER]}, system="default"))[0] == ("developer", "own")
+    assert said(example({"instruction": "a", "output": "b", "system": "own"}, system="default"))[0] == ("system", "own")
+    assert example({"prompt": "a", "completion": "b"}, chat=False, system="default") == Completion("a", "b")
+    alpaca = example({"instruction": "a", "output": "b"}, chat=False, system="Be brief.")
+    assert alpaca.prompt.startswith("Be brief.")
 
 
 def test_nested_columns_through_dots() -> None:

@@ -192,6 +192,24 @@ def test_a_prompt_is_given_as_the_model_was_trained(
     assert list(found) == [answer_of(folder, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
+def test_the_system_message_and_template_arguments_of_the_training_are_served(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.evaluation.artifacts.cpu_has_bf16", lambda: False)
+    folder = folder_of(tiny_model_dir, tmp_path / "model", rows="chat")
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ word }}" + template.read_text())
+    notes = {"rows": "chat", "system": "the dog runs", "chat_template_arguments": {"word": "a bird"}}
+    (folder / "finray.json").write_text(json.dumps(notes))
+    found = generate_text(folder, [Prompt("how many")], sampling=Sampling(max_new_tokens=4), batch_size=1)
+    text = (
+        "a bird<|im_start|>system\nthe dog runs<|im_end|>\n<|im_start|>user\nhow many<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    ids = tiny.train_tokenizer()(text, add_special_tokens=False)["input_ids"]
+    assert list(found) == [answer_of(folder, ids)]
+
+
 def test_answers_are_a_sequence_and_are_written_beside_what_was_asked(tmp_path: Path) -> None:
     messages = ({"role": "user", "content": "é"},)
     answers = Answers((Prompt("a"), Prompt(messages=messages)), ("one", "zwei ü"))

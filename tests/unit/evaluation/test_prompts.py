@@ -101,6 +101,20 @@ def test_text_is_a_users_turn_up_to_where_the_answer_begins() -> None:
     )
 
 
+def test_the_system_message_of_the_training_is_the_default() -> None:
+    question = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    trained = "<|im_start|>system\nAs trained.<|im_end|>\n"
+    kept = {"raw": False, "system": "As trained."}
+    assert prompt_ids(Tokenizer(), Prompt("hi"), **kept) == list(trained + question)
+    assert prompt_ids(Tokenizer(), Prompt(messages=(asked("hi"),)), **kept) == list(trained + question)
+    own = prompt_ids(Tokenizer(), Prompt(messages=(BRIEF, asked("hi"))), **kept)
+    assert own == list(f"<|im_start|>system\nBe brief.<|im_end|>\n{question}")
+    assert prompt_ids(Tokenizer(), Prompt.of("hi", "Be brief."), **kept) == own
+    # An empty one is none.
+    assert prompt_ids(Tokenizer(), Prompt.of("hi", ""), **kept) == list(question)
+    assert prompt_ids(Tokenizer(), Prompt("hi"), raw=True, system="As trained.") == ["BOS", "h", "i"]
+
+
 def test_raw_text_is_tokenized_as_it_is_and_a_conversation_is_not() -> None:
     assert prompt_ids(Tokenizer(), Prompt("hi"), raw=True) == ["BOS", "h", "i"]
     assert prompt_ids(Tokenizer(None), Prompt("hi"), raw=True) == ["BOS", "h", "i"]

@@ -22,7 +22,7 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class RowCounts:
-    """What became of source rows; docs/formats.md has the meaning of each. The last five are counted by the encoder."""
+    """What became of source rows; docs/formats.md has the meaning of each. The last six are counted by the encoder."""
 
     source_rows: int = 0
     rows: int = 0
@@ -42,6 +42,7 @@ class RowCounts:
     answers_rewritten: int = 0
     tools_as_text: int = 0
     empty_answers: int = 0
+    joined_words: int = 0
     split_conversations: int = 0
 
     def counts(self) -> dict[str, int]:

@@ -102,7 +102,7 @@ class PartWriter:
             result = PartResult(
                 stream=part.stream.name,
                 number=part.number,
-                format=part.row_format.describe(),
+                format=part.row_format.describe(has_chat_template=self._encoder.has_chat_template),
                 longest=files.longest,
                 kind=files.kind,
                 labels=tuple(sorted(files.labels)),

@@ -34,6 +34,7 @@ class FormatChoice:
     input_template: str | None = None
     output_template: str | None = None
     converter: str | None = None
+    system: str | None = None
 
     @classmethod
     def of(cls, data: DataConfig, source: SourceConfig | None = None) -> FormatChoice:
@@ -45,6 +46,7 @@ class FormatChoice:
             own.input_template or data.input_template,
             own.output_template or data.output_template,
             data.converter,
+            data.system if own.system is None else own.system,
         )
 
     def shaped_by(self) -> dict[str, Any]:
@@ -54,7 +56,11 @@ class FormatChoice:
             file = getattr(inspect.getmodule(load_function(self.converter)), "__file__", None)
             content = Path(file).read_bytes() if file else self.converter.encode()
             converter = [self.converter, hashlib.sha256(content).hexdigest()]
+        # Other tokens than before `auto` made chat turns of prompts and completions; of no other format.
+        pairs = {} if converter or self.input_template or self.format != "auto" else {"pairs": "chat"}
         return {
+            **pairs,
+            **({"system": self.system} if self.system else {}),
             "format": self.format,
             "field_mapping": dict(sorted(self.field_mapping.items())),
             "input_template": self.input_template,
@@ -70,9 +76,10 @@ class FormatChoice:
             ConfigError: the templates name no column, or not those of the mapping.
         """
         if self.converter is not None:
-            return RowFormat("converter", converter=self.converter)
+            return RowFormat("converter", converter=self.converter, system=self.system)
         if self.input_template is None or self.format not in ("auto", "template"):
-            return detect(columns, self.field_mapping, self.format)
+            row_format = detect(columns, self.field_mapping, self.format)
+            return replace(row_format, as_chat=self.format == "auto", system=self.system)
         assert self.output_template is not None
         found = _PLACEHOLDER.finditer(f"{self.input_template} {self.output_template}")
         names = list(dict.fromkeys(match[1] for match in found if match[1]))
@@ -100,7 +107,7 @@ def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[
     if row_format.kind == "converter":
         assert row_format.converter is not None
         function = load_function(row_format.converter)
-        return lambda row: _converted(function, row, has_chat_template=has_chat_template)
+        return lambda row: _converted(function, row, row_format.system, has_chat_template=has_chat_template)
     return lambda row: [_example(row, row_format, has_chat_template=has_chat_template)]
 
 
@@ -156,21 +163,22 @@ def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) ->
         case "messages" | "sharegpt":
             name = columns["messages" if row_format.kind == "messages" else "conversations"]
             messages = messages_of(column(row, name), name)
-            system = _optional(row, columns, "system")
-            if system and messages[0].role != "system":
-                messages = (Message("system", str(system)), *messages)
-            return Chat(messages, tools_of(_optional(row, columns, "tools")))
+            system = _optional(row, columns, "system") or row_format.system
+            return _begun(Chat(messages, tools_of(_optional(row, columns, "tools"))), system)
         case "prompt_completion":
             prompt, completion = columns["prompt"], columns["completion"]
             if not isinstance(column(row, prompt), list):
-                return Completion(_text(row, prompt), _text(row, completion))
+                asked, said = _text(row, prompt), _text(row, completion)
+                if not (row_format.as_chat and has_chat_template):
+                    return Completion(asked, said)
+                return _begun(Chat((Message("user", asked), Message("assistant", said))), row_format.system)
             before = messages_of(column(row, prompt), prompt)
             after = messages_of(column(row, completion), completion)
             if before[-1].role == after[0].role == "assistant":
                 raise DataError("two assistant turns in a row, at the border of prompt and completion")
-            return Chat((*before, *after), prompt_messages=len(before))
+            return _begun(Chat((*before, *after), prompt_messages=len(before)), row_format.system)
         case "alpaca":
-            return _from_alpaca(row, columns, has_chat_template=has_chat_template)
+            return _from_alpaca(row, row_format, has_chat_template=has_chat_template)
         case "labelled_text":
             label = column(row, columns["label"])
             if not isinstance(label, str | int) or isinstance(label, bool):
@@ -186,8 +194,17 @@ def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) ->
             )
 
 
-def _from_alpaca(row: Columns, columns: Mapping[str, str], *, has_chat_template: bool) -> Example:
-    system = _optional(row, columns, "system")
+def _begun(chat: Chat, system: Any) -> Chat:
+    """The conversation with a system message in front, unless it has one or there is none to put there."""
+    if not system or chat.messages[0].role in ("system", "developer"):
+        return chat
+    prompt = chat.prompt_messages + 1 if chat.prompt_messages else 0
+    return replace(chat, messages=(Message("system", str(system)), *chat.messages), prompt_messages=prompt)
+
+
+def _from_alpaca(row: Columns, row_format: RowFormat, *, has_chat_template: bool) -> Example:
+    columns = row_format.columns
+    system = _optional(row, columns, "system") or row_format.system
     turns = [Message("system", str(system))] if system else []
     history = _optional(row, columns, "history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
@@ -388,7 +405,9 @@ def _overdue(excess: str) -> DataError:
     )
 
 
-def _converted(function: Callable[..., Any], row: Columns, *, has_chat_template: bool) -> list[Example]:
+def _converted(
+    function: Callable[..., Any], row: Columns, system: str | None, *, has_chat_template: bool
+) -> list[Example]:
     with within(CONVERTER_S, _overdue):
         try:
             result = function(dict(row))
@@ -405,6 +424,6 @@ def _converted(function: Callable[..., Any], row: Columns, *, has_chat_template:
     examples: list[Example] = []
     for item in rows:
         wanted = "labelled_text" if "label" in item and "text" in item else "auto"
-        row_format = detect(item, {}, wanted)
+        row_format = replace(detect(item, {}, wanted), system=system)
         examples += converter_of(row_format, has_chat_template=has_chat_template)(item)
     return examples

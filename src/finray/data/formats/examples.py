@@ -83,6 +83,8 @@ class RowFormat:
     Attributes:
         columns: field to the column that holds it.
         present: columns that the first rows have.
+        as_chat: whether a prompt and its completion are turns of a conversation where the model has a chat template.
+        system: what a conversation without a system message begins with.
     """
 
     kind: Kind
@@ -91,8 +93,10 @@ class RowFormat:
     output_template: str | None = None
     converter: str | None = None
     present: tuple[str, ...] = ()
+    as_chat: bool = False
+    system: str | None = None
 
-    def describe(self) -> str:
+    def describe(self, *, has_chat_template: bool = False) -> str:
         """For people: the format, the columns it is read from, and those that nothing reads."""
         if self.kind == "converter":
             return f"converter {self.converter}"
@@ -100,7 +104,9 @@ class RowFormat:
         renamed = [name if name == column else f"{name} from {column}" for name, column in read.items()]
         used = {_root(column, self.present) for column in read.values()}
         unread = [column for column in self.present if column not in used]
-        text = f"{self.kind} ({', '.join(renamed)})" if renamed else self.kind
+        is_pair = self.kind == "prompt_completion" and self.as_chat and has_chat_template
+        kind = f"{self.kind} as chat turns" if is_pair else self.kind
+        text = f"{kind} ({', '.join(renamed)})" if renamed else kind
         return f"{text}; not read: {', '.join(unread)}" if unread else text
 
 
@@ -134,9 +140,14 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
         DataError: no format fits, or the mapping comes to nothing; the message lists the columns.
     """
     present = tuple(columns)
+    said = mapping
     for kind, required in (*_REQUIRED, _LABELLED) if wanted == "labelled_text" else _REQUIRED:
         optional = _OPTIONAL.get(kind, {})
-        if wanted not in ("auto", kind) or not mapping.keys() <= required.keys() | optional.keys():
+        fields = {name: name for name in (*required, *optional)}
+        # A mapping may name a field as the table of formats does: `question` is the instruction of `alpaca`.
+        fields = {other: name for name, names in (required | optional).items() for other in names} | fields
+        mapping = {fields[name]: column for name, column in said.items() if name in fields}
+        if wanted not in ("auto", kind) or len(mapping) < len(said):
             continue
         found = {}
         for name, names in required.items():
@@ -156,7 +167,7 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
                     where="data.field_mapping",
                 )
         return RowFormat(kind, found, present=present)
-    raise _no_format(present, mapping, wanted)
+    raise _no_format(present, said, wanted)
 
 
 def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str) -> DataError:

@@ -6,6 +6,7 @@ and answer, the two sides are tokenised apart, because that is what a server doe
 
 from __future__ import annotations
 
+import unicodedata
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ class Tokenizer:
             text = example.prompt + example.completion
             start = 0 if self._train_on == "all" else len(example.prompt)
             notes = frozenset() if example.completion.strip() else frozenset({"empty_answers"})
+            notes |= {"joined_words"} if _joins_words(example.prompt, example.completion) else set()
             return [_Job(text, ((start, len(text)),), self._bos, self._eos())], notes
         if self._train_on == "all":
             (row,), notes = self.renderer.whole(example)
@@ -315,6 +317,13 @@ class Tokenizer:
             )
         kept = tuple((start, min(stop, limit)) for start, stop in row.spans if start < limit)
         return [Tokens(row.ids[:limit], kept, truncated=True)]
+
+
+def _joins_words(before: str, after: str) -> bool:
+    """Whether a word begins at once where a text ends, in a script that puts white space between words."""
+    if not before or before[-1].isspace() or not after[:1].isalnum():
+        return False
+    return unicodedata.east_asian_width(before[-1]) not in "WF" and unicodedata.east_asian_width(after[0]) not in "WF"
 
 
 def _token_spans(encoding: Any, job: _Job, special: Collection[int]) -> list[Span] | None:
