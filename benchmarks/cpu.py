@@ -83,6 +83,9 @@ def run_finray(
     lengths = count_tokens(rows, bench.model, max_length=bench.max_length)
     epoch = -(-len(plan_packs(lengths, bench.max_length)) // packs)
     config = finray_config(bench, file, folder, steps=steps or bench.warmup + epoch, seed=bench.seed + pair)
+    # Pairs of strings stay plain text; `auto` would make chat turns of them.
+    if isinstance(rows[0].get("prompt"), str):
+        config["data"]["format"] = "prompt_completion"
     config["train"]["global_batch_size"] = packs
     config["cluster"] |= {"num_workers": workers, "cpus_per_worker": threads or bench.threads}
     for section, fields in (change or {}).items():

@@ -327,7 +327,8 @@ def test_export_follows_a_mix_and_leaves_out_what_was_left_out(
         [{"prompt": f"{n} ", "completion": f"{n + 1}"} for n in range(5)] + [{"prompt": 3}], "pairs.jsonl"
     )
     texts = write_rows([{"text": "one two"}, {"text": "three"}], "texts.jsonl")
-    plain["data"] = {"mix": [{"source": str(pairs)}, {"source": str(texts)}], "on_bad_row": "drop", "max_length": 64}
+    of_pairs = {"source": str(pairs), "format": "prompt_completion"}
+    plain["data"] = {"mix": [of_pairs, {"source": str(texts)}], "on_bad_row": "drop", "max_length": 64}
     prepared(plain)
     config = runs.write_config(plain, tmp_path / "run.yaml")
     code, output = cache_cli("prepare", config, "--export-jsonl", tmp_path / "rows")

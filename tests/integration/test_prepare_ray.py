@@ -121,7 +121,7 @@ def sources(folder: Path) -> list[dict[str, Any]]:
         (folder / "documents" / f"{number:02d}.txt").write_text(text + "\n\n" + text, encoding="utf-8")
     return [
         {"source": str(lines(folder / "messages.jsonl", [*tiny.chat_rows(ROWS), {"messages": []}]))},
-        {"source": str(several(folder / "pairs", ".csv", separated, pairs))},
+        {"source": str(several(folder / "pairs", ".csv", separated, pairs)), "format": "prompt_completion"},
         {"source": str(lines(folder / "chat.jsonl", chat))},
         {"source": str(several(folder / "alpaca", ".json", array, alpaca))},
         {"source": str(table(folder / "tools.parquet", tool_conversations())), "format": "sharegpt"},
