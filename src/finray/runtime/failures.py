@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from finray.errors import TrainingError
+from finray.files import typed
 
 FILE = "failures.jsonl"
 TRIES = 2
@@ -102,14 +103,15 @@ def check(run_dir: Path, from_step: int) -> None:
     Raises:
         TrainingError: with the error of the earlier attempts.
     """
-    path = run_dir / FILE
-    if not path.is_file():
-        return
+    content = b""
+    # Whatever is wrong with the file: it saves attempts, and must not cost any.
+    with contextlib.suppress(OSError):
+        content = (run_dir / FILE).read_bytes()
     failures = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in content.splitlines():
         # A worker that was killed may have left half a line.
-        with contextlib.suppress(ValueError, TypeError):
-            failures.append(Failure(**json.loads(line)))
+        with contextlib.suppress(ValueError):
+            failures.append(typed(json.loads(line), Failure))
     error = repeated_error(failures, from_step)
     if error is not None:
         since = f"from step {from_step}" if from_step != LOADING else "before the first step"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,20 +19,45 @@ FILE = "metrics.jsonl"
 
 
 class JsonlTracker:
-    """Appends records to ``<run>/metrics.jsonl``."""
+    """Appends records to ``<run>/metrics.jsonl``.
+
+    Args:
+        warn: told of lines that were damaged.
+    """
+
+    def __init__(self, warn: Callable[[str], None] = lambda message: None) -> None:
+        self._warn = warn
 
     def start(self, run: RunInfo) -> None:
         """Drop what was logged after the step to resume at: those steps will be done again.
 
         The file is replaced, not cut, so that a process left over from an earlier start keeps writing to the old one.
+        What cannot be read is set aside: a run is worth more than its records.
         """
         path = run.run_dir / FILE
+        aside = path.with_name(f"damaged-{FILE}")
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        with scratch.open("w", encoding="utf-8") as stream:
-            for record in read_records(path):
-                # A run that begins anew evaluates anew.
-                if record.get("step", 0) <= run.resume_step and (run.resume_step or record.get("kind") != "eval"):
-                    stream.write(json.dumps(record) + "\n")
+        damaged = []
+        with scratch.open("wb") as stream:
+            try:
+                for line, record in _lines(path):
+                    if record is None:
+                        damaged.append(line)
+                    # A run that begins anew evaluates anew.
+                    elif record["step"] <= run.resume_step and (run.resume_step or record["kind"] != "eval"):
+                        stream.write(line)
+            except OSError as error:
+                aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
+                os.replace(path, aside)
+                self._warn(
+                    f"{path} cannot be read ({error.strerror}): it was set aside as {aside.name}, and is begun anew"
+                )
+        if damaged:
+            with aside.open("ab") as kept:
+                kept.writelines(damaged)
+            self._warn(
+                f"{path}: {len(damaged):,} damaged line{'s' if len(damaged) > 1 else ''} set aside in {aside.name}"
+            )
         os.replace(scratch, path)
         self._stream = path.open("a", encoding="utf-8")
 
@@ -51,20 +77,28 @@ def metrics_table(run_dir: Path) -> pandas.DataFrame:
 
     rows: dict[int, dict[str, Any]] = {}
     for record in read_records(run_dir / FILE):
-        if record.pop("kind", None) in ("train", "eval"):
+        if record.pop("kind") in ("train", "eval"):
             rows.setdefault(record.pop("step"), {}).update(record)
     return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("step").sort_index()
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file; a last line that a killed process left unfinished is passed over."""
-    if not path.is_file():
+    """Records of a file, if it is there; lines that are damaged, or that a killed process left unfinished, are passed
+    over.
+    """
+    return (record for _, record in _lines(path) if record is not None)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Lines of a file with the record in each; None where it is damaged. One that was left unfinished is none."""
+    if not path.exists():
         return
-    with path.open(encoding="utf-8") as stream:
+    with path.open("rb") as stream:
         for line in stream:
             try:
                 record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
+            except (ValueError, RecursionError):
+                record = None
+            fits = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
+            if fits or line.endswith(b"\n"):
+                yield line.removesuffix(b"\n") + b"\n", record if fits else None

@@ -22,7 +22,8 @@ from finray.config.tasks import task_class, task_spec
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.order import Order, derive_key, total_steps
 from finray.data.sampling.packing import one_row_each, plan_packs
-from finray.errors import DataError
+from finray.errors import DataError, TrainingError
+from finray.files import FileKind
 from finray.models import liger
 from finray.models.artifacts import NOTES
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
@@ -277,13 +278,14 @@ def _data(
 def _start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn) -> Trackers:
     """The trackers of rank 0, told that the run starts here. A run has one id at every start, kept in its directory."""
     run_id = run_dir / RUN_ID
-    if not run_id.is_file():
+    if not run_id.exists():
         run_id.write_text(uuid.uuid4().hex, encoding="utf-8")
+    name = FileKind(TrainingError, repair="delete the file: trackers then see a new run").text(run_id)
     # metrics.jsonl at once: after a resume it must have every step before the checkpoint.
-    inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(), "console": _Notifier(notify)}
+    inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(warn), "console": _Notifier(notify)}
     names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
     trackers = Trackers(inline, {name: make_tracker(name) for name in dict.fromkeys(names)}, warn=warn)
-    trackers.start(RunInfo(run_id.read_text("utf-8"), run_dir, header.step, redact(config.plain()), header))
+    trackers.start(RunInfo(name, run_dir, header.step, redact(config.plain()), header))
     return trackers
 
 

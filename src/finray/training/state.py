@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from finray.errors import CheckpointError
+from finray.files import FileKind, typed
 
 FOLDER = "training_state"
 COUNTERS = f"{FOLDER}/state.json"
+_FILES = FileKind(CheckpointError)
 
 
 @dataclass
@@ -78,11 +80,10 @@ class TrainState:
         Raises:
             CheckpointError: the directory has no training state, or one of another shape.
         """
-        try:
-            plain = json.loads((folder / COUNTERS).read_text(encoding="utf-8"))
+        path = folder / COUNTERS
+        with _FILES.reading(path):
+            plain = _FILES.json(path, dict[str, Any])
             if "best_eval_loss" in plain:
                 # Written by finray 0.1 before there was a second task.
                 plain["best"] = plain.pop("best_eval_loss")
-            return cls(**plain)
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"the training state cannot be read: {error}", where=str(folder / FOLDER)) from None
+            return typed(plain, cls)

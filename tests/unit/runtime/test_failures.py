@@ -104,3 +104,18 @@ def test_an_exception_is_no_lost_process_and_named_by_its_last_line() -> None:
     assert lost_process(text) is None
     assert last_line(text) == "ValueError: no"
     assert last_line("") == ""
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\n", b"[]\n", b"null\n", b'{"attempt": 1}\n', b'{"attempt": "a", "from_step"', None]
+)
+def test_a_damaged_file_costs_no_attempt(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "failures.jsonl"
+    file.mkdir() if content is None else file.write_bytes(content)
+    check(tmp_path, 3)
+    if content is not None:
+        for attempt in "ab":
+            record(tmp_path, Failure(attempt, 3, "ValueError: x"))
+        if content.endswith(b"\n"):
+            with pytest.raises(TrainingError, match="2 times"):
+                check(tmp_path, 3)

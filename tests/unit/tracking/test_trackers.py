@@ -16,6 +16,7 @@ from finray.tracking.base import RunInfo, Trackers, make_tracker
 from finray.tracking.console import ConsoleTracker, RunView, describe, duration
 from finray.tracking.jsonl import JsonlTracker, read_records
 from finray.tracking.tensorboard import TensorBoardTracker
+from tests.support import damaged
 
 
 def record(step: int, **fields: Any) -> TrainRecord:
@@ -64,6 +65,64 @@ def test_a_line_cut_off_by_a_kill_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(record(1).json()) + "\n" + '{"kind": "tra')
     assert [item["step"] for item in read_records(path)] == [1]
+
+
+DAMAGED = {
+    "a byte": b'{"kind": "train", "step": 2, "loss": "\xff"}\n',
+    "no step": b'{"kind": "train", "step": null}\n',
+    "text": b'{"kind": "train", "step": "2"}\n',
+    "truth": b'{"kind": "train", "step": true}\n',
+    "no kind": b'{"step": 2}\n',
+    "half": b'{"kind": "train", "st\n',
+    "a list": b"[2]\n",
+    "deep": b"[" * 100_000 + b"\n",
+    "nothing": b"\n",
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED.keys())
+def test_a_damaged_line_is_set_aside_with_a_warning_and_the_run_goes_on(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    good = [json.dumps(record(step).json()).encode() + b"\n" for step in (1, 3)]
+    path.write_bytes(good[0] + line + good[1])
+    assert [item["step"] for item in read_records(path)] == [1, 3]
+    told: list[str] = []
+    tracker = started(JsonlTracker(told.append), tmp_path, resume_step=3)
+    tracker.log(record(4))
+    tracker.finish()
+    assert [item["step"] for item in read_records(path)] == [1, 3, 4]
+    assert path.read_bytes().startswith(good[0] + good[1])
+    assert (tmp_path / "damaged-metrics.jsonl").read_bytes() == line
+    assert told == [f"{path}: 1 damaged line set aside in damaged-metrics.jsonl"]
+    started(JsonlTracker(pytest.fail), tmp_path, resume_step=4).finish()
+
+
+def test_a_file_that_cannot_be_read_is_set_aside_and_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    for number in (1, 2):
+        told: list[str] = []
+        tracker = started(JsonlTracker(told.append), tmp_path, resume_step=3)
+        tracker.log(record(4))
+        tracker.finish()
+        assert len(told) == 1
+        assert str(path) in told[0]
+        assert len(list(tmp_path.glob("damaged-metrics.jsonl-*"))) == number
+        assert [item["step"] for item in read_records(path)] == [4]
+        path.unlink()
+        # Its first bytes cannot be read, as of a disk that fails.
+        path.symlink_to("/proc/self/mem")
+
+
+def test_one_flipped_bit_in_the_records_never_stops_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    line = json.dumps({"kind": "note", "step": 1, "message": "x"}).encode() + b"\n"
+    for bit in range(8 * len(line) * 2):
+        path.write_bytes(line + line)
+        damaged.flip_bit(path, bit)
+        started(JsonlTracker(), tmp_path, resume_step=9).finish()
+        # Without the line's end, it and the next are one.
+        assert len(list(read_records(path))) >= (bit // 8 != len(line) - 1)
 
 
 def test_floats_survive_to_the_bit(tmp_path: Path) -> None:
