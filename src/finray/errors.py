@@ -39,6 +39,10 @@ class FinrayError(Exception):
         repair = [f"  repair: {self.repair}"] if self.repair else []
         return "\n".join([head, *repair, *(f"  - {problem}" for problem in self.problems)])
 
+    def _render_traceback_(self) -> list[str]:
+        # IPython asks for this name: in a notebook, too, what a user can repair is a message.
+        return [f"{type(self).__name__}: {self}"]
+
     def __reduce__(self) -> tuple[Any, ...]:
         # Ray sends errors between processes. The default protocol would lose the keyword-only arguments.
         return _rebuild, (type(self), self.to_dict())

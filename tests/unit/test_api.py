@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,18 @@ def test_a_table_of_metrics_has_a_row_for_each_step(tmp_path: Path) -> None:
     assert table.index.tolist() == [0, 1, 2]
     assert table["loss"].tolist()[1:] == [2.0, 1.5]
     assert table["eval_loss"].dropna().to_dict() == {0: 3.0, 2: 2.5}
+
+
+def test_in_a_notebook_an_error_is_its_message_and_a_defect_has_its_traceback() -> None:
+    def said(code: str) -> str:
+        command = [sys.executable, "-m", "IPython", "--no-banner", "--colors=nocolor", "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.stdout + done.stderr
+
+    text = said("import finray; finray.load_config('no.yaml')")
+    assert "ConfigError: no.yaml: the config file does not exist\n  repair: `finray init`" in text
+    assert "Traceback" not in text
+    assert "Traceback" in said("import finray; 1 / 0")
 
 
 def test_observers_see_every_record_and_one_that_fails_is_named_once() -> None:

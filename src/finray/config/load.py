@@ -158,9 +158,16 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
         raw = config.model_dump(mode="json", exclude_unset=True)
     elif isinstance(config, Mapping):
         values.insert(0, config)
-    elif config is not None:
+    elif isinstance(config, str | PurePath):
         source = str(config)
         raw = {PRESET_KEY: source} if is_preset(source) else read_yaml(Path(source).expanduser())
+    elif config is not None:
+        kind = type(config).__name__
+        raise ConfigError(
+            f"a {kind} is no config",
+            where="config",
+            repair="give a YAML file, the name of a preset or a mapping of sections; rows are given as data=...",
+        )
     problems = [problem for one in values for path, value in one.items() for problem in _set(raw, str(path), value)]
     return build_config(raw, overrides=texts, source=source, problems=problems)
 

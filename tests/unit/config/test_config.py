@@ -210,6 +210,12 @@ def test_a_preset_is_a_config_unless_a_file_has_its_name(tmp_path: Path, monkeyp
         load_config("llama-8b-lora")
 
 
+def test_what_is_no_config_is_told_what_one_is() -> None:
+    with pytest.raises(ConfigError, match=r"a list is no config\s.*data=") as caught:
+        load_config([{"prompt": "p", "completion": "c"}])  # type: ignore[arg-type]
+    assert caught.value.where == "config"
+
+
 def test_nothing_is_finray_yaml_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"finray\.yaml: the config file does not exist"):
