@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from finray.planning.plan import Plan
     from finray.runtime.driver import TrainResult
     from finray.runtime.prepare import PreparedData
+
+# tqdm would ask a notebook to install ipywidgets, for bars that finray does not show.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 Observer = Callable[[Record], object]
 
