@@ -21,6 +21,7 @@ from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, sto
 from finray.planning.checks import check_saved_modules, check_targets
 from finray.planning.findings import Findings
 from finray.planning.layers import LayerProbe
+from finray.pretrained import hub
 from finray.pretrained.bundled_configs import bundled_config
 from finray.pretrained.tokenizers import load_tokenizer, new_ids
 from finray.pretrained.weights import StoredWeights
@@ -268,7 +269,7 @@ def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) ->
                 else ", then export HF_TOKEN=... with a token of that account"
             ),
         )
-    if any(sign in text for sign in _UNREACHABLE):
+    if hub.refusal() is None and any(sign in text for sign in _UNREACHABLE):
         return ModelError(
             _OUT_OF_REACH,
             where=where,

@@ -15,6 +15,7 @@ from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.files import FileKind
 from finray.limits import cut, shown
+from finray.pretrained import hub
 
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -123,11 +124,13 @@ def check_exists(name: str) -> None:
 
 
 def source_options(model: ModelConfig) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` that say where the files are."""
+    """Arguments of ``from_pretrained`` that say where the files are; a Hub that does not answer is not asked again."""
     path = Path(model.name).expanduser()
     if path.suffix == ".gguf":
         return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     name = str(path) if path.exists() else model.name
+    if not path.exists():
+        hub.refusal()
     return {
         "pretrained_model_name_or_path": name,
         "revision": model.revision or "main",
@@ -139,6 +142,13 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     """The error of a model or tokenizer that Transformers could not load."""
     text = str(error).strip().splitlines()
     repair = "name a model directory, a .gguf file, or a Hugging Face id you can reach (HF_TOKEN for gated models)"
+    if not Path(model.name).expanduser().exists() and (refused := hub.refusal()) is not None:
+        return ModelError(
+            f"the {what} is not in the local cache, and the Hub cannot be reached",
+            where=f"model.name={model.name}",
+            repair=f"{refused}; when it answers, run the command again, or name a model directory (`finray plan "
+            "--offline` plans without the Hub)",
+        )
     if "trust_remote_code" in str(error):
         repair = "read the code that comes with the model; if you trust it, set model.trust_remote_code to true"
     return ModelError(

@@ -14,6 +14,7 @@ from finray import compat
 from finray.data.sources.resolve import Source, is_saved
 from finray.data.storage import first_line
 from finray.errors import DataError
+from finray.pretrained import hub
 
 
 def load(source: Source) -> Any:
@@ -44,6 +45,8 @@ def _load(source: Source, state: str) -> Any:
     try:
         if not is_saved(path):
             name = str(path) if path.is_dir() else source.name.rpartition(":")[0] if source.data_dir else source.name
+            if not path.is_dir():
+                hub.refusal()
             # `datasets` takes its own copy of a local directory for current when files in there have changed since.
             apart = {"cache_dir": str(Path(datasets.config.HF_DATASETS_CACHE) / f"finray-{state}")} if state else {}
             return datasets.load_dataset(
@@ -63,6 +66,13 @@ def _load(source: Source, state: str) -> Any:
     except DataError:
         raise
     except Exception as error:
+        refused = None if path.exists() else hub.refusal()
+        if refused is not None:
+            raise DataError(
+                "the data set is not in the local cache, and the Hub cannot be reached",
+                where=source.name,
+                repair=f"{refused}; when it answers, run the command again; there is no such file or directory here",
+            ) from None
         # `datasets` raises a dozen unrelated types here (missing split, no network, gated, unknown configuration).
         raise DataError(
             f"the data set cannot be loaded: {first_line(error)}",

@@ -1,0 +1,61 @@
+"""Whether the Hugging Face Hub answers: asked once, for seconds. Its client would try for minutes, and say so in many
+lines; where the Hub does not answer, it is told to take what is in its cache."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+TIMEOUT_S = 8.0
+_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+_lock = threading.Lock()
+_asked: list[str | None] = []
+
+
+def refusal() -> str | None:
+    """Why the Hub cannot be reached, in words for a message; None where it can, or where nobody wants it to be.
+
+    Where it cannot, this process works offline from then on, and so do those that it starts.
+    """
+    with _lock:
+        if not _asked:
+            _asked.append(None if os.environ.get(_VARIABLES[0], "").upper() in ("1", "ON", "YES", "TRUE") else _ask())
+            if _asked[0] is not None:
+                _go_offline()
+        return _asked[0]
+
+
+def _ask() -> str | None:
+    # Not at the start of every command.
+    import urllib.error
+    import urllib.request
+
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    outcome = [f"no answer within {TIMEOUT_S:g} s"]
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "finray"})
+            urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
+        except urllib.error.HTTPError:
+            pass  # An answer.
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            outcome[0] = str(getattr(reason, "strerror", None) or reason).lower()
+            return
+        outcome[0] = ""
+
+    # Looking a name up knows no limit of time.
+    thread = threading.Thread(target=ask, name="finray-hub", daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    return f"the Hub was tried at {endpoint}: {outcome[0]}" if outcome[0] else None
+
+
+def _go_offline() -> None:
+    os.environ.update(dict.fromkeys(_VARIABLES, "1"))
+    # The libraries read the variables once.
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        if (loaded := sys.modules.get(module)) is not None:
+            loaded.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]

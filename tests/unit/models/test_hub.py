@@ -1,0 +1,95 @@
+"""A Hub that does not answer is asked once, for a short time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import huggingface_hub.constants
+import pytest
+
+from finray.config.schema import ModelConfig
+from finray.errors import DataError, ModelError
+from finray.pretrained import hub
+from finray.pretrained.tokenizers import load_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user has it; the suite itself is offline."""
+    import datasets.config
+
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        # So that what is set meanwhile is taken away.
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_asked", [])
+    monkeypatch.setattr(hub, "TIMEOUT_S", 0.5)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        yield endpoint
+
+
+def test_a_hub_that_says_nothing_is_given_up_once_and_for_all(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.refusal() == f"the Hub was tried at {silent}: no answer within 0.5 s"
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert huggingface_hub.constants.is_offline_mode()
+    monkeypatch.setattr(hub, "_ask", lambda: pytest.fail("it was asked again"))
+    assert hub.refusal() is not None
+
+
+def test_a_model_that_is_on_a_hub_that_does_not_answer_is_one_error(silent: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        load_tokenizer(ModelConfig(name="nobody/nothing"))
+    assert caught.value.message == "the tokenizer is not in the local cache, and the Hub cannot be reached"
+    assert f"tried at {silent}" in str(caught.value.repair)
+    assert "--offline" in str(caught.value.repair)
+
+
+def test_so_is_a_data_set(silent: str) -> None:
+    from finray.data.sources.hub import load
+    from finray.data.sources.resolve import Source
+
+    with pytest.raises(DataError, match=r"(?s)the Hub cannot be reached.*tried at"):
+        load(Source("nobody/nothing", split="train"))
+
+
+def test_the_reason_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert hub.refusal() == f"the Hub was tried at {endpoint}: connection refused"
+
+
+@pytest.mark.parametrize("status", [200, 404, 503])
+def test_whatever_answers_is_there(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(hub, "TIMEOUT_S", 30.0)
+        assert hub.refusal() is None
+    assert not huggingface_hub.constants.is_offline_mode()
+
+
+def test_nobody_is_asked_where_the_user_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(hub, "_ask", lambda: pytest.fail("it was asked"))
+    assert hub.refusal() is None
