@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 
-TIMEOUT_S = 8.0
+TIMEOUT_S = 6.0
 _VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _lock = threading.Lock()
 _asked: list[str | None] = []
