@@ -80,7 +80,8 @@ class Reach:
         self.texts = texts
         self.seconds: dict[str, float] = {}
         self.size: Counter[str] = Counter()
-        self.tests: dict[tuple[str, int], set[str]] = defaultdict(set)
+        # By line: names of a file's tests, and the numbers of those that run the line.
+        self.tests: dict[tuple[str, int], list[tuple[list[str], list[int]]]] = defaultdict(list)
         followed: dict[tuple[str, str], dict[int, list[int]]] = {}
         for file in test_files():
             if not place(file).exists():
@@ -88,27 +89,34 @@ class Reach:
             content = json.loads(place(file).read_text())
             names = [name for name, _ in content["tests"]]
             self.seconds |= dict(content["tests"])
+            size = [0] * len(names)
             for source, found in content["lines"].items():
                 key = (source, content["sources"][source])
                 if source in texts and key not in followed:
                     old = (STATE / "sources" / key[1]).read_text(encoding="utf-8")
                     followed[key] = follow(old.splitlines(), texts[source].splitlines())
                 for line, numbers in found.items():
-                    self.size.update(names[number] for number in numbers)
+                    for number in numbers:
+                        size[number] += 1
                     for now in followed.get(key, {}).get(int(line), []):
-                        self.tests[source, now].update(names[number] for number in numbers)
+                        self.tests[source, now].append((names, numbers))
+            self.size.update(dict(zip(names, size, strict=True)))
+
+    def at(self, source: str, line: int) -> set[str]:
+        """The tests that run a line."""
+        return {names[number] for names, numbers in self.tests.get((source, line), []) for number in numbers}
 
     def of(self, mutant: Mutant) -> dict[str, float]:
         """Seconds of the tests that run the mutant, by test; first those that are quick and reach little else."""
         found: set[str] = set()
         for line in range(mutant.lines[0], mutant.lines[1] + 1):
-            found |= self.tests.get((mutant.file, line), set())
+            found |= self.at(mutant.file, line)
         if mutant.names:
             word = re.compile(rf"\b({'|'.join(mutant.names)})\b")
             for source, text in self.texts.items():
                 for line, content in enumerate(text.splitlines(), start=1):
                     if word.search(content):
-                        found |= self.tests.get((source, line), set())
+                        found |= self.at(source, line)
         ordered = sorted(found, key=lambda name: (self.seconds[name] + 0.05) * self.size[name])
         # Not many cases of one test before the first of another.
         seen: Counter[str] = Counter()
