@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from finray.models import attention
 from finray.models.attention import packed_attention
 
 
@@ -77,3 +78,163 @@ def test_window_softcap_and_dropout_are_those_of_the_formula(
         dropout=dropout,
     )
     torch.testing.assert_close(found, torch.cat(parts, dim=1), rtol=1e-5, atol=1e-6)
+
+
+# --- every path, against a loop over queries --------------------------------------------------------------------------
+
+LENGTHS = (1, 7, 4)
+
+
+def by_hand(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
+    scaling: float | None = None, window: int | None = None, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Softmax over the tokens of the same row that came before, one query of one head at a time: (1, T, H, D)."""
+    heads, total, width = query.shape[1:]
+    result = torch.zeros(1, total, heads, width, dtype=torch.float64)
+    for head in range(heads):
+        shared = head * key.shape[1] // heads
+        start = 0
+        for length in LENGTHS:
+            for at in range(start, start + length):
+                first = start if window is None else max(start, at - window + 1)
+                keys = key[0, shared, first : at + 1].double()
+                scores = keys @ query[0, head, at].double() * (width**-0.5 if scaling is None else scaling)
+                if softcap is not None:
+                    scores = torch.tanh(scores / softcap) * softcap
+                result[0, at, head] = scores.softmax(0) @ value[0, shared, first : at + 1].double()
+            start += length
+    return result
+
+
+def parts(heads: int, shared: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [(torch.randn(1, count, sum(LENGTHS), 8) * 2).to(dtype) for count in (heads, shared, shared)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 3, 7])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("scaling", [None, 0.9])
+def test_each_path_on_a_cpu_is_attention(
+    dtype: torch.dtype, shared: int, window: int | None, softcap: float | None, scaling: float | None
+) -> None:
+    query, key, value = parts(4, shared, dtype)
+    found, weights = packed_attention(
+        *(torch.nn.Module(), query, key, value, None),
+        **{"segment_lengths": LENGTHS, "sliding_window": window, "softcap": softcap, "scaling": scaling},
+    )
+    expected = by_hand(query, key, value, scaling=scaling, window=window, softcap=softcap)
+    assert weights is None
+    assert found.is_contiguous()
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+class OnAGpu(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def kernel(takes_groups: bool, asked: list[dict[str, Any]]) -> Any:
+    """Stands for torch's variable-length attention, which CPUs have not: (T, H, D) of all rows, by the same loop."""
+
+    def varlen(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_q: Any, cu_k: Any, max_q: int, max_k: int,
+        *, scale: float | None, window_size: tuple[int, int], **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        asked.append(options)
+        assert cu_q is cu_k
+        assert (cu_q.tolist(), max_q, max_k) == ([0, 1, 8, 12], 7, 7)
+        assert window_size[1] == 0
+        if not options.get("enable_gqa"):
+            assert query.shape == key.shape == value.shape
+        left = None if window_size[0] == -1 else window_size[0] + 1
+        rows = [part.as_subclass(torch.Tensor).transpose(0, 1)[None] for part in (query, key, value)]
+        return by_hand(rows[0], rows[1], rows[2], scaling=scale, window=left)[0].to(query.dtype)
+
+    return varlen, takes_groups
+
+
+@pytest.mark.parametrize("takes_groups", [True, False])
+@pytest.mark.parametrize("shared", [2, 4])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scaling", [None, 0.9])
+def test_the_kernel_of_a_gpu_is_given_the_same_rows(
+    takes_groups: bool, shared: int, window: int | None, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(attention, "_varlen", lambda: kernel(takes_groups, asked))
+    plain = parts(4, shared, torch.bfloat16)
+    bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+    found, _ = packed_attention(
+        *(torch.nn.Module(), *(part.as_subclass(OnAGpu) for part in plain), None),
+        **{"segment_lengths": LENGTHS, "cu_seq_lens_q": bounds, "max_length_q": 7},
+        **{"sliding_window": window, "scaling": scaling},
+    )
+    expected = by_hand(plain[0], plain[1], plain[2], scaling=scaling, window=window)
+    torch.testing.assert_close(found.double().as_subclass(torch.Tensor), expected, rtol=2e-2, atol=2e-2)
+    assert asked == [{"enable_gqa": True} if takes_groups and shared == 2 else {}]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {"softcap": 2.0}),
+        (torch.bfloat16, {"max_length_q": None}),
+        (torch.bfloat16, {"cu_seq_lens_q": None}),
+    ],
+)
+def test_what_the_kernel_cannot_do_goes_row_by_row(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_varlen", lambda: kernel(True, []))
+    plain = parts(4, 4, dtype)
+    bounds = torch.tensor([0, 1, 8, 12], dtype=torch.int32)
+    given = {"segment_lengths": LENGTHS, "cu_seq_lens_q": bounds, "max_length_q": 7, **options}
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(attention, "_varlen", lambda: kernel(True, asked))
+    found, _ = packed_attention(torch.nn.Module(), *(part.as_subclass(OnAGpu) for part in plain), None, **given)
+    expected = by_hand(plain[0], plain[1], plain[2], softcap=options.get("softcap"))
+    torch.testing.assert_close(found.double().as_subclass(torch.Tensor), expected, rtol=4e-2, atol=4e-2)
+    assert asked == []
+
+
+def test_queries_that_were_widened_are_narrowed_again_under_autocast() -> None:
+    query, key, value = parts(4, 2, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = packed_attention(torch.nn.Module(), query, key, value, None, segment_lengths=LENGTHS)
+    assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("window", "softcap", "dtype"),
+    [(None, None, torch.float32), (3, None, torch.float32), (3, 2.0, torch.float32), (None, None, torch.bfloat16)],
+)
+def test_dropout_drops_that_share_of_the_scores(window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
+    """With values of one, what is left of a row's probabilities has a mean of one, and is often zero for one token."""
+    torch.manual_seed(3)
+    query, key = torch.randn(2, 1, 64, sum(LENGTHS), 8).to(dtype)
+    found, _ = packed_attention(
+        *(torch.nn.Module(), query, key, torch.ones_like(key), None),
+        **{"segment_lengths": LENGTHS, "dropout": 0.25, "sliding_window": window, "softcap": softcap},
+    )
+    sums = found[0, :, :, 0].float()
+    assert float(sums.mean()) == pytest.approx(1.0, abs=0.1)
+    # The first token of a row sees itself alone: dropped, or 1 / (1 - 0.25).
+    assert sorted(sums[0].unique().tolist()) == pytest.approx([0.0, 4 / 3], rel=1e-2)
+    assert float((sums[0] == 0).float().mean()) == pytest.approx(0.25, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"segment_lengths": None}, "does not pass row lengths on"), ({"mask": 1}, "a mask of its own")],
+)
+def test_a_model_that_cannot_be_packed_is_named(options: dict[str, Any], message: str) -> None:
+    query, key, value = parts(4, 4, torch.float32)
+    mask = torch.ones(1) if options.pop("mask", None) else None
+    with pytest.raises(RuntimeError, match=f"Module .*{message}"):
+        packed_attention(torch.nn.Module(), query, key, value, mask, **{"segment_lengths": LENGTHS, **options})
