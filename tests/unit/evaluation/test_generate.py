@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from finray.errors import DataError
+from finray.errors import ConfigError, DataError
 from finray.evaluation.generate import Answers, Sampling, generate, generate_text
 from finray.evaluation.prompts import Prompt
 from tests.support import tiny
@@ -223,3 +223,23 @@ def test_answers_are_a_sequence_and_are_written_beside_what_was_asked(tmp_path: 
     with pytest.raises(DataError, match="cannot be written") as caught:
         answers.write(tmp_path / "none" / "answers.jsonl")
     assert caught.value.where == str(tmp_path / "none" / "answers.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("field", "good", "bad"),
+    [
+        ("max_new_tokens", [1, 2**31 - 1], [0, 2**31]),
+        ("temperature", [0.0, 1e-3, 1e3], [9e-4, 1.1e3, -0.1, float("nan")]),
+        ("top_p", [1e-9, 1.0], [0.0, 1.01]),
+        ("seed", [0, 2**63 - 1], [-1, 2**63]),
+    ],
+)
+def test_numbers_that_nothing_can_be_sampled_with_name_their_option(
+    field: str, good: list[float], bad: list[float]
+) -> None:
+    for value in good:
+        assert getattr(Sampling(**{field: value}), field) == value  # type: ignore[arg-type]
+    for value in bad:
+        with pytest.raises(ConfigError, match="cannot be used") as caught:
+            Sampling(**{field: value})  # type: ignore[arg-type]
+        assert caught.value.where == f"--{field.replace('_', '-')}"

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from finray.training.allocator import keep_freed_memory
+
 PROGRAM = """
 import resource, sys, threading
 import torch
@@ -44,3 +46,52 @@ def test_large_tensors_are_not_mapped_afresh() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc is told")
 def test_large_tensors_go_back_where_weights_are_gathered_and_freed() -> None:
     assert faults("large") > 100
+
+
+class Library:
+    """A C library that writes down what it is told; it refuses `refuses`."""
+
+    def __init__(self, refuses: int | None = None) -> None:
+        self.told: list[tuple[int, int]] = []
+        self.refuses = refuses
+
+    def mallopt(self, name: int, value: int) -> int:
+        self.told.append((name, value))
+        return int(name != self.refuses)
+
+
+@pytest.mark.parametrize(
+    ("but_large", "told"),
+    [
+        # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD of malloc.h, and the largest int.
+        (False, [(-8, 1), (-4, 0), (-1, 2_147_483_647)]),
+        # With M_MMAP_THRESHOLD: 32 MiB is the largest that glibc takes.
+        (True, [(-8, 1), (-4, 65_536), (-3, 33_554_432), (-1, 2_147_483_647)]),
+    ],
+)
+def test_malloc_is_told_what_its_header_names(
+    but_large: bool, told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library()
+    monkeypatch.setattr("ctypes.CDLL", lambda name: library)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert keep_freed_memory(but_large=but_large)
+    assert library.told == told
+
+
+def test_a_library_that_refuses_or_knows_no_mallopt_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library(refuses=-4))
+    assert not keep_freed_memory()
+    for broken in (object(), OSError()):
+        monkeypatch.setattr(
+            "ctypes.CDLL", lambda name, broken=broken: broken if type(broken) is object else fail(broken)
+        )
+        assert not keep_freed_memory()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library())
+    assert not keep_freed_memory()
+
+
+def fail(error: object) -> object:
+    raise OSError(str(error))

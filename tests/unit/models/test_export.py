@@ -1,0 +1,113 @@
+"""Exported models: what stands beside the weights, and what is left where something goes wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.errors import ModelError
+from finray.models import adapters
+from finray.models.artifacts import read_artifact
+from finray.models.export import Exported, convert_gguf, export
+from finray.models.loading import load_model
+from tests.unit.models.test_adapters import save_adapter
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, tiny_model_dir: Path, tokenizer: Any) -> Path:
+    """An adapter that changes its base, with finray's notes."""
+    config = AdapterConfig(rank=4)
+    model = adapters.add_lora(load_model(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32), config, seed=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_adapter(model, folder)
+    tokenizer.save_pretrained(str(folder))
+    (folder / "finray.json").write_text(json.dumps({"rows": "chat", "base_model": str(tiny_model_dir), "other": 1}))
+    return folder
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_what_a_merged_model_says_of_where_it_comes_from(adapter: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
+    exported = export(read_artifact(adapter), tmp_path / "deep" / "merged", merge=True, dtype="fp32")
+    said = json.loads((exported.folder / "finray.json").read_text())
+    assert said.pop("difference_from_training") == exported.difference < 1e-4
+    assert said == {
+        "rows": "chat",
+        "merged_onto": str(tiny_model_dir),
+        "revision": None,
+        "trained_on": "full precision",
+    }
+    assert exported == Exported(
+        tmp_path / "deep" / "merged", True, "fp32", exported.difference, str(tiny_model_dir), None, None
+    )
+    assert names(tmp_path / "deep") == {"merged"}
+    assert read_artifact(exported.folder).is_adapter is False
+
+
+def test_an_adapter_names_the_base_that_was_said(adapter: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
+    moved = shutil.copytree(tiny_model_dir, tmp_path / "moved")
+    exported = export(read_artifact(adapter, base=str(moved)), tmp_path / "out", merge=False, dtype="bf16")
+    assert (exported.merged, exported.dtype, exported.onto) == (False, "fp32", None)
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(moved)
+    assert json.loads((tmp_path / "out" / "finray.json").read_text()) == {
+        "rows": "chat",
+        "base_model": str(moved),
+        "other": 1,
+    }
+    weights = "adapter_model.safetensors"
+    assert (tmp_path / "out" / weights).read_bytes() == (adapter / weights).read_bytes()
+    assert "tokenizer.json" in names(tmp_path / "out")
+
+
+def test_a_whole_model_is_written_in_the_dtype_that_was_asked_for(tiny_model_dir: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    exported = export(read_artifact(tiny_model_dir), tmp_path / "out", merge=True, dtype="bf16")
+    assert (exported.merged, exported.dtype, exported.onto) == (True, "bf16", None)
+    assert 0 < exported.difference < 5e-2
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert "finray.json" not in names(tmp_path / "out")
+
+
+def test_an_empty_directory_is_filled(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert export(read_artifact(adapter), tmp_path / "out", merge=True, dtype="fp32").folder == tmp_path / "out"
+    assert "model.safetensors" in names(tmp_path / "out")
+
+
+def test_a_full_disk_is_an_error_that_says_where_and_leaves_nothing(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copy2", full)
+    before = names(tmp_path)
+    with pytest.raises(ModelError, match="cannot be written: No space left") as caught:
+        export(read_artifact(adapter), tmp_path / "out", merge=False, dtype="fp32")
+    assert caught.value.where == str(tmp_path / "out")
+    assert names(tmp_path) == before
+
+
+def test_a_file_in_the_way_is_refused(adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ModelError, match="not empty"):
+        export(read_artifact(adapter), tmp_path / "out", merge=True, dtype="fp32")
+    with pytest.raises(ModelError, match="already exists"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="fp32")
+    assert (tmp_path / "out").read_text() == "mine"
