@@ -62,9 +62,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "full": ({**FULL, "train": {**ADAM, **COSINE, "max_grad_norm": 0.5}}, None),
     "adafactor": ({**FULL, "train": {**LINEAR, "optimizer": "adafactor", "weight_decay": 0.3}}, None),
     "muon": ({**FULL, "train": {**ADAM, **CONSTANT, "optimizer": "muon"}}, None),
+    "bf16": ({"adapter.alpha": 3.0, "train": {**ADAM, **LINEAR, "precision": "bf16"}}, {"lora_alpha": 3.0}),
+    "fp16": ({"adapter.alpha": 3.0, "train": {**ADAM, **LINEAR, "precision": "fp16"}}, {"lora_alpha": 3.0}),
+    "bf16 full": ({**FULL, "train": {**ADAM, **COSINE, "precision": "bf16"}}, None),
 }
-# Muon's matrices are rounded to bf16, PiSSA's are decomposed by two algorithms.
-TOLERANCE = {"muon": 5e-3, "pissa": 1e-3}
+# Muon's matrices are rounded to bf16, PiSSA's are decomposed by two algorithms, and the plain loop is in fp32.
+TOLERANCE = {"muon": 5e-3, "pissa": 1e-3, "bf16": 1e-3, "fp16": 2e-4, "bf16 full": 1e-3}
 
 
 def drawn(seed: int, *parts: object) -> int:
