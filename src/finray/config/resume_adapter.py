@@ -17,7 +17,7 @@ _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 
 
 def with_start(config: Config) -> Config:
-    """The config with method, rank, alpha, targets and new tokens of ``adapter.start_from``.
+    """The config with method, rank, alpha, targets and new tokens of ``adapter.start_from``, and its base's revision.
 
     Raises:
         ConfigError: there is no such adapter, it is of a kind that cannot be continued, or the configuration says
@@ -49,6 +49,11 @@ def with_start(config: Config) -> Config:
     compared.append(("model.new_tokens", config.model.new_tokens, words, _NOTES))
     written = {f"adapter.{name}" for name in config.adapter.model_fields_set}
     written |= {f"model.{name}" for name in config.model.model_fields_set}
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision") or notes.get("revision")
+    if base != config.model.name or ("model.revision" in written and config.model.revision is None):
+        # Another name may be another copy of it; and earlier versions wrote null and meant it.
+        revision = config.model.revision
+    compared.append(("model.revision", config.model.revision, revision, _SETTINGS))
     problems = [
         ConfigError(
             f"the configuration says {ours}, the adapter to continue from says {their}",
@@ -67,9 +72,8 @@ def with_start(config: Config) -> Config:
             problems=tuple(str(problem) for problem in problems),
         )
     adapter = config.adapter.model_copy(update={**theirs, "start_from": str(folder)})
-    return config.model_copy(
-        update={"adapter": adapter, "model": config.model.model_copy(update={"new_tokens": words})}
-    )
+    model = config.model.model_copy(update={"new_tokens": words, "revision": revision})
+    return config.model_copy(update={"adapter": adapter, "model": model})
 
 
 def _ordered(field: str, value: Any) -> Any:

@@ -55,6 +55,24 @@ def test_what_is_left_open_is_taken_over(folder: Path) -> None:
     assert with_start(build_config(found.plain(), source="saved")) == found
 
 
+@pytest.mark.parametrize("place", ["adapter_config.json", "finray.json"])
+def test_the_base_is_of_the_revision_that_the_adapter_was_trained_on(folder: Path, place: str) -> None:
+    """On other weights it would be noise."""
+    for file in ("adapter_config.json", "finray.json"):
+        content = json.loads((folder / file).read_text())
+        content |= {"base_model_name_or_path": "m", **({"revision": "v1"} if file == place else {})}
+        (folder / file).write_text(json.dumps(content), encoding="utf-8")
+    found = with_start(config(folder))
+    assert found.model.revision == "v1"
+    assert with_start(build_config(found.plain(), source="saved")) == found
+    with pytest.raises(ConfigError, match="says v2, the adapter to continue from says v1") as caught:
+        with_start(config(folder, model={"revision": "v2"}))
+    assert "model.revision" in str(caught.value.where)
+    # Of a copy under another name nothing is known.
+    assert with_start(config(folder, model={"name": "copy"})).model.revision is None
+    assert with_start(config(folder, model={"name": "copy", "revision": "v2"})).model.revision == "v2"
+
+
 def test_a_finished_run_stands_for_its_adapter(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
