@@ -78,6 +78,8 @@ NAMES: dict[str, str] = {
     "val_set_size": "data.eval_ratio",
     "mix_strategy": "data.mix",
     "interleave_probs": "data.mix",
+    "default_system": "data.system",
+    "system_prompt": "data.system",
     "max_seq_length": "data.max_length",
     "max_seq_len": "data.max_length",
     "cutoff_len": "data.max_length",

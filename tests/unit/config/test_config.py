@@ -97,6 +97,23 @@ def test_the_reference_names_every_field_and_is_the_page_in_the_docs() -> None:
     assert page.read_text(encoding="utf-8") == text, "run `make docs`"
 
 
+@pytest.mark.parametrize(
+    ("field", "kind"),
+    [
+        ("train.max_grad_norm", "float > 0 \\| null"),
+        ("train.warmup_ratio", "0 ≤ float < 1"),
+        ("train.micro_batch_size", "int ≥ 1"),
+        ("data.mix.N.weight", "float > 0 \\| null"),
+        ("data.max_length", "int ≥ 8"),
+        ("adapter.alpha", "float > 0"),
+        ("model.trust_remote_code", "bool"),
+    ],
+)
+def test_the_reference_says_which_numbers_a_field_takes(field: str, kind: str) -> None:
+    (row,) = [line for line in reference_markdown().splitlines() if line.startswith(f"| `{field}` |")]
+    assert row.split(" | ")[1] == kind
+
+
 def test_sections_stay_small() -> None:
     assert all(len(model.model_fields) <= 22 for model in sections().values())
 
