@@ -78,7 +78,7 @@ def test_a_gpu_is_named(config: Path) -> None:
     code, out, _ = finray("plan", config, "--gpu", "h100-80gb", "--json")
     assert code == 0
     assert json.loads(out)["memory"]["device"] == "h100-80gb"
-    code, out, err = finray("plan", config, "--gpu", "h100")
+    code, out, err = finray("plan", config, "--gpu", "h1000")
     assert code == 2
     assert "h100-80gb" in out + err
 

@@ -130,8 +130,11 @@ GPUS: dict[str, Gpu] = {
         ("a10g-24gb", 23_028, True, 70),
         ("a100-40gb", 40_960, True, 312),
         ("l40s-48gb", 46_068, True, 362),
+        ("a6000-48gb", 49_140, True, 155),
+        ("rtx6000ada-48gb", 49_140, True, 364),
         ("a100-80gb", 81_920, True, 312),
         ("h100-80gb", 81_559, True, 989),
+        ("gh200-96gb", 97_871, True, 989),
         ("h200-141gb", 143_771, True, 989),
         ("b200-180gb", 183_359, True, 2250),
     )
@@ -155,15 +158,17 @@ _ACCELERATOR_KEY = "accelerator_type:"
 
 
 def gpu_named(name: str) -> Gpu:
-    """A GPU of the table.
+    """A GPU of the table; its name without the memory is enough where it comes with one size.
 
     Raises:
-        ConfigError: there is none of that name; the message lists those there are.
+        ConfigError: there is none of that name, or several; the message lists those there are.
     """
-    gpu = GPUS.get(name.lower())
-    if gpu is None:
-        raise ConfigError(f"no GPU is called `{name}`", where="--gpu", repair=f"use one of: {', '.join(GPUS)}")
-    return gpu
+    sizes = [gpu for known, gpu in GPUS.items() if known == name.lower() or known.rpartition("-")[0] == name.lower()]
+    if len(sizes) != 1:
+        what = f"`{name}` comes with several sizes of memory" if sizes else f"no GPU is called `{name}`"
+        names = [gpu.name for gpu in sizes] or list(GPUS)
+        raise ConfigError(what, where="--gpu", repair=f"use one of: {', '.join(names)}")
+    return sizes[0]
 
 
 def gpu_of(nodes: Sequence[Node]) -> Gpu | None:

@@ -69,8 +69,11 @@ def test_names_tell_the_memory() -> None:
         advertised = int(name.rsplit("-", 1)[1].removesuffix("gb"))
         assert 0.89 < gpu.memory / (advertised * 2**30) < 1.03
     assert gpu_named("H100-80GB") is GPUS["h100-80gb"]
-    with pytest.raises(ConfigError, match="no GPU is called `h100`"):
-        gpu_named("h100")
+    assert gpu_named("h100") is GPUS["h100-80gb"]
+    with pytest.raises(ConfigError, match=r"(?s)`a100` comes with several.*a100-40gb, a100-80gb$"):
+        gpu_named("a100")
+    with pytest.raises(ConfigError, match="no GPU is called `h101`"):
+        gpu_named("h101")
 
 
 def test_gpus_of_a_cluster() -> None:
