@@ -103,19 +103,23 @@ def test_checkpointing_works_again_what_it_says(plain: Plain, tmp_path: Path) ->
     assert products["selective"] == products["none"] < products["full"]
 
 
-@pytest.mark.parametrize("method", ["lora", "none"])
+@pytest.mark.parametrize(
+    "adapter",
+    [{}, {"modules_to_save": ["lm_head"]}, {"method": "none"}],
+    ids=["lora", "modules to save", "full"],
+)
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
 def test_products_are_worked_out_and_frozen_weights_kept_in_the_precision(
-    plain: Plain, tmp_path: Path, precision: str, dtype: torch.dtype, method: str
+    plain: Plain, tmp_path: Path, precision: str, dtype: torch.dtype, adapter: dict[str, Any]
 ) -> None:
-    settings = changed(plain, {"train.precision": precision, "adapter.method": method})
+    settings = changed(plain, {"train.precision": precision, "adapter": adapter})
     found = runs.assemble_alone(settings, tmp_path)
     stored = {one.requires_grad: set[torch.dtype]() for one in found.loop.task.model.parameters()}
     for one in found.loop.task.model.parameters():
         stored[one.requires_grad].add(one.dtype)
-    assert stored == ({False: {dtype}} if method == "lora" else {}) | {True: {torch.float32}}
+    assert stored == ({} if "method" in adapter else {False: {dtype}}) | {True: {torch.float32}}
     assert dtype in (seen := steps_of(found)).dtypes
     # fp32 only where the logits become a loss, if anywhere.
     assert seen.dtypes <= {dtype, torch.float32}

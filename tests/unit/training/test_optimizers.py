@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,35 @@ def test_state_that_was_saved_and_restored_goes_on_to_the_bit(kind: str, tmp_pat
     assert all(torch.equal(resumed[name], undisturbed[name]) for name in SHAPES)
     forgotten, _ = moved(kind, range(3, STEPS), start=forget)
     assert not any(torch.equal(forgotten[name], undisturbed[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("parts", [2, 5])
+def test_moments_of_8_bits_that_were_cut_into_parts_are_taken_up_whole(parts: int, tmp_path: Path) -> None:
+    """Each part of the 96 rows of 64 has whole blocks of 256 elements, so bytes and scales are those of one part."""
+    _, optimizer = moved("adamw_8bit", range(2))
+    state = dict(optimizer.sharded_state())
+    each = -(-96 // parts) * 64 // 256
+    for number in ("1", "2"):
+        # The last part may have fewer blocks than the others.
+        scales = torch.zeros(parts * each)
+        scales[:24] = state[f"matrix/absmax{number}"].reshape(-1)
+        state[f"matrix/absmax{number}"] = scales.reshape(parts, each)
+    pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in state.items()]
+    write_pieces(tmp_path / file_name("optimizer", rank=0, world_size=1), pieces)
+    resumed = Optimizer(new_parameters(), train_config("adamw_8bit", **ADAM), roles=ROLES)
+    resumed.load_sharded_state(PieceReader(tmp_path, "optimizer", [path.name for path in tmp_path.iterdir()]))
+
+    def moment(held: Mapping[str, torch.Tensor], number: str) -> torch.Tensor:
+        scales = held[f"matrix/absmax{number}"].reshape(-1)[:24].repeat_interleave(256)
+        return held[f"shared/qmap{number}"][held[f"matrix/state{number}"].reshape(-1).long()] * scales
+
+    found, expected = resumed.sharded_state(), optimizer.sharded_state()
+    for number in ("1", "2"):
+        before, after = moment(expected, number), moment(found, number)
+        assert float((after - before).norm() / before.norm()) < 0.01
+    assert float(found["matrix/step"]) == 2.0
+    for name in ("vector", "embed"):
+        assert torch.equal(found[f"{name}/state1"], expected[f"{name}/state1"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
