@@ -286,6 +286,11 @@ class DataConfig(Section):
         None,
         description="System message of conversations that have none. `finray generate` uses it too.",
     )
+    tool_format: Literal["plain", "hermes", "llama3"] = Field(
+        "plain",
+        description="How tools and calls are written if the chat template knows none: schemas alone (`plain`), or with "
+        "instructions and calls in tags as Hermes and Qwen write them (`hermes`), or as Llama 3.1 does (`llama3`).",
+    )
     converter: str | None = Field(
         None,
         description="Your own function, `package.module:function`, that turns a row into a row of one of the formats.",

@@ -30,10 +30,15 @@ _ORDER: dict[Level, int] = {"problem": 0, "warning": 1, "note": 2, "ok": 3}
 _MANY_COPIES = 0.01
 # Counter of the preparation; the level if it is not zero; name and wording of the check.
 _COUNTERS: tuple[tuple[str, Level, str, str], ...] = (
-    ("answers_lost", "problem", "Answers lost", "lost the whole answer to data.max_length"),
+    (
+        "answers_lost",
+        "problem",
+        "Answers lost",
+        "lost the whole answer to data.max_length: raise it, or set data.on_too_long to drop",
+    ),
     ("unlearnable", "warning", "Nothing to learn", "had nothing to learn and were left out"),
     ("empty_answers", "warning", "Empty answers", "have an empty answer: the model learns to say nothing there"),
-    ("truncated", "warning", "Rows cut off", "were cut off at data.max_length"),
+    ("truncated", "warning", "Rows cut off", "were cut off at data.max_length: raise it to keep them whole"),
     ("dropped_too_long", "warning", "Rows too long", "were dropped: longer than data.max_length"),
     ("bad_rows", "warning", "Bad rows", "could not be used and were dropped"),
     ("system_ignored", "warning", "System message ignored", "have a system message that the chat template leaves out"),
@@ -306,7 +311,7 @@ def _duplicates(found: Duplicates) -> Check:
         if not found.rows:
             return Check(name, "ok", f"no two of the {of} rows have the same tokens", 0, found.of)
         level: Level = "warning" if found.rows > found.of * _MANY_COPIES else "note"
-        finding = f"{rows} of {of} rows ({found.rows / found.of:.2%}) are copies of {found.groups:,} others"
+        finding = f"{rows} of {of} rows ({found.rows / found.of:.2%}) say what an earlier row says, to the token"
         return Check(name, level, finding, found.rows, found.of, where)
     first, second = found.splits
     name = f"Rows of {second} in {first}"

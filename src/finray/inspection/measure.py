@@ -296,12 +296,17 @@ class Inspector:
     def _groups(self, splits: list[PreparedSplit], digests: IntArray) -> tuple[DuplicateGroup, ...]:
         """The largest groups of rows with one of these digests; places are taken from every split in turn."""
         total = np.zeros(len(digests), dtype=np.int64)
+        once = []
         for rows in splits:
-            chosen = rows.digests[np.isin(rows.digests, digests)]
+            # Each row once, also where a mix repeats it.
+            pairs = np.stack([rows.digests, rows.source_rows], axis=1)
+            once.append(np.sort(np.unique(pairs, axis=0, return_index=True)[1]))
+            chosen = rows.digests[once[-1]]
+            chosen = chosen[np.isin(chosen, digests)]
             total += np.bincount(np.searchsorted(digests, chosen), minlength=len(digests))
         groups = []
         for at in np.argsort(-total, kind="stable")[:_SHOWN_GROUPS]:
-            numbers = [np.flatnonzero(rows.digests == digests[at]) for rows in splits]
+            numbers = [own[rows.digests[own] == digests[at]] for rows, own in zip(splits, once, strict=True)]
             limit = max(1, _SHOWN_PLACES // len(splits))
             where = [
                 rows.where(int(number)) for rows, found in zip(splits, numbers, strict=True) for number in found[:limit]

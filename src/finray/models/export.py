@@ -30,7 +30,7 @@ from finray.results import Result
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 # What finray wrote beside the weights and stays true when they are merged.
-_KEPT = ("rows", "task", "auto_class", "system", "chat_template_arguments")
+_KEPT = ("rows", "task", "auto_class", "system", "tool_format", "chat_template_arguments")
 _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
 
 

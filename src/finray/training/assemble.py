@@ -315,6 +315,7 @@ def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved) -> Cal
         "auto_class": task_spec(config.model.task).auto_class,
         "new_tokens": config.model.new_tokens,
         "system": config.data.system,
+        "tool_format": config.data.tool_format,
         "chat_template_arguments": config.model.chat_template_arguments,
         "quantization": {None: "none", 4: "4bit", 8: "8bit"}[resolved.bits],
     }

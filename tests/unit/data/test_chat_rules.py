@@ -17,7 +17,14 @@ from tests.support.written_out import WRITTEN, Tools, joined
 WITH_SYSTEM = sorted(name for name, written in WRITTEN.items() if written.system)
 
 
-def encode(name: str, *messages: Message, tools: Tools = (), train_on: str = "assistant", **arguments: Any) -> Any:
+def encode(
+    name: str,
+    *messages: Message,
+    tools: Tools = (),
+    train_on: str = "assistant",
+    tool_format: str = "plain",
+    **arguments: Any,
+) -> Any:
     """What becomes of a conversation: rows and notes."""
     tokenizer = Tokenizer(
         families.tokenizer(name),
@@ -25,6 +32,7 @@ def encode(name: str, *messages: Message, tools: Tools = (), train_on: str = "as
         max_length=4096,
         on_too_long="error",
         template_arguments=arguments or None,
+        tool_format=tool_format,
     )
     (encoded,) = tokenizer.encode([Chat(tuple(messages), tuple(tools))])
     return encoded
@@ -166,6 +174,107 @@ def test_tools_become_a_line_each_in_the_systems_message_or_before_the_first_tur
     text = decode(encode("chatml", told, user("what"), assistant("a dog"), tools=tools).rows[0].ids)
     assert f"system\nBe brief.\n\n{lines}<|im_end|>" in text
     assert "user\nwhat<|im_end|>" in text
+
+
+# As the template of Qwen 2.5 writes them.
+HERMES = """\
+<|im_start|>system
+Be brief.
+
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{"type": "function", "function": {"name": "depth"}}
+{"type": "function", "function": {"name": "b"}}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+<|im_start|>user
+how deep<|im_end|>
+<|im_start|>assistant
+<tool_call>
+{"name": "depth", "arguments": {"river": "blue"}}
+</tool_call>
+<tool_call>
+{"name": "depth", "arguments": {"river": "green"}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+nine
+</tool_response>
+<tool_response>
+four
+</tool_response><|im_end|>
+<|im_start|>assistant
+a dog<|im_end|>
+"""
+# As Meta writes them for Llama 3.1.
+LLAMA3 = """\
+<|im_start|>system
+You have access to the following functions. To call a function, please respond with JSON for a function call. \
+Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}. \
+Do not use variables.
+
+{
+    "type": "function",
+    "function": {
+        "name": "depth"
+    }
+}
+
+{
+    "type": "function",
+    "function": {
+        "name": "b"
+    }
+}
+
+Be brief.<|im_end|>
+<|im_start|>user
+how deep<|im_end|>
+<|im_start|>assistant
+{"name": "depth", "parameters": {"river": "blue"}}
+{"name": "depth", "parameters": {"river": "green"}}<|im_end|>
+<|im_start|>ipython
+nine<|im_end|>
+<|im_start|>ipython
+four<|im_end|>
+<|im_start|>assistant
+a dog<|im_end|>
+"""
+OFFERED = [{"type": "function", "function": {"name": name}} for name in ("depth", "b")]
+ASKED = (system("Be brief."), user("how deep"), calling("blue", "green"), result("nine"), result("four"))
+
+
+@pytest.mark.parametrize(("tool_format", "text"), [("hermes", HERMES), ("llama3", LLAMA3)])
+def test_tools_are_written_as_a_server_of_that_format_writes_them(tool_format: str, text: str) -> None:
+    encoded = encode("chatml", *ASKED, assistant("a dog"), tools=OFFERED, tool_format=tool_format)
+    assert families.tokenizer("chatml").decode(encoded.rows[0].ids) == text
+    first, last = learned_texts("chatml", encoded)
+    assert first == text.split("<|im_start|>assistant\n")[1].split("<|im_end|>")[0] + "<|im_end|>"
+    assert last == "a dog<|im_end|>"
+    assert "tools_as_text" in encoded.notes
+    whole = encode("chatml", *ASKED, assistant("a dog"), tools=OFFERED, tool_format=tool_format, train_on="all")
+    assert whole.rows[0].ids == encoded.rows[0].ids
+    # Only the last answer, after turns that were joined.
+    final = encode(
+        "chatml", *ASKED, assistant("a dog"), tools=OFFERED, tool_format=tool_format, train_on="last_assistant"
+    )
+    assert learned_texts("chatml", final) == [last]
+
+
+@pytest.mark.parametrize("name", ["qwen-2.5", "llama-3.1"])
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3"])
+def test_a_template_that_knows_tools_writes_them_itself(name: str, tool_format: str) -> None:
+    turns = (user("how deep"), calling("blue"), result("nine"), assistant("a dog"))
+    plain = encode(name, *turns, tools=OFFERED)
+    assert encode(name, *turns, tools=OFFERED, tool_format=tool_format).rows[0].ids == plain.rows[0].ids
 
 
 def test_what_a_template_leaves_out_of_an_answer_is_counted() -> None:

@@ -48,7 +48,10 @@ def test_what_the_converter_left_out_and_what_was_split_is_said() -> None:
         ("system_ignored", "have a system message that the chat template leaves out"),
         ("answers_rewritten", "have an answer that the chat template rewrites"),
         ("empty_answers", "have an empty answer: the model learns to say nothing there"),
-        ("tools_as_text", "have tools or tool calls written as text, because the chat template knows none"),
+        (
+            "tools_as_text",
+            "have tools or tool calls written as text, as data.tool_format says: the chat template knows none",
+        ),
     ],
 )
 def test_rows_that_lost_something_are_a_warning(counter: str, text: str) -> None:

@@ -105,6 +105,9 @@ def test_a_row_that_a_mix_repeats_is_no_duplicate_of_itself(tokenizer: Any) -> N
     rows = ListRows([first, first, first, second, first], sources=[7, 7, 7, 8, 9])
     found = inspect_rows(tokenizer, {"train": rows}).duplicates[0]
     assert (found.rows, found.groups, found.of) == (1, 1, 3)
+    # Nor is it counted, or listed, as one.
+    (group,) = found.examples
+    assert group.count == len(group.where) == len(set(group.where)) == 2
 
 
 def test_good_rows_pass_every_check(tokenizer: Any) -> None:

@@ -85,6 +85,7 @@ class Settings:
             on_too_long=data.on_too_long,
             chunk_overlap=self.chunk_overlap,
             template_arguments=self.template_arguments,
+            tool_format=data.tool_format,
         )
 
 
@@ -179,6 +180,8 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
         "on_too_long": data.on_too_long,
         "on_bad_row": data.on_bad_row,
         "group_by": data.group_by,
+        # Named where it is not the default, so that what is prepared already stays good.
+        **({} if data.tool_format == "plain" else {"tool_format": data.tool_format}),
         "chunk_overlap": settings.chunk_overlap,
         **asdict(settings.reading),
     }

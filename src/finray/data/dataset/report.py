@@ -17,7 +17,10 @@ _WARNINGS = (
     ("answers_rewritten", "have an answer that the chat template rewrites"),
     ("empty_answers", "have an empty answer: the model learns to say nothing there"),
     ("joined_words", "have no white space between prompt and completion, which are joined as they are"),
-    ("tools_as_text", "have tools or tool calls written as text, because the chat template knows none"),
+    (
+        "tools_as_text",
+        "have tools or tool calls written as text, as data.tool_format says: the chat template knows none",
+    ),
 )
 
 

@@ -297,7 +297,12 @@ def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
 
 def _checked_csv(row: dict[Any, Any], columns: int, reading: Reading) -> Value:
     if None in row or None in row.values():
-        return DataError(f"the row has another number of columns than the header ({columns})")
+        extra = len(row.get(None) or ())
+        found = columns + extra - sum(value is None for value in row.values())
+        return DataError(
+            f"the row has another number of columns than the header ({columns}): {found}",
+            repair="quote a value that holds the separator or a line break, or set data.on_bad_row to drop",
+        )
     text = "".join(row.values())
     try:
         length = len(text.encode("utf-8"))

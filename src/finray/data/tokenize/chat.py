@@ -20,6 +20,7 @@ from typing import Any
 
 from finray import compat
 from finray.data.formats.examples import Chat, Message
+from finray.data.tokenize.tools import TOOL_FORMATS
 from finray.errors import DataError, FinrayError
 from finray.limits import TEMPLATE_S, cut, within
 
@@ -59,13 +60,19 @@ class ChatRenderer:
         tokenizer: a Transformers tokenizer.
         special_tokens: tokens that may end a turn, as text.
         arguments: variables given to the template.
+        tool_format: how tools are written where the template knows none; see ``tools.py``.
 
     Raises:
         DataError: the tokenizer has no chat template.
     """
 
     def __init__(
-        self, tokenizer: Any, *, special_tokens: Iterable[str], arguments: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        *,
+        special_tokens: Iterable[str],
+        arguments: Mapping[str, Any] | None = None,
+        tool_format: str = "plain",
     ) -> None:
         if not tokenizer.chat_template:
             raise DataError(
@@ -79,6 +86,7 @@ class ChatRenderer:
         self._dated = "strftime_now" in source
         self._renders_tools = re.search(r"\btools\b", source) is not None
         self._renders_calls = "tool_calls" in source
+        self._tool_format = TOOL_FORMATS[tool_format]
         self._shapes: dict[Any, frozenset[int] | None] = {}
         self._compiled: dict[bool, Any] = {}
         self._variables = {**tokenizer.special_tokens_map, **(arguments or {})}
@@ -99,7 +107,7 @@ class ChatRenderer:
         Raises:
             DataError: the template refuses the conversation.
         """
-        chat, _ = self._within_the_template(Chat(messages, tools))
+        chat, _, _ = self._within_the_template(Chat(messages, tools))
         return self._apply(chat.messages, chat.tools, add_generation_prompt=add_generation_prompt)
 
     def ends_turn(self, text: str) -> bool:
@@ -112,7 +120,7 @@ class ChatRenderer:
         Raises:
             DataError: the template refuses the conversation, or where such a message lies cannot be told for certain.
         """
-        chat, notes = self._within_the_template(chat)
+        chat, notes, _ = self._within_the_template(chat)
         text = self._apply(chat.messages, chat.tools)
         self._check_all_is_said(chat, text, notes)
         forbidden = [self._turn(chat, index, text) for index, one in enumerate(chat.messages) if not one.train]
@@ -146,12 +154,12 @@ class ChatRenderer:
             DataError: the template refuses the conversation, or renders an answer that does not follow the prompt which
                 a server would render.
         """
-        chat, notes = self._within_the_template(chat)
+        chat, notes, places = self._within_the_template(chat)
         text = self._apply(chat.messages, chat.tools)
         self._check_all_is_said(chat, text, notes)
         together: list[tuple[Span, bool]] = []
         apart: list[Rendered] = []
-        for index in sorted(learned):
+        for index in sorted(places[one] for one in learned):
             row_text, found = text, self._find(chat, index, text)
             if found is not None:
                 together.append(found)
@@ -239,29 +247,40 @@ class ChatRenderer:
             )
         return str(text)
 
-    def _within_the_template(self, chat: Chat) -> tuple[Chat, set[str]]:
-        """The conversation without what the template cannot write (tools and their calls become text), and notes."""
-        messages, tools = list(chat.messages), chat.tools
+    def _within_the_template(self, chat: Chat) -> tuple[Chat, set[str], list[int]]:
+        """The conversation without what the template cannot write (tools and their calls become text), notes, and where
+        each message now is.
+        """
+        messages: list[Message] = []
+        places: list[int] = []
         notes: set[str] = set()
+        how, tools = self._tool_format, chat.tools
+        for before, message in zip((None, *chat.messages), chat.messages, strict=False):
+            if message.role == "tool" and how.result_role is not None and not self._renders_calls:
+                text = how.result(message.content)
+                if before is not None and before.role == "tool" and how.result_role == "user":
+                    # Results that follow each other share a turn: users' turns must alternate with answers.
+                    earlier = messages.pop()
+                    message = replace(earlier, content=f"{earlier.content}\n{text}")
+                else:
+                    message = Message(how.result_role, text, train=message.train)
+            elif "tool_calls" in message.extra and not self._renders_calls:
+                notes.add("tools_as_text")
+                extra = dict(message.extra)
+                if calls := extra.pop("tool_calls"):
+                    texts = [how.call(call["function"]) for call in calls]
+                    content = "\n".join([*([message.content] if message.content else []), *texts])
+                    message = replace(message, content=content, extra=extra)
+            places.append(len(messages))
+            messages.append(message)
         if tools and not self._renders_tools:
             notes.add("tools_as_text")
-            # One a line, at the end of the system message or before the first turn.
-            lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-            said = messages[0].content
-            joined = f"{said}\n\n{lines}" if messages[0].role == "system" else f"{lines}\n\n{said}"
+            # In the system message, or before the first turn.
+            offer, said = how.offer(tools), messages[0].content
+            follows = messages[0].role == "system" and not how.leads
+            joined = f"{said}\n\n{offer}" if follows else f"{offer}\n\n{said}"
             messages[0], tools = replace(messages[0], content=joined), ()
-        for index, message in enumerate(messages):
-            if self._renders_calls or "tool_calls" not in message.extra:
-                continue
-            notes.add("tools_as_text")
-            extra = dict(message.extra)
-            if calls := extra.pop("tool_calls"):
-                texts = [
-                    f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls
-                ]
-                content = "\n".join([*([message.content] if message.content else []), *texts])
-                messages[index] = replace(message, content=content, extra=extra)
-        return replace(chat, messages=tuple(messages), tools=tools), notes
+        return replace(chat, messages=tuple(messages), tools=tools), notes, places
 
     def _check_all_is_said(self, chat: Chat, text: str, notes: set[str]) -> None:
         """Every message but the answers must stand in the text.

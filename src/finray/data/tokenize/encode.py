@@ -89,6 +89,7 @@ class Tokenizer:
         on_too_long: what happens to a conversation or completion that is longer; plain text is always cut into pieces.
         chunk_overlap: tokens of plain text that the next piece begins with again, not learned there.
         template_arguments: variables given to the chat template.
+        tool_format: how tools are written where the chat template knows none.
 
     Raises:
         DataError: the tokenizer has no Rust back end, or no end-of-sequence token where one is needed.
@@ -103,6 +104,7 @@ class Tokenizer:
         on_too_long: OnTooLong,
         chunk_overlap: int = 0,
         template_arguments: Mapping[str, Any] | None = None,
+        tool_format: str = "plain",
     ) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "encode_batch"):
@@ -115,7 +117,7 @@ class Tokenizer:
         self._max_length = max_length
         self._on_too_long = on_too_long
         self._overlap = chunk_overlap
-        self._template_arguments = template_arguments
+        self._template_arguments, self._tool_format = template_arguments, tool_format
         # What the tokenizer puts in front of every text, for the models that want it.
         bos = tokenizer.bos_token_id
         starts_with_bos = bos is not None and tokenizer("a", add_special_tokens=True)["input_ids"][:1] == [bos]
@@ -138,7 +140,12 @@ class Tokenizer:
     @cached_property
     def renderer(self) -> ChatRenderer:
         """The chat renderer, made when the first conversation is met, so that plain text needs no template."""
-        return ChatRenderer(self._tokenizer, special_tokens=self._special_texts, arguments=self._template_arguments)
+        return ChatRenderer(
+            self._tokenizer,
+            special_tokens=self._special_texts,
+            arguments=self._template_arguments,
+            tool_format=self._tool_format,
+        )
 
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokenise a batch.
