@@ -87,6 +87,14 @@ def test_answers_and_their_end_of_turn_are_learned(templated: Any) -> None:
     assert learned_text(templated, chat) == "a dog<|im_end|>|no<|im_end|>"
 
 
+def test_an_end_of_turn_that_begins_with_another_special_token_is_learned_whole() -> None:
+    tokenizer = tiny.train_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>!", "<|im"]})
+    tokenizer.chat_template = tiny.CHATML.replace("<|im_end|>", "<|im_end|>!")
+    chat = conversation(("user", "one"), ("assistant", "dog"), ("user", "two"), ("assistant", "cat"))
+    assert learned_text(tokenizer, chat) == "dog<|im_end|>!|cat<|im_end|>!"
+
+
 def test_only_the_last_answer(templated: Any) -> None:
     chat = conversation(("user", "what"), ("assistant", "a dog"), ("user", "why"), ("assistant", "no"))
     assert learned_text(templated, chat, train_on="last_assistant") == "no<|im_end|>"
