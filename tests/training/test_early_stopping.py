@@ -41,6 +41,8 @@ def test_a_run_ends_after_evaluations_without_a_gain(plain: Plain, whole: Path, 
     assert runs.trace(tmp_path / "short") == runs.trace(whole)[:6]
     (note,) = runs.records(tmp_path / "short", "note")
     assert "step 6 of 8" in note["message"]
+    # It has fallen, and by less than was asked for.
+    assert "has not improved by more than 100 in 2 evaluations" in note["message"]
     assert CheckpointStore(tmp_path / "short").steps()[-1] == 6
     # Loss that falls is left alone.
     assert runs.run_alone(stopping(plain, patience=2), tmp_path / "patient").loop.state.step == 8

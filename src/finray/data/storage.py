@@ -51,8 +51,11 @@ def filesystem(name: str) -> tuple[Any, str]:
         extra = _EXTRAS.get(scheme)
         line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec library for `{scheme}://`"
         raise DataError(f"nothing installed can read `{scheme}://`", where=name, repair=line) from None
-    except ValueError as error:
-        raise DataError(f"the URL cannot be used: {error}", where=name) from None
+    except (ValueError, OSError) as error:
+        # HDFS wants a Java that is not there.
+        raise DataError(
+            f"the URL cannot be used: {first_line(error)}", where=name, repair="name another source"
+        ) from None
 
 
 @contextmanager

@@ -98,6 +98,13 @@ def plan_model(
         return None
     if not packing.safe:
         found.warn(packing.warning, "data.packing")
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    if config.adapter.method != "none" and isinstance(width, int) and config.adapter.rank > width:
+        found.warn(
+            f"rank {config.adapter.rank:,} is more than the {width:,} columns of the model, all that it can use",
+            "adapter.rank",
+            "8 to 128 is usual",
+        )
     check_stored(shapes, layers, stored, blueprint.base, found)
     same = ("parameters", "trainable", "adapter", "layers", "context")
     plan = ModelPlan(

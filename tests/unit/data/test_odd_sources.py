@@ -121,3 +121,15 @@ def test_a_url_that_nothing_can_be_read_from_is_one_error(source: str, preparing
     with pytest.raises(FinrayError) as caught:
         preparing.dataset(source)
     assert len(str(caught.value)) < 1000
+
+
+def test_a_date_beyond_pythons_is_a_bad_row(preparing: Preparing, put: Write) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = put("rows.parquet", b"")
+    stamps = pa.array([0, 2**40], pa.timestamp("s"))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "at": stamps}), path)
+    with pytest.raises(DataError, match="a value that Python has not") as caught:
+        preparing.dataset(path)
+    assert str(caught.value.where).endswith("rows.parquet:2")

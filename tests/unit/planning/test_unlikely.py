@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from finray.config.load import build_config
+from finray.planning.findings import Findings
+from finray.planning.model import plan_model
 from finray.planning.steps import unlikely
+from tests.support import runs
 
 
 def said(steps: int = 4, **sections: Any) -> list[str]:
@@ -40,3 +43,10 @@ def test_nothing_is_said_of_what_is_usual() -> None:
         "data": {"eval_ratio": 0.1, "source": __file__, "train_split": "train[:10%]"},
     }
     assert said(**usual) == []
+
+
+def test_a_rank_beyond_the_models_columns_is_said(tiny_run: Any) -> None:
+    for rank, expected in ((64, []), (10_000, ["adapter.rank"])):
+        found = Findings()
+        plan_model(runs.config_of(tiny_run({"adapter.rank": rank})), found)
+        assert [one.where for one in found.warnings] == expected

@@ -346,13 +346,17 @@ def _table_rows(batches: Iterable[Any]) -> Iterator[Value]:
     for batch in batches:
         try:
             values = batch.to_pylist()
-        except UnicodeDecodeError:
+        except (ValueError, OverflowError):
+            # Text that is not UTF-8, or a date beyond Python's.
             values = []
             for at in range(len(batch)):
                 try:
                     values += batch.slice(at, 1).to_pylist()
                 except UnicodeDecodeError:
                     values.append(DataError("the row is not UTF-8", repair=_CLEAN))
+                except (ValueError, OverflowError) as error:
+                    repair = "write the value as text or as a number"
+                    values.append(DataError(f"the row holds a value that Python has not: {error}", repair=repair))
         yield from values
 
 
