@@ -37,7 +37,7 @@ class Setting:
     name: str
     model: str  # `smollm2` or a key of `SHAPES`
     adapter: str  # `lora` or `none`
-    precision: str  # `fp32` or `bf16`
+    precision: str  # `fp32`, `bf16` or `bf16-true`
     packing: bool = True
     checkpointing: str = "none"
     workers: int = 1
@@ -61,6 +61,7 @@ SETTINGS = (
     Setting("two-layers-full-no-cache", "two-layers", "none", "bf16", False, "full", thread_cache=False),
     Setting("two-layers-full-2-workers", "two-layers", "none", "fp32", workers=2),
     Setting("two-layers-full-saving", "two-layers", "none", "fp32", saves=True),
+    Setting("two-layers-bf16-true", "two-layers", "none", "bf16-true", packing=False, checkpointing="full"),
     # More than one step: in the first there are no moments yet while there are activations.
     Setting("wide-full-2-workers", "two-wide-layers", "none", "fp32", workers=2),
     Setting("smollm2-lora", "smollm2", "lora", "bf16", max_length=1024),

@@ -13,14 +13,21 @@ ROLES = {"embed": "embedding"}
 
 
 def train_config(kind: str, **fields: Any) -> TrainConfig:
+    if kind == "bf16-true":
+        kind, fields = "adamw", {"precision": kind, **fields}
     return TrainConfig(optimizer=kind, **{"learning_rate": 0.02, "weight_decay": 0.1, **fields})
 
 
-def new_parameters() -> dict[str, torch.nn.Parameter]:
+def new_parameters(kind: str = "adamw") -> dict[str, torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
-    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+    values = {name: torch.randn(shape, generator=generator).to(dtype_of(kind)) for name, shape in SHAPES.items()}
+    return {name: torch.nn.Parameter(value) for name, value in values.items()}
 
 
-def gradients(step: int) -> dict[str, torch.Tensor]:
+def gradients(step: int, kind: str = "adamw") -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    return {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in SHAPES.items()}
+    return {name: (torch.randn(shape, generator=generator) * 0.3).to(dtype_of(kind)) for name, shape in SHAPES.items()}
+
+
+def dtype_of(kind: str) -> torch.dtype:
+    return torch.bfloat16 if kind == "bf16-true" else torch.float32

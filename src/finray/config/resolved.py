@@ -26,6 +26,7 @@ class Resolved:
         liger: whether Liger's kernels are used.
         global_batch_size: packs (or rows) per optimizer step.
         epochs: passes over the data, where ``train.max_steps`` is not set.
+        weights: dtype in which weights that are trained are kept.
     """
 
     precision: Precision
@@ -35,11 +36,12 @@ class Resolved:
     strategy: str
     world_size: int
     use_gpu: bool
-    # Files of runs that are older than this field lack it.
+    # Files of runs that are older than these fields lack them.
     liger: bool = False
     # What they were for such runs where their configs did not say.
     global_batch_size: int = 8
     epochs: float = 1.0
+    weights: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True, slots=True)

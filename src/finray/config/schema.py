@@ -478,10 +478,12 @@ class TrainConfig(Section):
     max_grad_norm: float | None = Field(
         1.0, gt=0, description="Clip the global gradient norm to this value. null turns clipping off."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "bf16-true", "fp16"] = Field(
         "auto",
         description="Precision of forward and backward pass. `auto` is bf16 if the hardware supports it, else fp32. "
-        "`fp16` scales the loss and skips steps whose gradients overflow.",
+        "`fp16` scales the loss and skips steps whose gradients overflow. With `bf16-true` weights, gradients and "
+        "moments are in bf16 as well, without an fp32 copy: half the memory of full training. Updates are rounded "
+        "stochastically.",
     )
     # Files written before there were two kinds say true or false.
     gradient_checkpointing: Annotated[
@@ -717,6 +719,23 @@ class Config(Section):
                 f"train.optimizer: {self.train.optimizer} needs whole matrices, but DeepSpeed flattens them; use adamw "
                 "or an 8-bit optimizer, or set parallel.strategy to fsdp"
             )
+        if self.train.precision == "bf16-true":
+            if self.adapter.method != "none":
+                raise ValueError(
+                    "train.precision: bf16-true is for training all weights, and those of an adapter are few; set it "
+                    "to bf16, which keeps the frozen weights in bf16 too"
+                )
+            if self.train.optimizer != "adamw":
+                raise ValueError(
+                    f"train.precision: with bf16-true updates are rounded stochastically, which {self.train.optimizer} "
+                    "cannot; set train.optimizer to adamw, or train.precision to bf16"
+                )
+            if self.parallel.strategy == "deepspeed":
+                raise ValueError(
+                    "train.precision: with bf16-true updates are rounded stochastically, but DeepSpeed updates fp32 "
+                    "copies of its own and rounds them to the nearest; set parallel.strategy to fsdp, or "
+                    "train.precision to bf16"
+                )
         if self.adapter.method == "none":
             if self.model.quantization in ("4bit", "8bit"):
                 raise ValueError(

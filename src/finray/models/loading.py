@@ -129,12 +129,13 @@ def build_model(
     seed: int,
     device: torch.device,
     on_meta: bool = False,
+    weights: str = "fp32",
 ) -> Any:
     """Load a model and add adapters: the PEFT model, or the Transformers model itself.
 
-    Frozen weights are stored in the dtype of ``precision``, or in fewer ``bits``; weights that are trained are fp32. On
-    the meta device, and always with ``bits``, the model has no weights yet: :func:`finray.models.sharded.materialise`
-    reads them, when it is sharded.
+    Frozen weights are stored in the dtype of ``precision``, or in fewer ``bits``; those of an adapter are fp32. On the
+    meta device, and always with ``bits``, the model has no weights yet: :func:`finray.models.sharded.materialise` reads
+    them, when it is sharded.
 
     Args:
         model: the model section.
@@ -145,12 +146,13 @@ def build_model(
         seed: of the first values of the adapter, and of a head that the files lack.
         device: where it is put.
         on_meta: whether to build it without memory.
+        weights: dtype of the weights of a model without an adapter.
 
     Raises:
         ModelError: it cannot be loaded, or the adapter cannot be added.
     """
     on_meta = on_meta or bits is not None
-    dtype = DTYPES[precision] if adapter.method != "none" else torch.float32
+    dtype = DTYPES[precision if adapter.method != "none" else weights]
     loaded = load_model(model, dtype=dtype, attention_name=attention_name, on_meta=on_meta, seed=seed)
     if adapter.method != "none":
         loaded.requires_grad_(False)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from finray import compat
 from finray.errors import CheckpointError, FinrayError, from_dict
-from finray.sharding import FlatShard, load_local, local_rows
+from finray.sharding import FlatShard, full_tensor, load_local, local_rows
 
 T = TypeVar("T")
 
@@ -276,6 +276,18 @@ class ProcessGroup:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+
+def grad_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """The global norm of gradients, which may be shards.
+
+    In fp32 also where they are in bf16: torch's function would give a bf16 number.
+    """
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    if all(one.dtype != torch.bfloat16 for one in gradients):
+        return full_tensor(torch.nn.utils.get_total_norm(gradients))
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float32) for one in gradients]
+    return full_tensor(torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def on_all_ranks(strategy: Strategy, action: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
-from finray.parallel.base import NamedOptimizer, ProcessGroup
+from finray.parallel.base import NamedOptimizer, ProcessGroup, grad_norm
 
 BUCKET_ELEMENTS = 8 * 2**20
 
@@ -61,7 +61,10 @@ class DDPStrategy(ProcessGroup):
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
-        return torch.nn.utils.clip_grad_norm_(parameters, float("inf") if max_norm is None else max_norm)
+        norm = grad_norm(parameters)
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
 
 class _Buckets:

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ParallelConfig
-from finray.parallel.base import ProcessGroup
-from finray.sharding import full_tensor
+from finray.parallel.base import ProcessGroup, grad_norm
 
 
 class FSDPStrategy(ProcessGroup):
@@ -63,8 +62,7 @@ class FSDPStrategy(ProcessGroup):
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = full_tensor(torch.nn.utils.get_total_norm(gradients))
+        norm = grad_norm(parameters)
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm

@@ -6,7 +6,7 @@ is the estimate. `benchmarks/run.py memory` holds it against measured peaks.
 
 The formulas follow the code: ``planning/layers.py`` counts what is kept for the backward pass, ``models/head.py``
 makes logits a chunk at a time, ``parallel/ddp.py`` all-reduces gradients where they are, and ``training/optim/``
-keeps two fp32 moments per trained parameter, or less.
+keeps two moments per trained parameter, as wide as it is, or less.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class Setup:
     shards: int | None = None  # workers that share one copy, in hybrid sharding; None for all of them
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "bf16"] = "fp32"  # of the forward and backward pass; bf16 stands for fp16 too
+    weights: Literal["fp32", "bf16"] = "fp32"  # of weights, gradients and moments where all weights are trained
     checkpointing: str = "none"  # as `train.gradient_checkpointing`
     storage_bits: int | None = None  # 4 or 8 where frozen linear layers are quantised
     reshard: bool = True  # whether FSDP frees gathered weights after the forward pass
@@ -82,9 +83,14 @@ class Setup:
         return 2 if self.precision == "bf16" else FP32
 
     @property
+    def trained(self) -> int:
+        """Bytes of a weight where all are trained."""
+        return 2 if self.weights == "bf16" else FP32
+
+    @property
     def arithmetic(self) -> Arithmetic:
         """What the sizes of activations depend on."""
-        return Arithmetic(self.precision, self.device, self.strategy != "ddp")
+        return Arithmetic(self.precision, self.device, self.strategy != "ddp" or self.weights == "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +154,7 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
     passing = {
         "forward": {**before, "activations": kept, "weights cast": cast, "logits": logits, **weights},
         "backward": {
-            "gradients": gradients + (FP32 * tables if full else 0),
+            "gradients": gradients + (setup.trained * tables if full else 0),
             # Gradients of this size do not fit where a chunk of logits was, and a heap that keeps freed memory keeps
             # that too.
             "logits": logits if on_cpu and setup.strategy == "ddp" and full else 0,
@@ -202,7 +208,7 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str
         tables = blueprint.embedding + (0 if blueprint.tied else blueprint.head)
         moments = FP32 * (trained + (tables if full else 0))
     else:
-        moments = 2 * FP32 * trained
+        moments = 2 * (setup.trained if full else FP32) * trained
     # DeepSpeed keeps fp32 weights of its own beside those it computes with, even where these are fp32.
     masters = FP32 * trained if setup.strategy.startswith("zero") else 0
     kernels = copy = 0.0
@@ -221,7 +227,8 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str
         if setup.copies:
             # A worker's part of a checkpoint, as training/checkpointing.py copies it to CPU memory. The first worker
             # writes an adapter; all share in whole models, and in moments.
-            copy = FP32 * (blueprint.adapter or blueprint.base / setup.workers) + moments / setup.workers
+            weights = setup.trained * blueprint.base / setup.workers if full else FP32 * blueprint.adapter
+            copy = weights + moments / setup.workers
     state = {
         "process": process,
         "compiled kernels": kernels,
@@ -236,9 +243,9 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str
 
 
 def weight_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """The base model's weights on one worker: fp32 where they are trained, else in the dtype of the arithmetic."""
+    """The base model's weights on one worker: where they are not trained, in the dtype of the arithmetic."""
     if blueprint.adapter == 0:
-        whole = float(blueprint.base * (setup.element if setup.strategy.startswith("zero") else FP32))
+        whole = float(blueprint.base * (setup.element if setup.strategy.startswith("zero") else setup.trained))
     elif setup.storage_bits:
         rest = blueprint.base - blueprint.linear_weights
         scales = blueprint.linear_weights * BITS_OVERHEAD[setup.storage_bits] / 8
@@ -257,7 +264,7 @@ def adapter_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 def gradient_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """Gradients on one worker: as wide as the weights they belong to."""
-    each = setup.element if setup.strategy.startswith("zero") else FP32
+    each = setup.element if setup.strategy.startswith("zero") else FP32 if blueprint.adapter else setup.trained
     return each * blueprint.trainable / (setup.sharers if setup.strategy in ("fsdp", "zero2", "zero3") else 1)
 
 
@@ -294,7 +301,7 @@ def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """bf16 copies of fp32 weights that autocast makes, and autograd keeps; adapters are cast as well."""
-    if setup.precision != "bf16" or setup.strategy != "ddp":
+    if setup.precision != "bf16" or setup.strategy != "ddp" or setup.weights == "bf16":
         return 0
     return 2 * (blueprint.adapter or blueprint.linear_weights)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -157,7 +157,8 @@ def _peaks(
     def setup_of(choice: Choice) -> Setup:
         stored, trained = shape.stored, choice.adapter == "none"
         # Files in the dtype in which weights are kept are mapped, and not copied.
-        kept_as = "fp32" if trained else choice.precision
+        weights: Literal["fp32", "bf16"] = "bf16" if choice.precision == "bf16-true" else "fp32"
+        kept_as = weights if trained else choice.precision
         mapped = stored is None or (stored.dtypes and _STORED.get(stored.dtypes[0]) == kept_as)
         # What `auto` comes to with more workers than one that has too little.
         more = config.parallel.strategy == "auto" and choice.num_workers > resolved.world_size
@@ -169,6 +170,7 @@ def _peaks(
             shards=config.parallel.shard_size,
             device=device.kind,
             precision="fp32" if choice.precision == "fp32" else "bf16",
+            weights=weights,
             checkpointing=choice.gradient_checkpointing,
             storage_bits=None if trained else resolved.bits,
             reshard=config.parallel.reshard_after_forward,
@@ -313,7 +315,7 @@ class Choice:
         return cls(
             train.micro_batch_size,
             train.gradient_checkpointing,
-            resolved.precision,
+            "bf16-true" if resolved.weights == "bf16" else resolved.precision,
             config.data.max_length,
             config.adapter.method,
             train.optimizer,
@@ -395,6 +397,8 @@ def smallest_change(
     choices = (
         Choice(*chosen) for chosen in product(*({getattr(now, name)} | values.get(name, set()) for name in names))
     )
+    # An adapter is trained in fp32.
+    choices = (choice for choice in choices if choice.adapter == "none" or choice.precision != "bf16-true")
     return next((choice for choice in sorted(choices, key=cost) if fits(choice)), None)
 
 

@@ -63,7 +63,9 @@ def resolve(
         ModelError: the model's configuration cannot be loaded.
     """
     precision: Precision
-    if config.train.precision != "auto":
+    if config.train.precision == "bf16-true":
+        precision = "bf16"
+    elif config.train.precision != "auto":
         precision = config.train.precision
     elif before is None:
         precision = "bf16" if device.bf16 else "fp32"
@@ -102,6 +104,7 @@ def resolve(
         liger=device.kind == "cuda" and find_spec("liger_kernel") is not None if liger == "auto" else liger,
         global_batch_size=global_batch_size,
         epochs=epochs,
+        weights="bf16" if config.train.precision == "bf16-true" else "fp32",
     )
     if found.strategy != "auto":
         return found

@@ -54,6 +54,7 @@ class CausalLM:
             seed=seed,
             device=device,
             on_meta=on_meta,
+            weights=resolved.weights,
         )
         return cls(model, precision=resolved.precision, attention_name=resolved.attention, device=device)
 

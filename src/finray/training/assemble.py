@@ -193,7 +193,8 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
             "them before it kept its share"
         )
     ratio, roles = config.adapter.lora_plus_ratio, roles_of(task.model)
-    made = Optimizer(task.trainable(), train, lora_plus_ratio=ratio, roles=roles)
+    rounding = derive_key(config.run.seed, "rounding")
+    made = Optimizer(task.trainable(), train, lora_plus_ratio=ratio, roles=roles, seed=rounding)
     task.module, optimizer = strategy.prepare(task.module, made)
     return task, optimizer
 
@@ -344,7 +345,7 @@ def _header(
         model=config.model.name,
         parameters=parameters,
         trainable=trainable,
-        precision=resolved.precision,
+        precision="bf16-true" if resolved.weights == "bf16" else resolved.precision,
         rows=len(loader.split),
         tokens=int(loader.split.lengths.sum()),
         supervised=int(loader.weight.sum()),

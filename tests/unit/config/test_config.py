@@ -395,3 +395,22 @@ def test_the_signature_of_a_url_is_masked(query: str) -> None:
     assert redact({"data": {"source": url}}) == {"data": {"source": "https://host/rows.jsonl?***"}}
     assert redact_text(f"cannot read {url} at all") == "cannot read https://host/rows.jsonl?*** at all"
     assert redact_text("https://host/rows.jsonl?versionId=3") == "https://host/rows.jsonl?versionId=3"
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, "bf16-true is for training all weights"),
+        ({"adapter": {"method": "none"}, "parallel": {"strategy": "deepspeed"}}, "but DeepSpeed updates fp32 copies"),
+        *(
+            ({"adapter": {"method": "none"}, "train": {"optimizer": kind}}, f"which {kind} cannot")
+            for kind in ("adamw_8bit", "adafactor", "muon")
+        ),
+    ],
+)
+def test_bf16_weights_are_refused_where_they_could_not_be_rounded(sections: dict[str, Any], said: str) -> None:
+    train = {"precision": "bf16-true", **sections.get("train", {})}
+    with pytest.raises(ConfigError) as caught:
+        build_config({**SMALL, **sections, "train": train}, source="test")
+    assert said in str(caught.value)
+    assert "train.precision" in str(caught.value)

@@ -70,6 +70,19 @@ def test_state_of_full_weights_and_of_an_adapter() -> None:
     assert part(LORA, GPU, "optimizer") == 8 * ADAPTER
 
 
+def test_weights_without_an_fp32_copy_take_half_of_everything() -> None:
+    true = replace(GPU, weights="bf16")
+    assert weight_bytes(FULL, true) == gradient_bytes(FULL, true) == 2 * BASE
+    assert part(FULL, true, "optimizer") == 4 * BASE
+    assert part(FULL, replace(true, strategy="fsdp"), "optimizer") == BASE
+    assert part(FULL, GPU, "weights cast") > part(FULL, true, "weights cast") == 0
+    assert part(FULL, Setup(copies=True, weights="bf16"), "checkpoint copy") == 6 * BASE
+    assert true.arithmetic.copies
+    # An adapter stays as it is.
+    for name in ("weights", "adapter", "optimizer", "gradients"):
+        assert part(LORA, true, name) == part(LORA, GPU, name)
+
+
 def test_a_checkpoint_is_copied_by_the_workers_together_in_the_memory_of_the_cpu() -> None:
     assert part(FULL, Setup(), "checkpoint copy") == 0
     assert part(FULL, Setup(copies=True), "checkpoint copy") == 12 * BASE

@@ -19,7 +19,7 @@ from finray.training.optim.optimizer import Optimizer, torch_optimizer, warnings
 from tests.support import tiny
 from tests.support.optimizing import ROLES, SHAPES, gradients, new_parameters, train_config
 
-KINDS = ["adamw", "adamw_8bit", "adafactor", "muon"]
+KINDS = ["adamw", "adamw_8bit", "adafactor", "muon", "bf16-true"]
 STEPS = 6
 # No defaults of anybody.
 BETA1, BETA2, EPSILON = 0.8, 0.97, 1e-2
@@ -29,7 +29,7 @@ ADAM = {"adam_beta1": BETA1, "adam_beta2": BETA2, "adam_epsilon": EPSILON}
 def moved(
     kind: str, steps: range, *, start: Callable[[Optimizer], None] = lambda optimizer: None, **extra: Any
 ) -> tuple[dict[str, torch.nn.Parameter], Optimizer]:
-    parameters = new_parameters()
+    parameters = new_parameters(kind)
     optimizer = Optimizer(parameters, train_config(kind, **ADAM), roles=ROLES)
     start(optimizer)
     for step in steps:
@@ -39,7 +39,8 @@ def moved(
 
 def push(optimizer: Optimizer, step: int, *, bad: float | None = 0.0, poison: bool = False) -> None:
     for name, value in gradients(step).items():
-        optimizer.parameters[name].grad = value * float("nan") if poison else value
+        parameter = optimizer.parameters[name]
+        parameter.grad = (value * float("nan") if poison else value).to(parameter.dtype)
     optimizer.step(0.02 / (1 + step), found_inf=None if bad is None else torch.tensor(bad))
 
 

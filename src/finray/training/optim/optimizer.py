@@ -11,6 +11,7 @@ from finray import compat
 from finray.config.schema import TrainConfig
 from finray.parallel.base import SHARED, StateReader, kinds_of_state, stateful
 from finray.sharding import shape_of
+from finray.training.optim.rounded_adamw import RoundedAdamW
 from finray.training.optim.sharded import Adafactor, MuonAndAdamW
 
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
@@ -58,6 +59,7 @@ def torch_optimizer(
     *,
     lora_plus_ratio: float = 1.0,
     roles: Roles | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """The optimizer that the train section names, over parameters that may be shards.
 
@@ -79,6 +81,9 @@ def torch_optimizer(
 
         eight: torch.optim.Optimizer = AdamW8bit(groups, paged=train.optimizer.startswith("paged"), **options)
         return eight
+    if train.precision == "bf16-true":
+        names = {parameter: name for name, parameter in parameters.items()}
+        return RoundedAdamW(groups, names=names, seed=seed, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -98,6 +103,7 @@ class Optimizer:
         lora_plus_ratio: how much faster the B matrices of LoRA learn than the rest.
         roles: ``embedding``, ``head`` or ``norm`` for parameters that are; only Muon tells the first two apart from
             the rest.
+        seed: of the rounding of weights that are kept in bf16.
     """
 
     def __init__(
@@ -107,9 +113,10 @@ class Optimizer:
         *,
         lora_plus_ratio: float = 1.0,
         roles: Roles | None = None,
+        seed: int = 0,
     ) -> None:
         self.parameters = dict(parameters)
-        self.inner = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
+        self.inner = torch_optimizer(self.parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles, seed=seed)
         self._state = stateful(self.inner)
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:

@@ -1,0 +1,84 @@
+"""Rounding by chance: unbiased, the same for the same element wherever it lies, and nothing where nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from finray.training.optim.optimizer import Optimizer
+from finray.training.optim.rounded_adamw import random_bits, rounded
+from tests.support.optimizing import ROLES, SHAPES, gradients, new_parameters, train_config
+
+CPU = torch.device("cpu")
+KEY = 0x0123456789ABCDEF
+
+
+@pytest.mark.parametrize("between", [0.0, 0.1, 0.5, 0.97])
+@pytest.mark.parametrize("below", [1.0, -3.0, 1e-20, 6.5e4])
+def test_a_value_becomes_one_of_its_neighbours_as_often_as_it_is_near(below: float, between: float) -> None:
+    count = 100_000
+    low = torch.tensor(below).bfloat16()
+    high = (low.view(torch.int16) + 1).view(torch.bfloat16)
+    value = low.float() + (high.float() - low.float()) * between
+    found = rounded(value.repeat(count), random_bits(KEY, 0, count, CPU)).bfloat16()
+    assert set(found.tolist()) <= {float(low), float(high)}
+    share = float((found == high).float().mean())
+    # Four deviations of a fair draw.
+    assert share == pytest.approx(between, abs=4 * (between * (1 - between) / count) ** 0.5 + 2**-16)
+
+
+def test_the_bits_of_an_element_do_not_depend_on_where_it_is_cut() -> None:
+    whole = random_bits(KEY, 0, 1000, CPU)
+    assert torch.equal(torch.cat([random_bits(KEY, 0, 300, CPU), random_bits(KEY, 300, 700, CPU)]), whole)
+    # Numbers that do not fit into 32 bits.
+    far = random_bits(KEY, 2**31 - 500, 1000, CPU)
+    assert torch.equal(far[700:], random_bits(KEY, 2**31 + 200, 300, CPU))
+
+
+def test_the_bits_are_even_and_independent() -> None:
+    count = 200_000
+    draws = [random_bits(key, start, count, CPU) for key, start in ((KEY, 0), (KEY, 1), (KEY + 1, 0), (KEY + 2**32, 0))]
+    bits = torch.stack([(one[:, None] >> torch.arange(32)) & 1 for one in draws]).double()
+    assert (bits.mean(dim=1) - 0.5).abs().max() < 5 * 0.5 / count**0.5
+    flat = torch.cat([one.T for one in bits]) - 0.5
+    # The second draw is the first one element further on, by intent.
+    chosen = torch.cat([flat[:32], flat[64:]])
+    correlation = (chosen @ chosen.T) / count * 4
+    assert (correlation - torch.eye(len(chosen))).abs().max() < 6 / count**0.5
+
+
+def moved(steps: int, dtype: torch.dtype, *, seed: int = 0) -> dict[str, torch.Tensor]:
+    parameters = {name: torch.nn.Parameter(one.detach().to(dtype)) for name, one in new_parameters().items()}
+    optimizer = Optimizer(parameters, train_config("adamw", precision="bf16-true"), roles=ROLES, seed=seed)
+    for step in range(steps):
+        for name, value in gradients(step).items():
+            parameters[name].grad = value.to(dtype)
+        optimizer.step(1e-3, found_inf=torch.zeros(()))
+    return {name: one.detach() for name, one in parameters.items()}
+
+
+def test_weights_that_a_model_keeps_in_fp32_are_updated_as_by_torch() -> None:
+    parameters = new_parameters()
+    plain = Optimizer(parameters, train_config("adamw"), roles=ROLES)
+    for step in range(6):
+        for name, value in gradients(step).items():
+            parameters[name].grad = value
+        plain.step(1e-3, found_inf=torch.zeros(()))
+    found = moved(6, torch.float32)
+    assert all(torch.allclose(found[name], parameters[name], rtol=0, atol=1e-6) for name in SHAPES)
+
+
+def test_bf16_weights_move_as_fp32_weights_do_in_the_mean() -> None:
+    """A rate of 1e-3 is a quarter of the distance between bf16 numbers around one."""
+    exact = moved(6, torch.float32)
+    start = {name: one.detach().bfloat16().float() for name, one in new_parameters().items()}
+    draws = [moved(6, torch.bfloat16, seed=seed) for seed in range(40)]
+    for name in SHAPES:
+        large = start[name].abs() > 0.5
+        mean = torch.stack([one[name].float() for one in draws]).mean(dim=0)
+        wanted = exact[name] - new_parameters()[name].detach()
+        got = (mean - start[name])[large]
+        # Of many elements together: each alone is off by what one rounding is.
+        ratio = float((got * wanted[large]).sum() / wanted[large].square().sum())
+        assert ratio == pytest.approx(1, abs=0.05), name
+    assert not all(torch.equal(draws[0][name], draws[1][name]) for name in SHAPES)
