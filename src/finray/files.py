@@ -160,15 +160,16 @@ def _said(error: Exception) -> str:
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return "is missing"
     if isinstance(error, OSError):
-        return f"cannot be read: {error.strerror or _first_line(error)}"
+        return f"cannot be read: {error.strerror or first_line(error)}"
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 text: byte {error.start}"
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         return f"is not what belongs there: {place + ': ' if place else ''}{first['msg']}"
-    return f"is damaged: {_first_line(error)}"
+    return f"is damaged: {first_line(error)}"
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or its type where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

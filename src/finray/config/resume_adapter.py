@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from finray.config.adapter_files import NOTES, SETTINGS, AdapterSettings, read_notes, read_settings
 from finray.config.schema import Config
 from finray.errors import ConfigError
 
-# As in finray.models, which would import torch.
-_SETTINGS = "adapter_config.json"
-_NOTES = "finray.json"
 # Initialisations of an adapter that change the base weights too.
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
 
@@ -26,34 +23,37 @@ def with_start(config: Config) -> Config:
     if config.adapter.start_from is None:
         return config
     path = Path(config.adapter.start_from).expanduser().absolute()
-    folder = next((one for one in (path, path / "final") if (one / _SETTINGS).is_file()), None)
+    folder = next((one for one in (path, path / "final") if (one / SETTINGS).is_file()), None)
     if folder is None:
         raise ConfigError(
             "there is no adapter",
             where=f"adapter.start_from={path}",
-            repair=f"name a directory with `{_SETTINGS}`, or a finished run",
+            repair=f"name a directory with `{SETTINGS}`, or a finished run",
         )
-    settings = _read(folder / _SETTINGS)
+    settings, notes = read_settings(folder), read_notes(folder)
     _require_plain_lora(settings, where=f"adapter.start_from={folder}")
-    notes = _read(folder / _NOTES) if (folder / _NOTES).is_file() else {}
-    targets = settings["target_modules"]
-    theirs = {
-        "method": "dora" if settings.get("use_dora") else "rslora" if settings.get("use_rslora") else "lora",
-        "rank": settings["r"],
-        "alpha": float(settings["lora_alpha"]),
+    targets, rank, alpha = settings.target_modules, settings.r, settings.lora_alpha
+    if targets is None or rank is None or alpha is None:
+        raise ConfigError(
+            "the settings of the adapter lack r, lora_alpha or target_modules", where=str(folder / SETTINGS)
+        )
+    theirs: dict[str, Any] = {
+        "method": "dora" if settings.use_dora else "rslora" if settings.use_rslora else "lora",
+        "rank": rank,
+        "alpha": float(alpha),
         "target_modules": targets if isinstance(targets, str) else sorted(targets),
-        "modules_to_save": settings.get("modules_to_save") or [],
+        "modules_to_save": settings.modules_to_save or [],
     }
     words = list(notes.get("new_tokens") or [])
-    compared = [(f"adapter.{name}", getattr(config.adapter, name), theirs[name], _SETTINGS) for name in theirs]
-    compared.append(("model.new_tokens", config.model.new_tokens, words, _NOTES))
+    compared = [(f"adapter.{name}", getattr(config.adapter, name), theirs[name], SETTINGS) for name in theirs]
+    compared.append(("model.new_tokens", config.model.new_tokens, words, NOTES))
     written = {f"adapter.{name}" for name in config.adapter.model_fields_set}
     written |= {f"model.{name}" for name in config.model.model_fields_set}
-    base, revision = settings.get("base_model_name_or_path"), settings.get("revision") or notes.get("revision")
+    base, revision = settings.base_model_name_or_path, settings.revision or notes.get("revision")
     if base != config.model.name or ("model.revision" in written and config.model.revision is None):
         # Another name may be another copy of it; and earlier versions wrote null and meant it.
         revision = config.model.revision
-    compared.append(("model.revision", config.model.revision, revision, _SETTINGS))
+    compared.append(("model.revision", config.model.revision, revision, SETTINGS))
     problems = [
         ConfigError(
             f"the configuration says {ours}, the adapter to continue from says {their}",
@@ -81,23 +81,15 @@ def _ordered(field: str, value: Any) -> Any:
     return sorted(value) if isinstance(value, list) and field != "model.new_tokens" else value
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the adapter's settings cannot be read: {error}", where=str(path)) from None
-    return content
-
-
-def _require_plain_lora(settings: dict[str, Any], *, where: str) -> None:
-    if settings.get("peft_type") != "LORA":
-        raise ConfigError(f"an adapter of type {settings.get('peft_type')} cannot be continued", where=where)
-    initialised = settings.get("init_lora_weights")
+def _require_plain_lora(settings: AdapterSettings, *, where: str) -> None:
+    if settings.peft_type != "LORA":
+        raise ConfigError(f"an adapter of type {settings.peft_type} cannot be continued", where=where)
+    initialised = settings.init_lora_weights
     if isinstance(initialised, str) and initialised.startswith(_CHANGES_BASE):
         raise ConfigError(
             f"the adapter was initialised by {initialised}, which changes the base weights",
             where=where,
             repair="convert it to a plain LoRA (PEFT: save_pretrained with path_initial_model_for_weight_conversion)",
         )
-    if settings.get("bias", "none") != "none":
+    if settings.bias != "none":
         raise ConfigError("an adapter that trains biases cannot be continued", where=where)

@@ -22,7 +22,7 @@ import fsspec
 
 from finray.config.paths import is_url
 from finray.errors import DataError
-from finray.files import FileKind, digest_of
+from finray.files import FileKind, digest_of, first_line
 
 COMPRESSION: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
@@ -90,11 +90,6 @@ def storage_errors(name: str) -> Iterator[None]:
         if isinstance(error, OSError):
             raise DataError(f"cannot be read: {error.strerror or error}", where=name) from None
         raise
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

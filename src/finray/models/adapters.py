@@ -10,11 +10,14 @@ from typing import Any
 import torch
 
 from finray import compat
+from finray.config.adapter_files import WEIGHTS
 from finray.config.schema import AdapterConfig
 from finray.config.tasks import CAUSAL_LM
-from finray.errors import ModelError, unmatched
+from finray.errors import FinrayError, ModelError, unmatched
+from finray.files import first_line
 from finray.models.adapter_methods import adapter_method, first_values
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL, SavedLayout
+from finray.pretrained.weights import stored_weights
 from finray.sharding import load_local, rows_of, shape_of
 
 
@@ -154,13 +157,25 @@ def linear_names(model: Any) -> list[str]:
 
 
 def load_adapter(model: Any, folder: Path) -> Any:
-    """Wrap a base model with a saved adapter, for inference."""
+    """Wrap a base model with a saved adapter, for inference.
+
+    Raises:
+        ModelError: it cannot be loaded, or belongs to another model.
+    """
     try:
+        if (folder / WEIGHTS).exists():
+            # Says which file is damaged.
+            stored_weights(folder, Path(WEIGHTS).stem)
         with compat.without_bitsandbytes():
             from peft import PeftModel
 
             return PeftModel.from_pretrained(model, str(folder)).eval()
-    except (ValueError, RuntimeError, OSError) as error:
+    except (FinrayError, MemoryError):
+        raise
+    except Exception as error:
+        # Its files are anybody's, and PEFT says what is wrong with them by any kind of error.
         raise ModelError(
-            f"the adapter does not fit the model: {str(error).splitlines()[0]}", where=str(folder)
+            f"the adapter cannot be loaded, or does not fit the model: {first_line(error)}",
+            where=str(folder),
+            repair="take its files from where it was made, and name the base model it was trained on with --base",
         ) from None

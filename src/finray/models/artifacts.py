@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finray.config.adapter_files import SETTINGS, read_notes, read_settings
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ModelError
 from finray.models.adapters import load_adapter
 from finray.models.loading import build_model, load_model
-from finray.models.saved_layout import SETTINGS
 from finray.models.sharded import materialise
-
-NOTES = "finray.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +58,18 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     Raises:
         ModelError: there are no weights.
     """
-    notes_file = folder / NOTES
-    notes: dict[str, Any] = json.loads(notes_file.read_text(encoding="utf-8")) if notes_file.is_file() else {}
-    if (folder / SETTINGS).is_file():
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
+    notes = read_notes(folder)
+    if (folder / SETTINGS).exists():
+        settings = read_settings(folder)
+        name, revision = settings.base_model_name_or_path, settings.revision
         if "base_model" in notes:
             name, revision = notes["base_model"], notes.get("revision")
         if base is not None:
             name, revision = base, None
+        if not name:
+            raise ModelError(
+                "the adapter names no base model", where=str(folder / SETTINGS), repair="name it with --base"
+            )
         words = list(notes.get("new_tokens") or [])
         return Artifact(folder, ModelConfig(name=name, revision=revision, task=task_of(notes), new_tokens=words), notes)
     if (folder / "config.json").is_file():
@@ -90,8 +90,8 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
 def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
     """An adapter on a base model in as few bits as it was trained on (fp32 arithmetic), for comparison."""
     assert artifact.base is not None
-    settings = json.loads((artifact.folder / SETTINGS).read_text(encoding="utf-8"))
-    adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=settings.get("modules_to_save") or [])
+    saved = read_settings(artifact.folder).modules_to_save or []
+    adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=saved)
     device = torch.device("cpu")
     model = build_model(artifact.base, adapter, precision="fp32", attention_name=None, bits=bits, seed=0, device=device)
     materialise(model, artifact.base, adapter, device=device, seed=0)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +16,14 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 
+from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.limits import cut
 from finray.models.adapters import load_adapter
-from finray.models.artifacts import NOTES, Artifact, load_artifact, load_as_trained
+from finray.models.artifacts import Artifact, load_artifact, load_as_trained
 from finray.models.loading import DTYPES, load_model
 from finray.models.quantised import BITS
-from finray.models.saved_layout import SETTINGS, WEIGHTS
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
 
@@ -31,6 +31,7 @@ from finray.results import Result
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 # What finray wrote beside the weights and stays true when they are merged.
 _KEPT = ("rows", "task", "auto_class", "system", "tool_format", "chat_template_arguments")
+_SCRATCH = ".tmp-export-"
 _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
 
 
@@ -164,11 +165,22 @@ def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
 
 @contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes the output; nothing is kept where that fails."""
-    scratch = output.with_name(f".tmp-{output.name}-{os.getpid()}")
+    """A directory to fill, which becomes the output; nothing is kept where that fails.
+
+    Who fills one holds its lock, which ends with the process: what a killed export has left, of a model's size, is
+    removed by the next one beside it.
+    """
+    for rest in output.parent.glob(f"{_SCRATCH}*"):
+        with suppress(OSError), _held(rest):
+            shutil.rmtree(rest)
+    scratch = output.with_name(f"{_SCRATCH}{output.name}-{os.getpid()}")
     try:
         scratch.mkdir(parents=True)
-        yield scratch
+        with ExitStack() as stack:
+            with suppress(OSError):
+                # Not every file system has locks; there, nothing is swept either.
+                stack.enter_context(_held(scratch))
+            yield scratch
         # safetensors writes files that their owner alone may read; a server may run as somebody else.
         mode = (scratch / "tokenizer_config.json").stat().st_mode
         for weights in scratch.glob("*.safetensors"):
@@ -184,6 +196,19 @@ def _scratch(output: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The lock of a directory; an OSError where another process has it."""
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 
+from finray.config.adapter_files import WEIGHTS
 from finray.errors import ModelError
 from finray.pretrained.weights import stored_weights
 from finray.sharding import Read, load_local, rows_of, shape_of
 
-# PEFT's names of the files of an adapter.
-WEIGHTS = "adapter_model.safetensors"
-SETTINGS = "adapter_config.json"
 # Names of adapters in a model: the one that is trained, and what a PiSSA adapter began with.
 NAME = "default"
 PISSA_RESIDUAL = "pissa_residual"

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from finray.checkpoint import manifest
 from finray.checkpoint.rundir import check_output
+from finray.config.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
 from finray.config.schema import Config
@@ -54,6 +56,7 @@ def quick_problems(config: Config) -> list[FinrayError]:
         check_extras,
         check_output,
         check_stored_model,
+        check_start,
         deepspeed_config.check,
         check_quantization,
     ):
@@ -164,6 +167,26 @@ def check_stored_model(config: Config) -> None:
         if task_spec(config.model.task).auto_class == CAUSAL_LM.auto_class:
             # Other tasks may add heads of any name.
             check_saved_modules(config, names)
+
+
+def check_start(config: Config) -> None:
+    """See that the adapter to go on from has its weights, as they were written where a manifest says so.
+
+    Raises:
+        FinrayError: they are missing or damaged, or of a kind that is not read.
+    """
+    if config.adapter.start_from is None or config.adapter.method == "none":
+        return
+    folder = Path(config.adapter.start_from)
+    if (folder / manifest.NAME).exists():
+        manifest.verify(folder)
+    if not (folder / ADAPTER_WEIGHTS).exists():
+        raise ModelError(
+            f"the adapter to go on from has no `{ADAPTER_WEIGHTS}`",
+            where=f"adapter.start_from={folder}",
+            repair="save it as safetensors (PEFT: save_pretrained with safe_serialization=True)",
+        )
+    stored_weights(folder, Path(ADAPTER_WEIGHTS).stem)
 
 
 def check_saved_modules(config: Config, names: list[str]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.store import Fence
+from finray.config.adapter_files import NOTES
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -25,7 +26,6 @@ from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
 from finray.files import FileKind
 from finray.models import liger
-from finray.models.artifacts import NOTES
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.roles import roles_of
 from finray.models.sharded import cut_model, left_out, materialise

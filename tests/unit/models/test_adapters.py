@@ -19,8 +19,8 @@ from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters
-from finray.models.artifacts import read_artifact
-from finray.models.export import export
+from finray.models.artifacts import load_artifact, read_artifact
+from finray.models.export import _scratch, export
 from finray.models.loading import load_model
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.pretrained.tokenizers import check_exists, load_tokenizer
@@ -202,3 +202,71 @@ def test_equal_runs_write_equal_settings(tmp_path: Path) -> None:
     settings = json.loads(written.pop())
     assert settings["target_modules"] == sorted(settings["target_modules"])
     assert len(settings["target_modules"]) == 14
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from finray.models.export import _scratch
+with _scratch(Path(sys.argv[1])) as scratch:
+    (scratch / "model.safetensors").write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path / "one")], check=False)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-export-one-")
+    with _scratch(tmp_path / "two") as mine, _scratch(tmp_path / "three") as other:
+        # And what another one is at work on stays.
+        assert sorted(tmp_path.iterdir()) == sorted([mine, other])
+        for folder in (mine, other):
+            (folder / "tokenizer_config.json").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
+
+
+# --- files that are none ----------------------------------------------------------------------------------------------
+
+
+def settings_with(**changes: Any) -> bytes:
+    return json.dumps({"peft_type": "LORA", "r": 4, "base_model_name_or_path": "m", **changes}).encode()
+
+
+ODD = {
+    **{f"settings {content!r}": ("adapter_config.json", content) for content in (b"", b"[]", b"null", b"\xff", b"{")},
+    "rank null": ("adapter_config.json", settings_with(r=None, lora_alpha=None)),
+    "rank text": ("adapter_config.json", settings_with(r="four")),
+    "unknown kind": ("adapter_config.json", settings_with(peft_type="NEW")),
+    "no kind": ("adapter_config.json", settings_with(peft_type=None)),
+    "targets": ("adapter_config.json", settings_with(target_modules=5)),
+    **{f"notes {content!r}": ("finray.json", content) for content in (b"", b"[]", b"\xff", b'{"new_tokens": 5}')},
+    "weights cut off": (WEIGHTS, b"\x40\0\0\0\0\0\0\0{"),
+    "weights empty": (WEIGHTS, b""),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), ODD.values(), ids=ODD.keys())
+def test_a_file_of_an_adapter_that_is_none_is_one_message(artifact: Path, name: str, content: bytes) -> None:
+    base = json.loads((artifact / "adapter_config.json").read_text())["base_model_name_or_path"]
+    (artifact / name).write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        load_artifact(read_artifact(artifact, base=base), dtype=torch.float32)
+    assert str(artifact) in str(caught.value)
+    assert caught.value.repair
+
+
+def test_an_adapter_with_pickled_weights_alone_or_none_is_one_message(artifact: Path) -> None:
+    (artifact / WEIGHTS).unlink()
+    for content in (None, b"cbuiltins\nprint\n(Vran\ntR."):
+        if content is not None:
+            (artifact / "adapter_model.bin").write_bytes(content)
+        with pytest.raises(ModelError, match="the adapter cannot be loaded"):
+            load_artifact(read_artifact(artifact), dtype=torch.float32)
+
+
+def test_an_adapter_without_a_base_is_one_message(artifact: Path) -> None:
+    (artifact / "adapter_config.json").write_bytes(settings_with(base_model_name_or_path=None))
+    with pytest.raises(ModelError, match="names no base model") as caught:
+        read_artifact(artifact)
+    assert "--base" in str(caught.value.repair)

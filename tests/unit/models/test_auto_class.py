@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from finray.config import tasks
+from finray.config.adapter_files import NOTES
 from finray.config.extensions import TABLES
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import TaskSpec
-from finray.models.artifacts import NOTES, load_artifact, read_artifact
+from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import export
 from finray.models.loading import build_model
 from finray.models.saved_layout import SavedLayout

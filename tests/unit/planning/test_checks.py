@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from finray.checkpoint import manifest
 from finray.checkpoint.rundir import check_output
+from finray.config.resume_adapter import with_start
 from finray.config.schema import Config
-from finray.errors import ConfigError, ModelError
+from finray.errors import ConfigError, FinrayError, ModelError
 from finray.planning.checks import (
     check_extras,
     check_quantization,
@@ -158,3 +163,29 @@ def test_modules_to_save_that_match_nothing(plain: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=r"adapter\.modules_to_save: this matches no module: `nope`"):
         check_stored_model(with_fields(plain, adapter={"modules_to_save": ["lm_head", "nope"]}))
     check_stored_model(with_fields(plain, adapter={"method": "none", "modules_to_save": ["nope"]}))
+
+
+def test_an_adapter_to_go_on_from_must_have_its_weights(plain: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    config = with_start(with_fields({**plain, "adapter": {"start_from": str(folder)}}))
+    (folder / "adapter_model.bin").write_bytes(b"a pickle")
+    assert "has no `adapter_model.safetensors`" in str(quick_problems(config)[0])
+    (folder / "adapter_model.safetensors").write_bytes(b"cut")
+    assert "is damaged" in str(quick_problems(config)[0])
+    save_file({"a": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    assert quick_problems(config) == []
+    manifest.write(folder, [manifest.entry(folder, folder / "adapter_model.safetensors")], step=1, metrics={})
+    assert quick_problems(config) == []
+    runs.flip(folder / "adapter_model.safetensors")
+    assert "other bytes than were written" in str(quick_problems(config)[0])
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"peft_type": "LORA", "r": null}', b'{"r": "x"}'])
+def test_settings_of_an_adapter_that_are_none(plain: dict[str, Any], tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "adapter_config.json").write_bytes(content)
+    with pytest.raises(FinrayError) as caught:
+        with_start(with_fields({**plain, "adapter": {"start_from": str(tmp_path)}}))
+    assert str(tmp_path / "adapter_config.json") in str(caught.value)

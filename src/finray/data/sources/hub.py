@@ -12,8 +12,8 @@ from typing import Any
 
 from finray import compat
 from finray.data.sources.resolve import Source, is_saved
-from finray.data.storage import first_line
 from finray.errors import DataError
+from finray.files import first_line
 from finray.pretrained import hub
 
 

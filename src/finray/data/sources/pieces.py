@@ -24,8 +24,9 @@ from finray.data.sources.readers import (
     read_text,
 )
 from finray.data.sources.resolve import Row, Source
-from finray.data.storage import first_line, is_compressed, opened, size
+from finray.data.storage import is_compressed, opened, size
 from finray.errors import DataError
+from finray.files import first_line
 
 PIECE_BYTES = 4 * 2**20
 ROWS_PER_PIECE = 8192

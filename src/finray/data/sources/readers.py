@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import IO, Any, Literal
 
 from finray.data.sources.resolve import TEXTS
-from finray.data.storage import file_suffix, first_line, opened
+from finray.data.storage import file_suffix, opened
 from finray.errors import DataError
+from finray.files import first_line
 from finray.limits import cut
 
 Kind = Literal["lines", "array", "csv", "tsv", "parquet", "arrow", "text", "datasets"]

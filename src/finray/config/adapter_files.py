@@ -1,0 +1,68 @@
+"""What lies beside the weights of an adapter or a trained model: PEFT's settings, and finray's notes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict
+from typing_extensions import TypedDict
+
+from finray.errors import ModelError
+from finray.files import FileKind
+
+# PEFT's names.
+WEIGHTS = "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+NOTES = "finray.json"
+_FILES = FileKind(ModelError, repair="take the file from where the adapter or model was made")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """The part of PEFT's ``adapter_config.json`` that finray reads; not every kind of adapter has all of it."""
+
+    peft_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    r: int | None = None
+    lora_alpha: float | None = None
+    target_modules: str | list[str] | None = None
+    modules_to_save: list[str] | None = None
+    use_dora: bool = False
+    use_rslora: bool = False
+    init_lora_weights: bool | str | None = True
+    bias: str = "none"
+
+
+class _Notes(TypedDict, total=False):
+    """What finray wrote down beside weights; docs/formats.md has the meaning of each field."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    base_model: str
+    revision: str | None
+    rows: str
+    task: str
+    auto_class: str
+    new_tokens: list[str]
+    quantization: str
+
+
+def read_settings(folder: Path) -> AdapterSettings:
+    """PEFT's settings of an adapter.
+
+    Raises:
+        ModelError: the file cannot be read, or is something else.
+    """
+    return _FILES.json(folder / SETTINGS, AdapterSettings)
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """finray's notes; empty where it wrote none.
+
+    Raises:
+        ModelError: the file cannot be read, or is something else.
+    """
+    return {**_FILES.json(folder / NOTES, _Notes)} if (folder / NOTES).exists() else {}
