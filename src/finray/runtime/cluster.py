@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 OBJECT_STORE_BYTES = 256 * 2**20
 # Together less than the 15 s after which a cluster that does not answer is an error.
 _CONNECT_S, _ANSWER_S = 4.0, 8.0
+_END_S = 2.0
 
 # A Ray of our own on this machine: a token is asked for, nothing is reported to anybody, what only a dashboard would
 # read is not collected, and nobody watches for a machine that is taken away. Workers are not made to yield to Ray's own
@@ -93,7 +95,8 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
         require_alive(address, where=_where(cluster, address))
         options["address"] = address
     try:
-        with nullcontext() if address is not None or options["log_to_driver"] else _without_observers():
+        observed = address is not None or options["log_to_driver"]
+        with _without_handlers(), nullcontext() if observed else _without_observers():
             ray.init(**options)
         signals.take_back()
         yield ray
@@ -102,7 +105,63 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
             raise
         raise _unreachable(str(error).splitlines()[0], where=_where(cluster, address)) from None
     finally:
-        ray.shutdown()
+        with _all_ended() if address is None else nullcontext():
+            ray.shutdown()
+        # Its core leaves the default behind: SIGTERM would end this process without a word.
+        signals.take_back()
+
+
+@contextmanager
+def _without_handlers() -> Iterator[None]:
+    """Keep Ray from a handler of its own for SIGTERM, with which a start would end with exit code 15.
+
+    What its core sets when it is ready, in C++, is taken back afterwards. The name is private in Ray 2.60.
+    """
+    from ray._private import utils
+
+    before = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = before
+
+
+@contextmanager
+def _all_ended() -> Iterator[None]:
+    """See that what belongs to a Ray of our own has ended with it.
+
+    A start that was interrupted, or a head process that was lost, leaves agents behind for minutes, and now and then a
+    worker hangs for ever while it exits (Ray 2.60).
+    """
+    import psutil
+
+    family: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        family = [one for one in psutil.Process().children() if one.name() in ("raylet", "gcs_server")]
+    for root in tuple(family):
+        with suppress(psutil.Error):
+            family += root.children(recursive=True)
+    try:
+        yield
+    finally:
+        for one in family:
+            with suppress(psutil.Error):
+                one.terminate()
+        deadline = time.monotonic() + _END_S
+        while (alive := [one for one in family if _is_alive(one)]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for one in alive:
+            with suppress(psutil.Error):
+                one.kill()
+
+
+def _is_alive(process: Any) -> bool:
+    import psutil
+
+    with suppress(psutil.Error):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _where(cluster: ClusterConfig, address: str | None) -> str:
