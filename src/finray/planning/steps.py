@@ -49,7 +49,8 @@ def batch_and_epochs(train: TrainConfig, *, packs: int | None, before: Resolved 
         size = train.global_batch_size
     if train.epochs is not None:
         epochs = train.epochs
-    elif packs is not None and before is None and train.max_steps is None:
+    elif packs is not None and before is None:
+        # Also where `train.max_steps` takes its place: a trial of some steps may be extended to the whole run.
         epochs = float(min(_MOST_EPOCHS, math.ceil(_RUN_STEPS / max(1, packs // size))))
     return size, epochs
 
@@ -112,6 +113,7 @@ def step_note(train: TrainConfig, size: int, epochs: float) -> str | None:
     """What to say where little data made steps smaller, or passes more."""
     chosen = [f"train.global_batch_size={size}"] if train.global_batch_size == "auto" else []
     chosen += [f"train.epochs={epochs:g}"] if train.epochs is None and train.max_steps is None else []
-    if (size, epochs) == batch_and_epochs(train, packs=None):
+    usual, once = batch_and_epochs(train, packs=None)
+    if not chosen or (size == usual and (epochs == once or train.max_steps is not None)):
         return None
     return f"there is little data, so finray chose {' and '.join(chosen)}; set them to choose yourself"

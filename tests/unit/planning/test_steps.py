@@ -43,7 +43,11 @@ def test_little_data_makes_small_steps_and_more_epochs(packs: int, size: int, ep
 def test_what_the_config_says_or_the_run_began_with_stays() -> None:
     assert batch_and_epochs(TrainConfig(global_batch_size=8, epochs=1), packs=5) == (8, 1.0)
     assert batch_and_epochs(TrainConfig(global_batch_size=2), packs=10) == (2, 3.0)
-    assert batch_and_epochs(TrainConfig(max_steps=7), packs=5) == (1, 1.0)
+    # The epochs of the run that this one may be extended to.
+    assert batch_and_epochs(TrainConfig(max_steps=7), packs=5) == (1, 3.0)
+    assert step_note(TrainConfig(max_steps=7, global_batch_size=8), 8, 3.0) is None
+    assert step_note(TrainConfig(max_steps=7), 8, 3.0) is None
+    assert "epochs" not in str(step_note(TrainConfig(max_steps=7), 1, 3.0))
     assert batch_and_epochs(TrainConfig(), packs=5000, before=BEGAN) == (3, 2.0)
     assert batch_and_epochs(TrainConfig(epochs=4), packs=5, before=BEGAN) == (3, 4.0)
     # Runs that began before these were kept.
