@@ -322,6 +322,16 @@ def test_a_contradiction_names_both_places(tmp_path: Path, given: Any, places: t
     assert "ds.json" in str(caught.value.where)
 
 
+def test_a_step_that_the_data_will_decide_contradicts_any_in_the_json(tmp_path: Path) -> None:
+    left_open = {"global_batch_size": "auto"}
+    for name in ("train_batch_size", "gradient_accumulation_steps"):
+        with pytest.raises(ConfigError) as caught:
+            deepspeed_config.check(config_with({name: 8}, tmp_path, train=left_open))
+        (problem,) = caught.value.problems
+        assert all(place in problem for place in (f"ds.json: {name}", "train.global_batch_size", "auto"))
+    deepspeed_config.check(config_with({"train_batch_size": "auto"}, tmp_path, train=left_open))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "good"),
     [("loss_scale", 128, "auto"), ("initial_scale_power", 32, 16), ("fp16_master_weights_and_grads", True, False)],

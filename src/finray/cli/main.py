@@ -93,7 +93,9 @@ def generate(
     file: Annotated[
         Path | None, typer.Option(help="File of prompts: one per line, or JSONL with prompt or messages.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message put before each prompt.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message put before each prompt, instead of that of the training.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSONL here instead of printing.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,

@@ -123,6 +123,18 @@ def test_a_saved_configuration_reads_back_as_itself() -> None:
     assert build_config(yaml.safe_load(yaml.safe_dump(config.plain())), source="test") == config
 
 
+def test_another_format_is_the_same_run_whose_rows_are_compared() -> None:
+    """So that a run from before `auto` read prompts and completions as a chat can go on."""
+    plain = {"model": {"name": "m"}, "data": {"source": "d"}}
+    old, new = (build_config({**plain, "data": {"source": "d", "format": one}}, source="test") for one in FORMATS)
+    assert differences(old, new) == []
+    other = build_config({**plain, "data": {"source": "d", "system": "s"}}, source="test")
+    assert [path for path, _, _ in differences(old, other)] == ["data.system"]
+
+
+FORMATS = ("auto", "prompt_completion")
+
+
 def test_only_what_cannot_change_what_is_learned_is_free() -> None:
     old = build_config(SMALL, source="test")
     free = {"cluster": {"num_workers": 4}, "tracking": {"log_every": 9}, "checkpoint": {"every_steps": 3}}

@@ -212,14 +212,16 @@ def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: i
         "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
         "gradient_clipping": ("train.max_grad_norm", train.max_grad_norm or 0.0),
     }
-    # Known when the data are prepared.
+    size: int | str = train.global_batch_size
+    steps: int | str = AUTO
     if train.global_batch_size != "auto":
-        shares = math.ceil(train.global_batch_size / train.micro_batch_size)
-        found["train_batch_size"] = "train.global_batch_size", train.global_batch_size
-        found["gradient_accumulation_steps"] = (
-            "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
-            math.ceil(shares / workers),
-        )
+        steps = math.ceil(math.ceil(train.global_batch_size / train.micro_batch_size) / workers)
+    # What the data will decide contradicts any number in the JSON; workers are told the number.
+    found["train_batch_size"] = "train.global_batch_size", size
+    found["gradient_accumulation_steps"] = (
+        "train.global_batch_size / train.micro_batch_size / cluster.num_workers",
+        steps,
+    )
     found |= {path: ("train.precision", precision == path.split(".")[0]) for path in _PRECISION}
     if config.parallel.zero_stage is not None:
         found[f"{_ZERO}.stage"] = "parallel.zero_stage", config.parallel.zero_stage
