@@ -94,13 +94,13 @@ def overheat(loop: Any, run_dir: Path) -> None:
     before = {name: full_tensor(tensor).clone() for name, tensor in loop.task.layout.tensors().items()}
     real, found = loop._after_step, []
 
-    def after(*args: Any) -> None:
+    def after(*args: Any, **more: Any) -> None:
         same = all(
             torch.equal(full_tensor(tensor), before[name]) for name, tensor in loop.task.layout.tensors().items()
         )
         found.append((float(loop._guard._scale), int(loop._guard._skipped), same))
         (run_dir / f"steps-{loop.strategy.rank}.json").write_text(json.dumps(found))
-        real(*args)
+        real(*args, **more)
 
     loop._after_step = after
 

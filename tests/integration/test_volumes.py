@@ -70,7 +70,7 @@ def _member(rank: int, meeting: str, jobs: list[tuple[str, dict[str, Any], str]]
         steps: list[dict[str, int]] = []
         with Traffic() as traffic:
 
-            def after(*_: Any, traffic: Traffic = traffic, steps: list[dict[str, int]] = steps) -> None:
+            def after(*_: Any, traffic: Traffic = traffic, steps: list[dict[str, int]] = steps, **more: Any) -> None:
                 steps.append(dict(traffic.bytes))
                 traffic.bytes.clear()
 

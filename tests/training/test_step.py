@@ -230,9 +230,9 @@ def test_gradients_too_large_for_fp16_leave_the_update_out(plain: Plain, tmp_pat
     seen: list[bool] = []
     real = assembled.loop._after_step
 
-    def after(*args: Any) -> None:
+    def after(*args: Any, **more: Any) -> None:
         seen.append(all(torch.equal(one, before[name]) for name, one in weights_of(assembled).items()))
-        real(*args)
+        real(*args, **more)
 
     assembled.loop._after_step = after  # type: ignore[method-assign]
     assembled.loop.run()
