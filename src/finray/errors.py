@@ -24,6 +24,8 @@ class FinrayError(Exception):
     """
 
     exit_code = 2
+    # Something took too long, or too much memory; see finray.limits.
+    overdue = False
 
     def __init__(
         self, message: str, *, where: str | None = None, repair: str | None = None, problems: tuple[str, ...] = ()

@@ -99,7 +99,9 @@ class within:
             _WATCHED.discard(self)
             kind = _Overdue
         if self.excess and (kind is _Overdue or kind is None):
-            raise self.error(self.excess) from None
+            late = self.error(self.excess)
+            late.overdue = True
+            raise late from None
 
 
 _LOCK = threading.Lock()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from finray.errors import DataError
-from finray.limits import cut, shown, within
+from finray.limits import arm, cut, shown, within
 
 
 def _never_ending() -> None:
@@ -52,6 +52,8 @@ def test_a_call_that_never_ends_is_ended_in_another_thread(function: Callable[[]
 
 
 def test_a_thread_that_hangs_in_c_is_left_behind_and_the_main_thread_is_told() -> None:
+    arm()
+
     def hang() -> None:
         with within(0.2, lambda excess: DataError(f"over {excess}")):
             _asleep()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,8 @@ class _Tokenizer:
 
 @pytest.fixture
 def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a process that has called nothing yet.
+    signal.signal(signal.SIGURG, signal.SIG_DFL)
     monkeypatch.setattr(chat, "TEMPLATE_S", 0.5)
     monkeypatch.setattr(convert, "CONVERTER_S", 0.5)
 
@@ -115,9 +118,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
 def test_a_converter_that_never_returns_is_an_error_of_its_row(
     function: str, module: Callable[[str, str], str], tiny_run: Any, write_rows: Any
 ) -> None:
-    rows = write_rows([{"a": 1}])
+    rows = write_rows([{"a": number} for number in range(1000)])
     converter = f"{module('outside_converter', CONVERTERS)}:{function}"
-    plain = tiny_run({"data.source": str(rows), "data.converter": converter})
+    # No row is waited for after the first.
+    plain = tiny_run({"data.source": str(rows), "data.converter": converter, "data.on_bad_row": "drop"})
     started = time.monotonic()
     with pytest.raises(DataError, match=r"the converter takes more than 0\.5 seconds for this row"):
         runs.prepare_here(runs.config_of(plain))

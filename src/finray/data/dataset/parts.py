@@ -157,7 +157,11 @@ class PartWriter:
                     yield from self._encode([row], convert)
                 except DataError as error:
                     message = error.message if error.where is None else f"{error.message} ({error.where})"
-                    self._refuse(part, row.piece, row.number, DataError(message, repair=error.repair), bad)
+                    said = DataError(message, repair=error.repair)
+                    if error.overdue:
+                        # Another row would take as long: nobody waits for all of them.
+                        raise bad_row(said, part.pieces[row.piece], row.number, self._settings.reading) from None
+                    self._refuse(part, row.piece, row.number, said, bad)
 
     def _encode(
         self, rows: list[_SourceRow], convert: Convert

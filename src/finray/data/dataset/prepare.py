@@ -38,6 +38,7 @@ from finray.data.dataset.plan import (
 from finray.data.dataset.prepared import BAD_ROWS
 from finray.data.storage import Digests, Folder
 from finray.errors import ClusterError, DataError, FinrayError
+from finray.limits import arm
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, without_torch
 from finray.records import Note, PrepareProgress, Record
 
@@ -151,6 +152,8 @@ class Preparation:
         self._failure: FinrayError | None = None
         self._cancelled = False
         self._seconds_per_part: float | None = None
+        # What hangs in that thread is told here.
+        arm()
         # A process that is interrupted ends at once; the parts that are finished are kept for the next attempt.
         threading.Thread(target=self._run, name="finray-prepare", daemon=True).start()
 
