@@ -21,7 +21,7 @@ from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.fsdp import FSDPStrategy
 from tests.support import runs
 
-PLAIN: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "rows.jsonl"}}
+PLAIN: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "rows.jsonl"}, "train": {"global_batch_size": 8}}
 CPU = torch.device("cpu")
 
 
@@ -139,7 +139,7 @@ def test_deepspeed_is_told_of_stage_offload_and_steps(stage: int, offload: bool,
     # Seven micro-batches, of which a worker has four.
     assert (settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]) == (3, 4)
     assert (settings["bf16"]["enabled"], settings["fp16"]["enabled"]) == (True, False)
-    plain = runs.config_of({**PLAIN, "parallel": parallel, "train": {"max_grad_norm": None}})
+    plain = runs.config_of({**PLAIN, "parallel": parallel, "train": {"global_batch_size": 8, "max_grad_norm": None}})
     assert deepspeed_config.filled(plain, precision="fp32", workers=2, width=10)["gradient_clipping"] == 0.0
 
 

@@ -44,8 +44,8 @@ def test_all_that_is_counted_comes_back(tmp_path: Path) -> None:
     written["best_eval_loss"] = written.pop("best")
     path.write_text(json.dumps(written), encoding="utf-8")
     assert TrainState.load(tmp_path) == state
-    path.write_text('{"step": 1, "other": 2}', encoding="utf-8")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    path.write_text('{"step": "many"}', encoding="utf-8")
+    with pytest.raises(CheckpointError):
         TrainState.load(tmp_path)
 
 
