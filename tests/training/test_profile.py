@@ -42,7 +42,8 @@ def test_a_profile_is_written_and_changes_nothing(plain: Plain, tmp_path: Path) 
         count = sum(event["name"] == f"finray: {part}" for event in events)
         assert count == (12 if part in ("forward", "backward") else 3), part
     text = (folder / "summary.txt").read_text()
-    assert [record.message for record in told if isinstance(record, Note)] == [text]
+    notes = [record.message for record in told if isinstance(record, Note)]
+    assert notes == [f"loading {plain['model']['name']}", text]
     head = re.match(r"profile of 3 steps: ([\d.]+) ms a step", text)
     assert head is not None
     rows = dict(re.findall(r"^  (\S[a-z_ ]*?) +([\d.]+) ms +[\d.]+%$", text, flags=re.MULTILINE))
