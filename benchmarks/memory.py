@@ -61,7 +61,7 @@ SETTINGS = (
     Setting("two-layers-full-no-cache", "two-layers", "none", "bf16", False, "full", thread_cache=False),
     Setting("two-layers-full-2-workers", "two-layers", "none", "fp32", workers=2),
     Setting("two-layers-full-saving", "two-layers", "none", "fp32", saves=True),
-    Setting("two-layers-bf16-true", "two-layers", "none", "bf16-true", packing=False, checkpointing="full"),
+    Setting("wide-bf16-true", "two-wide-layers", "none", "bf16-true", max_length=128, rows=4),
     # More than one step: in the first there are no moments yet while there are activations.
     Setting("wide-full-2-workers", "two-wide-layers", "none", "fp32", workers=2),
     Setting("smollm2-lora", "smollm2", "lora", "bf16", max_length=1024),

@@ -12,7 +12,7 @@ import pytest
 
 # Quick ones of the benchmark's settings: all weights of a small model, two workers, with shares and without, weights in
 # bf16 alone, and an adapter on the real one.
-CASES = ["two-layers-full-2-workers", "two-layers-bf16-true", "smollm2-lora-checkpointing", "fsdp-full-2-workers"]
+CASES = ["two-layers-full-2-workers", "wide-bf16-true", "smollm2-lora-checkpointing", "fsdp-full-2-workers"]
 _DONE: dict[str, dict[str, Any]] = {}
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the process and its heap are Linux's")
@@ -56,7 +56,6 @@ def test_shares_that_are_not_shared_would_be_seen(measured: Callable[[str], Any]
 
 def test_an_fp32_copy_of_the_weights_would_be_seen(measured: Callable[[str], Any]) -> None:
     """Weights, gradients and moments are in bf16, and are measured to take no more."""
-    result = measured("two-layers-bf16-true")
+    result = measured("wide-bf16-true")
     state = sum(result["parts"][part] for part in ("weights", "gradients", "optimizer"))
-    print(result)
     assert (result["estimate"] + state) / result["measured"] > 1.1

@@ -42,7 +42,6 @@ def test_the_curve_is_that_of_fp32_weights_and_rounding_to_the_nearest_stalls(
     monkeypatch.setattr(rounded_adamw, "rounded", to_the_nearest)
     runs.run_alone(changed(plain, TRUE), tmp_path / "nearest")
     gain = {name: learned(tmp_path / name) for name in ("fp32", "true", "nearest")}
-    print(gain)
     for name in ("fp32", "true"):
         kept = load_file(tmp_path / name / "checkpoint-000040" / "model.safetensors")
         assert {one.dtype for one in kept.values()} == {torch.float32 if name == "fp32" else torch.bfloat16}

@@ -151,10 +151,12 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
     # An embedding's gradient is a dense one of its own. One that is tied to the head ends up beside the head's, which
     # has waited for it, and beside the sum of earlier micro-batches.
     tables = blueprint.embedding + (blueprint.head if blueprint.tied and work.accumulates else 0)
+    # The loss has a head's gradient in fp32, which is rounded where weights are in bf16.
+    rounded = FP32 * blueprint.head if setup.weights == "bf16" else 0
     passing = {
         "forward": {**before, "activations": kept, "weights cast": cast, "logits": logits, **weights},
         "backward": {
-            "gradients": gradients + (setup.trained * tables if full else 0),
+            "gradients": gradients + (setup.trained * tables + rounded if full else 0),
             # Gradients of this size do not fit where a chunk of logits was, and a heap that keeps freed memory keeps
             # that too.
             "logits": logits if on_cpu and setup.strategy == "ddp" and full else 0,
