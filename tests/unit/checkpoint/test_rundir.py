@@ -356,3 +356,14 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeyp
     ):
         pass
     assert caught.value.where == str(tmp_path / "run")
+
+
+def test_the_configuration_of_a_run_holds_no_password(tmp_path: Path) -> None:
+    plain = config(tmp_path).plain()
+    plain["data"]["source"] = "https://me:hunter22@host/rows.jsonl"
+    secret = build_config(plain, source="test")
+    for _ in range(2):
+        with open_run(secret, fresh=False, say=nobody) as run:
+            written = "".join(path.read_text(encoding="utf-8") for path in run.path.rglob("*") if path.is_file())
+    assert "hunter22" not in written
+    assert "https://me:***@host/rows.jsonl" in written

@@ -135,3 +135,10 @@ def test_every_console_of_finray_is_a_plain_one() -> None:
     source = Path(show.__file__).parents[1]
     made = [path.name for path in source.rglob("*.py") if re.search(r"\bConsole\((?!\))", path.read_text())]
     assert made == []
+
+
+def test_a_secret_in_an_error_is_masked(tmp_path: Path) -> None:
+    token = "hf_" + "a1" * 17
+    code, out, err = runs.finray("plan", tmp_path / f"{token}.yaml")
+    assert (code, token in out + err) == (2, False)
+    assert "***" in err

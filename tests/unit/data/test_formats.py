@@ -129,6 +129,12 @@ def test_the_system_column_gives_way_to_a_system_message() -> None:
     assert said(example({"conversations": SHAREGPT[:2], "system": ""}))[0][0] == "user"
 
 
+def test_tools_beside_messages_are_kept() -> None:
+    messages = [{"role": "user", "content": "how deep"}, {"role": "assistant", "content": "Twelve metres."}]
+    for tools in ([TOOL], json.dumps([{"type": "function", "function": TOOL}])):
+        assert example({"messages": messages, "tools": tools}).tools == ({"type": "function", "function": TOOL},)
+
+
 @pytest.mark.parametrize("tools", [None, "", "[]", []])
 def test_no_tools(tools: Any) -> None:
     assert example({"conversations": SHAREGPT[:2], "tools": tools}).tools == ()

@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finray import files
-from finray.config.load import build_config
+from finray.config.load import build_config, load_config
 from finray.config.schema import DataConfig
 from finray.config.tasks import task_spec
 from finray.data.dataset import prepare
-from finray.data.dataset.prepare import check_inputs, prepare_here
+from finray.data.dataset.prepare import check_inputs, plan_preparation, prepare_here
 from finray.data.dataset.prepared import PreparedDataset, Splits
 from finray.data.sampling.collate import collate
 from finray.errors import ClusterError, DataError
@@ -100,6 +100,50 @@ def test_whatever_shapes_the_tokens_changes_the_name(
     source.write_text(source.read_text(encoding="utf-8").replace("dog", "cat"), encoding="utf-8")
     names.add(run(source).name)
     assert len(names) == 7
+
+
+SHAPING: list[dict[str, Any]] = [
+    {"model.chat_template_arguments": {"enable_thinking": False}},
+    {"model.new_tokens": ["<a>"]},
+    {"data.format": "messages"},
+    {"data.field_mapping": {"messages": "turns"}},
+    {"data.input_template": "{a}", "data.output_template": "{b}"},
+    {"data.input_template": "{a}", "data.output_template": "{c}"},
+    {"data.converter": "json:dumps"},
+    {"data.group_by": "id"},
+    {"data.system": "Be brief."},
+    {"data.tool_format": "hermes"},
+    {"data.train_on": "all"},
+    {"data.max_length": 77},
+    {"data.on_too_long": "drop"},
+    {"data.on_bad_row": "drop"},
+    {"prepare.chunk_overlap": 8},
+]
+NOT_SHAPING: list[dict[str, Any]] = [
+    {"data.eval_ratio": 0.3},
+    {"data.packing": False},
+    {"run.seed": 5},
+    {"run.name": "other"},
+    {"train.max_steps": 3},
+    {"adapter.rank": 3},
+    {"prepare.num_workers": 1},
+]
+
+
+def test_the_name_is_that_of_all_that_shapes_the_rows_and_of_nothing_else(
+    tiny_model_dir: Path, write_rows: Callable[..., Path], tmp_path: Path
+) -> None:
+    plain = {"model.name": str(tiny_model_dir), "data.source": str(write_rows(tiny.chat_rows(3)))}
+    plain |= {"run.output_dir": str(tmp_path), "data.eval_ratio": 0.1}
+
+    def name(change: dict[str, Any]) -> str:
+        return plan_preparation(load_config({}, {**plain, **change})).name
+
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }}", encoding="utf-8")
+    names = [name(change) for change in ({}, {"model.chat_template": str(template)}, *SHAPING)]
+    assert len(set(names)) == len(names)
+    assert {name(change) for change in NOT_SHAPING} == {names[0]}
 
 
 def test_a_ratio_split_does_not_depend_on_anything_but_the_seed(tokenizer: Any, run: Run) -> None:

@@ -120,6 +120,15 @@ def test_a_group_column_keeps_groups_on_one_side(
         )
 
 
+def test_rows_that_say_the_same_stay_on_one_side(preparing: Preparing, put: Write) -> None:
+    """A held-out row that was trained on would count as one that nobody has seen."""
+    twice = [{"text": f"row {at % 20}", "id": at} for at in range(40)]
+    splits = preparing.splits(put("rows.jsonl", lines(twice)), eval_ratio=0.3, test_ratio=0.2)
+    train, held, test = (preparing.said(side) for side in (splits.train, splits.eval, splits.test))
+    assert [len(side) for side in (train, held, test)] == [20, 12, 8]
+    assert not set(train) & set(held) | set(train) & set(test) | set(held) & set(test)
+
+
 @pytest.mark.parametrize(("row", "message"), [({"text": "x"}, "is missing"), ({"text": "x", "who": None}, "is null")])
 def test_a_row_without_a_group_is_bad(preparing: Preparing, put: Write, row: dict[str, Any], message: str) -> None:
     source = put("rows.jsonl", lines([{"text": "a", "who": 1}, {"text": "b", "who": 2}, row]))

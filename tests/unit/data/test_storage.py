@@ -141,6 +141,19 @@ def test_a_remembered_file_is_not_read_again_and_a_changed_one_is(
     assert read == [second]
 
 
+def test_a_file_that_changed_a_moment_ago_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could change once more within the resolution of the clock, without another time."""
+    file = tmp_path / "new"
+    digests = Digests(tmp_path / "digests")
+    known = storage.Path.stat
+    file.write_text("first")
+    frozen = file.stat()
+    monkeypatch.setattr(storage.Path, "stat", lambda path, **_: frozen if path == file else known(path))
+    found = digests.of(file)
+    file.write_text("other")
+    assert (found, digests.of(file)) == tuple(hashlib.sha256(text).hexdigest() for text in (b"first", b"other"))
+
+
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_damage_to_what_is_remembered_never_gives_another_digest(

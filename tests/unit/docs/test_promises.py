@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finray.checkpoint import manifest
 from finray.checkpoint.rundir import RunDir
 from finray.config.load import build_config, preset_names, read_preset
 from finray.config.schema import Config
+from finray.data.dataset import plan
 from finray.errors import ConfigError, ModelError
 from finray.planning.checks import check_extras, check_targets
 from finray.planning.placement import worker_environment
@@ -92,3 +95,11 @@ def test_the_summary_says_of_which_step_its_first_loss_is(
     RunDir(tmp_path).keep_config(build_config({"model": {"name": "m"}, "data": {"source": "d"}}, source="x"))
     TrainResult(tmp_path, Path("f"), 30, summary).print(PlainConsole(width=200))
     assert f"2.5000 {said}, 1.5000 at the last" in capsys.readouterr().out
+
+
+def test_the_versions_of_formats_are_those_that_are_written() -> None:
+    page = (GUIDE.parent / "formats.md").read_text(encoding="utf-8")
+    checkpoints, _, prepared = page.partition("## Prepared datasets")
+    assert prepared, "the page has another heading"
+    assert re.findall(r'"format_version": (\d+)', checkpoints) == [str(manifest.FORMAT_VERSION)]
+    assert re.findall(r"`format_version` \| (\d+)", prepared) == [str(plan.FORMAT_VERSION)]
