@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import hashlib
+import os
 import time
 import uuid
 from itertools import pairwise
@@ -139,6 +140,17 @@ def test_a_remembered_file_is_not_read_again_and_a_changed_one_is(
     again = Digests(kept)
     assert (again.of(first), again.of(second)) == (found[0], hashlib.sha256(b"other").hexdigest())
     assert read == [second]
+
+
+def test_a_file_with_the_size_and_the_time_that_it_had_is_read_again(tmp_path: Path, later: None) -> None:
+    (file,) = settled(tmp_path, 1)
+    before, kept = file.stat(), tmp_path / "digests"
+    first = Digests(kept).of(file)
+    content = bytes(reversed(file.read_bytes()))
+    file.write_bytes(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert Digests(kept).of(file) == hashlib.sha256(content).hexdigest() != first
 
 
 def test_a_file_that_changed_a_moment_ago_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
