@@ -1,0 +1,70 @@
+"""What all sections of a configuration have in common."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+# Numbers that count something are bounded: one that is out of all reason is a slip, and found before memory is.
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
+Ratio = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A group of fields: frozen, unknown keys are errors, numbers must be finite."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True, protected_namespaces=()
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """To Python, booleans are numbers; and text may hold what no file name and no file can."""
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if kinds & {int, float} and bool not in kinds and any(isinstance(one, bool) for one in _inside(value)):
+            raise ValueError(f"must be a number, got {str(value).lower()}")
+        for one in _inside(value):
+            if isinstance(one, str) and (odd := NO_TEXT.search(one)):
+                raise ValueError(f"holds U+{ord(odd[0]):04X}, which is no text")
+        if info.field_name in _PATHS and isinstance(value, str) and value.startswith("~"):
+            try:
+                Path(value).expanduser()
+            except RuntimeError:
+                raise ValueError(f"there is no home directory `{value.split('/')[0]}`") from None
+        return value
+
+
+# Fields that may hold a local path.
+_PATHS = frozenset(
+    ("output_dir", "name", "chat_template", "start_from", "source", "eval_source", "dir", "local_dir")
+) | {"deepspeed_config"}
+NO_TEXT = re.compile("[\x00\ud800-\udfff]")
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of."""
+    inside = typing.get_args(annotation)
+    return {annotation}.union(*map(_kinds, inside)) if inside else {annotation}
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """A value, and what is in it where it is a list or a mapping."""
+    yield value
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _inside(one)
+
+
+def section_of(annotation: Any) -> type[Section] | None:
+    """The section inside an annotation such as ``ProfileConfig | None`` or ``list[SourceConfig]``, if there is one."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(section_of, typing.get_args(annotation))), None)
