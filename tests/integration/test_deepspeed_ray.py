@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from finray import export_model, train
+from finray import export, train
 from tests.support import runs
 from tests.support.runs import Plain, changed
 
@@ -21,5 +21,5 @@ def test_stage_3_under_ray_trains_and_exports(ray_cluster: str, tiny_run: Callab
     # DeepSpeed's own files are there, and do not go into what is handed on.
     assert (result.run_dir / "checkpoint-000004" / "deepspeed" / "zero_to_fp32.py").is_file()
     assert not (result.final / "deepspeed").exists()
-    export_model(result.run_dir, tmp_path / "exported", merge=True, dtype="fp32")
+    export(result.run_dir, tmp_path / "exported", merge=True, dtype="fp32")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").num_parameters() > 0

@@ -141,7 +141,7 @@ def test_the_end_of_sequence_is_learned_and_a_cut_off_row_says_so(preparing: Pre
     source = put(
         "rows.jsonl", lines([{"input": "one two ", "output": "three"}, {"input": "a ", "output": words(1, 40)}])
     )
-    dataset = preparing.dataset(source, max_length=32)
+    dataset = preparing.dataset(source, max_length=32, format="prompt_completion")
     rows = dataset.all_rows("train")
     end = preparing.tokenizer.eos_token_id
     (short, mask), (long, _) = ids(rows)
@@ -249,7 +249,7 @@ def test_training_on_the_exported_files_gives_the_same_tokens(preparing: Prepari
     # The directory of the old tool, with its name.
     folder = tmp_path / "datasets/dolphin/flan1m/train=90%-val=5%-test=5%"
     before = exported(preparing, config, folder).splits(config.data, seed=config.run.seed)
-    after = preparing.splits(folder, eval_split="validation", test_split="test")
+    after = preparing.splits(folder, format="prompt_completion", eval_split="validation", test_split="test")
     assert ids(after.train) == ids(before.train)
     assert ids(after.eval) == ids(before.eval)
     assert ids(after.test) == ids(before.test)
@@ -288,14 +288,15 @@ def test_the_old_tools_own_files_are_read_as_they_are(preparing: Preparing, put:
     for name, some in (("training", rows[:8]), ("validation", rows[8:10]), ("test", rows[10:])):
         folder = put(f"{name}.jsonl", lines(some)).parent
     put(".data_ready", "ready")
-    splits = preparing.splits(folder, eval_split="validation", test_split="test")
+    plain = {"format": "prompt_completion"}
+    splits = preparing.splits(folder, eval_split="validation", test_split="test", **plain)
     sides = [preparing.said(one) for one in (splits.train, splits.eval, splits.test)]
     assert [[text.rsplit(" ", 1)[1] for text in side] for side in sides] == [
         [str(at) for at in range(8)],
         ["8", "9"],
         ["10", "11"],
     ]
-    assert preparing.texts(folder, train_split="training") == sides[0]
+    assert preparing.texts(folder, train_split="training", **plain) == sides[0]
 
 
 # --- a code model on one directory of a Hub data set -----------------------------------------------------------

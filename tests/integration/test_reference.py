@@ -135,10 +135,10 @@ def test_the_merged_export_has_the_logits_of_base_and_adapter(
 ) -> None:
     from peft import PeftModel
 
-    from finray import export_model
+    from finray import export
 
     run_dir, _, _ = trained
-    export_model(run_dir / "checkpoint-000020", tmp_path / "merged", merge=True, dtype="fp32")
+    export(run_dir / "checkpoint-000020", tmp_path / "merged", merge=True, dtype="fp32")
     merged = AutoModelForCausalLM.from_pretrained(str(tmp_path / "merged"), dtype=torch.float32).eval()
     base = AutoModelForCausalLM.from_pretrained(str(smollm2_dir), dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, str(run_dir / "checkpoint-000020")).eval()

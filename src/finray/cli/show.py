@@ -74,7 +74,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*, as_json: bool, quiet: bool, verbose: bool, **arguments: Any) -> None:
-        _MODE.set(Mode(as_json, quiet, verbose))
+        before = _MODE.set(Mode(as_json, quiet, verbose))
         if verbose:
             os.environ["FINRAY_VERBOSE"] = "1"
         try:
@@ -83,6 +83,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             if as_json and not mode().written and (known := explained(error)) is not None:
                 document({"error": known.to_dict()})
             raise
+        finally:
+            _MODE.reset(before)
 
     own = inspect.signature(function, eval_str=True).parameters.values()
     common = inspect.signature(_common, eval_str=True).parameters.values()

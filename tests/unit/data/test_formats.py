@@ -284,7 +284,9 @@ def test_other_names_of_the_table_are_mapped_too() -> None:
     assert example({"c": "a"}, field_mapping={"content": "c"}) == Text("a")
     row = {"q": "a", "answer": "b", "c": "c"}
     assert said(example(row, field_mapping={"question": "q", "context": "c"}))[0] == ("user", "a\nc")
-    assert "columns are not those of" in refused(row, field_mapping={"question": "q", "query": "c", "content": "a"})
+    assert "`content` is read from `a`, which is no column" in refused(
+        row, field_mapping={"question": "q", "query": "c", "content": "a"}
+    )
 
 
 PAIRS = [{"prompt": "a?", "completion": "b"}, {"input": "a?", "output": "b"}]

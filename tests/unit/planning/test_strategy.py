@@ -99,6 +99,7 @@ def start(plain: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatc
     config = runs.config_of(plain)
     with open_run(config, fresh=False, say=said.append) as run, driver.connect(config, run, hear) as connected:
         assert connected.placement == Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
+        run.keep_resolved(connected.resolved)
         return connected.resolved.strategy
 
 
