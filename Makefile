@@ -63,8 +63,9 @@ browser:
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit $(ARGS)
 
+# Several processes share the cores here: threads that wait for each other must not keep one busy.
 test: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # `===` takes the build with CUDA even where a CPU build of the same version is at hand.
 $(CUDA_VENV)/.dev: pyproject.toml constraints.txt

@@ -114,10 +114,8 @@ def test_nothing_outside_of_planning_reads_an_auto() -> None:
     }
     others = {path for path in readers if path.split("/")[0] not in ("config", "planning")}
     assert "planning/resolve.py" in readers
-    assert all(
-        path.startswith(("data/formats/", "parallel/deepspeed/", "inspection/")) or path == "training/assemble.py"
-        for path in others
-    )
+    formats = ("data/formats/", "training/assemble.py")
+    assert all(path.startswith((*formats, "parallel/deepspeed/", "inspection/")) for path in others)
 
 
 def test_a_run_that_goes_on_keeps_what_changes_its_arithmetic() -> None:
