@@ -12,30 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
-from finray.models import adapters
 from finray.models.artifacts import read_artifact
 from finray.models.export import Exported, convert_gguf, export
-from finray.models.loading import load_model
-from tests.unit.models.test_adapters import save_adapter
+from tests.unit.models.test_adapters import artifact as artifact
 
 
 @pytest.fixture
-def adapter(tmp_path: Path, tiny_model_dir: Path, tokenizer: Any) -> Path:
+def adapter(artifact: Path, tiny_model_dir: Path) -> Path:
     """An adapter that changes its base, with finray's notes."""
-    config = AdapterConfig(rank=4)
-    model = adapters.add_lora(load_model(ModelConfig(name=str(tiny_model_dir)), dtype=torch.float32), config, seed=1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    save_adapter(model, folder)
-    tokenizer.save_pretrained(str(folder))
-    (folder / "finray.json").write_text(json.dumps({"rows": "chat", "base_model": str(tiny_model_dir), "other": 1}))
-    return folder
+    notes = {"rows": "chat", "base_model": str(tiny_model_dir), "other": 1}
+    (artifact / "finray.json").write_text(json.dumps(notes))
+    return artifact
 
 
 def names(folder: Path) -> set[str]:
