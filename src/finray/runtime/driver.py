@@ -245,7 +245,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
         resolved = resolve(
             config,
             placement,
-            device_of(placement, nodes if clusters.address_of(config.cluster) else None),
+            device_of(placement, nodes if address else None),
             packing=packing,
             before=run.resolved(),
             chose=lambda choice: handle(Note(choice.note)),
