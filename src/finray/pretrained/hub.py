@@ -42,7 +42,8 @@ def _ask() -> str | None:
             pass  # An answer.
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
-            outcome[0] = str(getattr(reason, "strerror", None) or reason).lower()
+            if not isinstance(reason, TimeoutError):
+                outcome[0] = str(getattr(reason, "strerror", None) or reason).lower()
             return
         outcome[0] = ""
 

@@ -49,6 +49,13 @@ def test_a_hub_that_says_nothing_is_given_up_once_and_for_all(silent: str, monke
     assert hub.refusal() is not None
 
 
+def test_a_timeout_of_the_socket_says_the_same(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the two limits is met first."""
+    join = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: join(self))
+    assert hub.refusal() == f"the Hub was tried at {silent}: no answer within 0.5 s"
+
+
 def test_a_model_that_is_on_a_hub_that_does_not_answer_is_one_error(silent: str) -> None:
     with pytest.raises(ModelError) as caught:
         load_tokenizer(ModelConfig(name="nobody/nothing"))
