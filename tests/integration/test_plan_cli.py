@@ -84,7 +84,7 @@ def test_a_gpu_is_named(config: Path) -> None:
 
 
 def test_the_change_that_is_proposed_makes_it_fit(tiny_model_dir: Path, tmp_path: Path) -> None:
-    # A model of 3 G parameters, of which there is nothing but a configuration.
+    # A model of 3 G parameters, whose file has a header and no content.
     model = tmp_path / "large"
     model.mkdir()
     shape = json.loads((tiny_model_dir / "config.json").read_text(encoding="utf-8"))
@@ -94,7 +94,7 @@ def test_the_change_that_is_proposed_makes_it_fit(tiny_model_dir: Path, tmp_path
     for file in tiny_model_dir.glob("*token*"):
         (model / file.name).write_bytes(file.read_bytes())
     (model / "chat_template.jinja").write_text(tiny.CHATML, encoding="utf-8")
-    (model / "pytorch_model.bin").touch()
+    tiny.write_empty_weights(model)
     wide = {"data.max_length": 4096, "train.precision": "bf16", "train.micro_batch_size": 4}
     plain = runs.tiny_run(model, tiny.write_chat_rows(tmp_path, 600), tmp_path / "out", wide)
     config = runs.write_config(plain, tmp_path / "run.yaml")

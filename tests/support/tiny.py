@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 _LIST = """
 the a cat dog house tree river mountain bread water light stone green blue small large runs sleeps sings
@@ -72,8 +73,6 @@ def train_tokenizer() -> Any:
 
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
     """A randomly initialised tiny model of a family, in fp32."""
-    from transformers import AutoConfig
-
     kind, settings = FAMILIES[family]
     config = AutoConfig.for_model(kind, **settings | overrides)
     torch.manual_seed(seed)
@@ -90,6 +89,20 @@ def save_model(family: str, folder: Path, tokenizer: Any, **overrides: Any) -> N
     """Write a tiny model and its tokenizer."""
     build_model(family, **overrides).save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
+
+
+def write_empty_weights(folder: Path) -> None:
+    """The weights of the model whose ``config.json`` lies there: a sparse file of zeros, which takes no room."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(folder)))
+    header, end = {}, 0
+    for name, tensor in model.named_parameters():
+        start, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
 
 
 def in_hub_cache(cache: Path, tokenizer: Any, patch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -48,14 +48,7 @@ def load_model(
         ModelError: it cannot be loaded, its files lack weights that its configuration asks for, or there is no such
             task.
     """
-    check_exists(model.name)
-    if not on_meta and (folder := Path(model.name).expanduser()).is_dir():
-        # Says which file is damaged, and follows no index out of the directory, as Transformers would.
-        stored_weights(folder)
-    silence_transformers()
-    import transformers
-
-    auto_class: Any = getattr(transformers, task_spec(model.task).auto_class)
+    auto_class = _auto_class(model, with_weights=not on_meta)
     if not torch.cuda.is_available():
         # PEFT imports DeepSpeed wherever it is installed, and that prints a line unless it is told of no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -63,7 +56,9 @@ def load_model(
     options = {"dtype": dtype} | ({} if attention_name is None else {"attn_implementation": attention_name})
     try:
         if on_meta:
-            config = transformers.AutoConfig.from_pretrained(**source_options(model))
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(**source_options(model))
             # What is built here has plain layers, also where the files hold quantised ones.
             if getattr(config, "quantization_config", None) is not None:
                 del config.quantization_config
@@ -72,10 +67,7 @@ def load_model(
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                loaded, report = auto_class.from_pretrained(
-                    **source_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
-                )
-            _require_all_weights(loaded, report, model)
+                loaded = _from_files(auto_class, model, **options)
             if model.name.endswith(".gguf") and getattr(loaded.config, "quantization_config", None) is not None:
                 # It is dequantised, yet still calls itself quantised and refuses to be saved.
                 del loaded.config.quantization_config
@@ -87,6 +79,49 @@ def load_model(
     except Exception as error:
         # Files that others have written, read by whatever code belongs to the model: there is no list of errors.
         raise not_loaded("model's configuration" if on_meta else "model", model, error) from None
+    return loaded
+
+
+def check_loading(model: ModelConfig) -> None:
+    """See that the files of a model give what :func:`load_model` takes from them; of weights, only headers are read.
+
+    Raises:
+        ModelError: they do not.
+    """
+    auto_class = _auto_class(model, with_weights=True)
+    try:
+        _from_files(auto_class, model, dtype=torch.float32, device_map={"": "meta"})
+    except (FinrayError, MemoryError):
+        raise
+    except Exception as error:
+        raise not_loaded("model", model, error) from None
+
+
+def is_quantised(model: ModelConfig) -> bool:
+    """Whether a model's files hold quantised weights, by its configuration."""
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.from_pretrained(**source_options(model)), "quantization_config", None) is not None
+
+
+def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
+    """Transformers' class for a model, whose files have been looked at."""
+    check_exists(model.name)
+    if with_weights and (folder := Path(model.name).expanduser()).is_dir():
+        # Says which file is damaged, and follows no index out of the directory, as Transformers would.
+        stored_weights(folder)
+    silence_transformers()
+    import transformers
+
+    return getattr(transformers, task_spec(model.task).auto_class)
+
+
+def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> Any:
+    """The model as Transformers reads it, with no weight that its files do not have."""
+    loaded, report = auto_class.from_pretrained(
+        **source_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    _require_all_weights(loaded, report, model)
     return loaded
 
 

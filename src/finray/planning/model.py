@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
 
 from finray.config.resolved import Packing
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
-from finray.models.loading import load_model
+from finray.models.loading import check_loading, is_quantised, load_model
 from finray.models.packing_check import check_packing
 from finray.models.sharded import cut_model, left_out
 from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, stored_in
@@ -24,10 +25,11 @@ from finray.planning.layers import LayerProbe
 from finray.pretrained import hub
 from finray.pretrained.bundled_configs import bundled_config
 from finray.pretrained.tokenizers import load_tokenizer, new_ids
-from finray.pretrained.weights import StoredWeights
 
 _GATED = ("gated", "401", "403", "restricted", "unauthorized")
 _UNREACHABLE = ("offline", "couldn't connect", "connection", "cannot find the requested files", "timed out")
+# The same of files that another download has left out, where nobody asks the Hub for them.
+_LEFT_OUT = "does not appear to have a file"
 _OUT_OF_REACH = "the model is not in the local cache, and the Hub cannot be reached"
 _TOKEN_NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
@@ -74,9 +76,8 @@ def plan_model(
         ends = [getattr(source, "eos_token_id", None) for source in sources]
         stop = {one for end in ends for one in (end if isinstance(end, list) else [end]) if one is not None}
         check_tokens(tokenizer, int(model.get_input_embeddings().weight.shape[0]), stop, found)
+        _check_weights(config, found, environ, offline=offline)
     stored = stored_in(config.model)
-    # Before an adapter puts other names around them.
-    shapes = {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
     layers = [] if stored is None else left_out(model, stored)
     names = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
     unmatched: FinrayError | None = None
@@ -105,7 +106,8 @@ def plan_model(
             "adapter.rank",
             "8 to 128 is usual",
         )
-    check_stored(shapes, layers, stored, blueprint.base, found)
+    if layers:
+        found.warn(cut_model(layers), "model.name")
     same = ("parameters", "trainable", "adapter", "layers", "context")
     plan = ModelPlan(
         **{name: getattr(blueprint, name) for name in same},
@@ -133,11 +135,7 @@ def _open(
             check_packing(config.model),
         )
     except FinrayError as error:
-        known = explained(error, config, environ)
-    if offline and known.message == _OUT_OF_REACH:
-        found.skip("its weights and its tokenizer", known.where)
-    else:
-        found.problem(known)
+        _not_had(error, "its weights and its tokenizer", config, found, environ, offline=offline)
     shape = None if Path(config.model.name).exists() else bundled_config(config.model)
     if shape is None:
         return None
@@ -145,52 +143,30 @@ def _open(
     return load_model(shape, dtype=torch.float32, on_meta=True), None, check_packing(shape)
 
 
-def check_stored(
-    shapes: Mapping[str, tuple[int, ...]],
-    layers: list[str],
-    stored: StoredWeights | None,
-    elements: int,
-    found: Findings,
-) -> None:
-    """Compare the weights that a model wants with those that its files hold.
-
-    Args:
-        shapes: of the model's parameters, by name.
-        layers: tensors of layers that are in the files, and not in the model.
-        stored: the headers of its files; None where they cannot be looked into.
-        elements: of the model.
-        found: takes problems and warnings.
-    """
-    # Quantised files hold fewer elements, in other shapes.
-    if stored is None or any(dtype not in ("F64", "F32", "F16", "BF16") for dtype in stored.dtypes):
+def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool) -> None:
+    """See that the model would load, where that reads nothing but headers and fetches nothing."""
+    path = Path(config.model.name).expanduser()
+    if path.suffix == ".gguf" or not (path.is_dir() or is_offline_mode()):
         return
-    others = [
-        f"{name} ({stored.tensors[name].shape}, not {shape})"
-        for name, shape in shapes.items()
-        if name in stored.tensors and stored.tensors[name].shape != shape
-    ]
-    if others:
-        found.problem(
-            ModelError(
-                f"{len(others):,} weights have another shape in the files than `config.json` says, such as {others[0]}",
-                where="model.name",
-                repair="put `config.json` and the files of one model together",
-            )
-        )
-    # What a file lacks would be drawn at random, with no more than a line in a log. Files may hold a tied head a second
-    # time, and tensors of parts that are not built; names may differ where Transformers converts them.
-    elif stored.elements < 0.999 * elements:
-        lacking = [name for name in shapes if name not in stored.tensors]
-        found.problem(
-            ModelError(
-                f"the files hold {stored.elements:,} of {elements:,} weights: the others would be random"
-                + (f", such as {lacking[0]}" if lacking else ""),
-                where="model.name",
-                repair="fetch the model again, with all of its `.safetensors` files, or mend `config.json`",
-            )
-        )
-    if layers:
-        found.warn(cut_model(layers), "model.name")
+    try:
+        check_loading(config.model)
+    except FinrayError as error:
+        if path.is_dir() and is_quantised(config.model):
+            # Where the run is to take place there may be what this machine lacks.
+            found.warn(f"its files are quantised, and here {error.message}", "model.name")
+        else:
+            _not_had(error, "its weights", config, found, environ, offline=offline)
+
+
+def _not_had(
+    error: FinrayError, what: str, config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool
+) -> None:
+    """Note a model that cannot be had, or ``what`` of it was not checked."""
+    known = explained(error, config, environ)
+    if offline and known.message == _OUT_OF_REACH:
+        found.skip(what, known.where)
+    else:
+        found.problem(known)
 
 
 def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> None:
@@ -276,7 +252,8 @@ def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) ->
                 else ", then export HF_TOKEN=... with a token of that account"
             ),
         )
-    if hub.refusal() is None and any(sign in text for sign in _UNREACHABLE):
+    signs = (*_UNREACHABLE, _LEFT_OUT) if is_offline_mode() else _UNREACHABLE
+    if hub.refusal() is None and any(sign in text for sign in signs):
         return ModelError(
             _OUT_OF_REACH,
             where=where,

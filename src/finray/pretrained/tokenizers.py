@@ -149,6 +149,11 @@ def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
             repair=f"{refused}; when it answers, run the command again, or name a model directory (`finray plan "
             "--offline` plans without the Hub)",
         )
+    if Path(model.name).expanduser().is_dir():
+        repair = "fetch the model again, with all of its files: weights as `.safetensors`, settings, tokenizer"
+    if text and text[0].startswith("Weights only load failed"):
+        # Torch goes on with how to load it nevertheless.
+        text = ["its pickled weights hold more than tensors"]
     if "trust_remote_code" in str(error):
         repair = "read the code that comes with the model; if you trust it, set model.trust_remote_code to true"
     return ModelError(

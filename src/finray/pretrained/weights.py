@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 _FILES = FileKind(ModelError, repair="fetch the file again; it may be cut off")
+# What Transformers calls the pickled weights whose safetensors are called so.
+_PICKLED = {"model": "pytorch_model"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,6 @@ class StoredWeights:
         return tuple(dtype for dtype, _ in counts.most_common())
 
     @property
-    def elements(self) -> int:
-        """In all tensors."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
-
-    @property
     def modules(self) -> list[str]:
         """Names of the modules that have a ``weight``."""
         return sorted(name.removesuffix(".weight") for name in self.tensors if name.endswith(".weight"))
@@ -82,7 +79,7 @@ class StoredWeights:
 
 
 def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] | None = None) -> StoredWeights | None:
-    """The headers of a directory's safetensors files; None where it has weights of another kind only.
+    """The headers of a directory's safetensors files; None where its weights are pickled.
 
     Which files those are is what Transformers and PEFT go by: the one named after the stem, else those of the index.
     Others that lie there are not looked at.
@@ -95,29 +92,37 @@ def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] 
     Raises:
         ModelError: there are no weights, or a file is missing, cut off or cannot be read.
     """
-    single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
 
     def there(name: str) -> bool:
         return name in files if files is not None else (folder / name).is_file()
 
-    paths = [folder / single] if there(single) else []
-    if not paths and there(index):
-        named = _FILES.json(folder / index, _Index).weight_map
-        paths = sorted({_FILES.inside(folder, name, where=folder / index) for name in named.values()})
+    def named(name: str) -> list[Path]:
+        """The files of weights of one kind: the only one, or those of an index."""
+        if there(name):
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if not there(index.name):
+            return []
+        parts = _FILES.json(index, _Index).weight_map.values()
+        paths = sorted({_FILES.inside(folder, part, where=index) for part in parts})
         missing = [path.name for path in paths if not there(path.relative_to(folder).as_posix())]
         if missing:
             raise ModelError(
                 f"{len(missing)} of {len(paths)} files of weights are missing, such as {missing[0]}",
                 where=f"model.name={folder}",
-                repair="fetch the model again",
+                repair="fetch the model again, with all of its `.safetensors` files",
             )
+        return paths
+
+    paths = named(f"{stem}.safetensors")
     if not paths:
-        if any(folder.glob("*.bin")) or any(folder.glob("*.gguf")):
+        if named(f"{_PICKLED.get(stem, stem)}.bin"):
             return None
         raise ModelError(
             "the directory holds no weights",
             where=f"model.name={folder}",
-            repair="fetch the `.safetensors` files of the model as well",
+            repair="fetch the model's `.safetensors` files as well, by the names that they have on the Hub"
+            + ("; a GGUF file is named itself" if any(folder.glob("*.gguf")) else ""),
         )
     tensors: dict[str, StoredTensor] = {}
     for path in paths:

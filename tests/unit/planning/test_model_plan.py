@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from finray.config.load import build_config
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
+from finray.models.loading import load_model
 from finray.planning.blueprint import Blueprint, build_blueprint
+from finray.planning.checks import check_stored_model
 from finray.planning.findings import Findings
-from finray.planning.model import check_context, check_tokens, explained
+from finray.planning.model import check_context, check_tokens, explained, plan_model
+from tests.support import tiny
 
 
 def checked(tokenizer: Any, rows: int, stop: set[int]) -> Findings:
@@ -95,3 +103,113 @@ def test_context(blueprint: Blueprint, max_length: int, longest: int | None, lea
 def test_models_that_the_hub_does_not_give(text: str, environ: dict[str, str], message: str) -> None:
     config = build_config({"model": {"name": "someone/model"}, "data": {"source": "rows.jsonl"}}, source="test")
     assert message in str(explained(ModelError(text), config, environ))
+
+
+def pickled(folder: Path, name: str, content: Any = None) -> Path:
+    """Pickled weights in the place of the safetensors file: its tensors, or something else."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors if content is None else content, folder / name)
+    return folder / name
+
+
+def write_cut_pickle(folder: Path) -> None:
+    whole = pickled(folder, "pytorch_model.bin")
+    whole.write_bytes(whole.read_bytes()[:-2000])
+
+
+def write_pickle_that_lacks_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.layers.1.mlp.up_proj.weight")
+    pickled(folder, "pytorch_model.bin", tensors)
+
+
+def write_index_of_a_missing_pickle(folder: Path) -> None:
+    names = list(load_file(folder / "model.safetensors"))
+    files = {name: f"pytorch_model-{number % 2}.bin" for number, name in enumerate(names)}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    pickled(folder, "pytorch_model-0.bin")
+
+
+def write_pickle_that_calls(folder: Path) -> None:
+    pickled(folder, "pytorch_model.bin").write_bytes(b"cbuiltins\nprint\n(Vran\ntR.")
+
+
+# What is done to a model directory, and what is said of it; nothing where the model can be trained.
+DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "safetensors": (lambda folder: None, ""),
+    "pickled tensors": (lambda folder: pickled(folder, "pytorch_model.bin"), ""),
+    "a pickle that calls": (write_pickle_that_calls, "hold more than tensors"),
+    "an empty pickle": (lambda folder: pickled(folder, "pytorch_model.bin").write_bytes(b""), "cannot be loaded"),
+    "a pickle cut off": (write_cut_pickle, "cannot be loaded"),
+    "a pickle that lacks a weight": (write_pickle_that_lacks_a_weight, "would be random"),
+    "an index of a missing pickle": (write_index_of_a_missing_pickle, "1 of 2 files of weights are missing"),
+    "another pickle": (lambda folder: pickled(folder, "training_args.bin"), "holds no weights"),
+    "GGUF": (lambda folder: pickled(folder, "model.gguf"), "holds no weights"),
+    "an unnamed file": (lambda folder: pickled(folder, "model-00001.safetensors"), "holds no weights"),
+    "generation settings": (
+        lambda folder: (folder / "generation_config.json").write_text('{"max_new_tokens": "x"}'),
+        "cannot be loaded",
+    ),
+    "an adapter's settings": (
+        lambda folder: (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}'),
+        "cannot be loaded",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), DIRECTORIES.values(), ids=DIRECTORIES.keys())
+def test_a_model_directory_has_a_problem_exactly_where_the_model_does_not_load(
+    tiny_model_dir: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    change(folder)
+    config = build_config({"model": {"name": str(folder)}, "data": {"source": "rows.jsonl"}}, source="test")
+    found = Findings()
+    try:
+        check_stored_model(config)
+    except ModelError as error:
+        found.problem(error)
+    plan_model(config, found)
+    if said:
+        with pytest.raises(ModelError):
+            load_model(config.model, dtype=torch.float32)
+    else:
+        load_model(config.model, dtype=torch.float32)
+    assert bool(found.problems) == bool(said)
+    assert said in " ".join(one.message for one in found.problems)
+    for one in found.problems:
+        assert str(folder) in str(one.where)
+        assert "safetensors" in str(one.repair) or "config.json" in str(one.repair)
+
+
+def test_quantised_files_that_do_not_load_here_are_a_warning(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = build_config({"model": {"name": str(folder)}, "data": {"source": "rows.jsonl"}}, source="test")
+    found = Findings()
+    assert plan_model(config, found) is not None
+    assert found.problems == ()
+    assert "its files are quantised" in found.warnings[0].message
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_model_of_the_hub_without_its_weights_does_not_start_without_a_network(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
+) -> None:
+    tiny.in_hub_cache(tmp_path, tokenizer, monkeypatch)
+    config = build_config({"model": {"name": "org/tiny"}, "data": {"source": "rows.jsonl"}}, source="test")
+    whole, lacking = Findings(), Findings()
+    assert plan_model(config, whole, environ={}, offline=offline) is not None
+    assert whole == Findings()
+    next(tmp_path.glob("*/snapshots/000*/model.safetensors")).unlink()
+    plan_model(config, lacking, environ={}, offline=offline)
+    (said,) = lacking.unchecked if offline else lacking.problems
+    assert said.where == "model.name=org/tiny"
+    assert said.message == (
+        "its weights" if offline else "the model is not in the local cache, and the Hub cannot be reached"
+    )

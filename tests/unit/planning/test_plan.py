@@ -227,8 +227,8 @@ def test_a_configuration_of_another_model_than_the_files(plan: Planner, tiny_mod
     shutil.copytree(tiny_model_dir, copy)
     whole = json.loads((copy / "config.json").read_text())
     said = {
-        "would be random, such as model.layers.2": {"num_hidden_layers": 4},
-        "weights have another shape": {"vocab_size": 300},
+        "would be random: model.layers.2": {"num_hidden_layers": 4},
+        "have another shape in its files": {"vocab_size": 300},
         "modules_to_save": {},
     }
     for text, changes in said.items():
