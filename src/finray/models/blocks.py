@@ -23,7 +23,7 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and id(module) not in inside and len(module):
+        if isinstance(module, torch.nn.ModuleList) and id(module) not in inside:
             kinds = {type(member) for member in module}
             if len(kinds) == 1 and any(True for member in module for _ in member.parameters()):
                 found += list(module)
@@ -45,7 +45,7 @@ def wrap_blocks(model: Any, *, checkpointing: str = "none", offload: bool = Fals
         if checkpointing != "none":
             if checkpointing == "selective":
                 fused_lora.disable_inplace(block)
-            forward = _checkpointed(block, forward, selective=checkpointing == "selective")
+            forward = _checkpointed(forward, selective=checkpointing == "selective")
         if offload:
             forward = _offloaded(block, forward, SMALLEST_OFFLOAD if smallest is None else smallest)
         block.forward = forward
@@ -65,7 +65,7 @@ def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
         block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
 
 
-def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:  # noqa: ARG001
         return CheckpointPolicy.MUST_SAVE if is_kept(str(operation)) else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -74,7 +74,7 @@ def _checkpointed(block: torch.nn.Module, forward: Callable[..., Any], *, select
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 

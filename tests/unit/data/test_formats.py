@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.convert import FormatChoice, converter_of
 from finray.data.formats.examples import Chat, Completion, Labelled, Message, Text, detect
 from finray.data.sources.pieces import read
@@ -80,6 +81,17 @@ def test_alpaca_with_a_system_message_and_earlier_turns() -> None:
     assert said(example({**ALPACA, "system": None, "history": None})) == said(example(ALPACA))
 
 
+def test_the_prompt_of_alpaca_with_a_system_message_and_earlier_turns() -> None:
+    row = {"instruction": "one more", "output": "the Ob", "history": [["a river?", "the Chari"]], "system": "be brief"}
+    wanted = "be brief\n\n### Instruction:\na river?\n\n### Response:\nthe Chari\n\n### Instruction:\none more\n\n"
+    assert example(row, chat=False) == Completion(f"{wanted}### Response:\n", "the Ob")
+
+
+def test_what_alpaca_calls_context_is_its_input() -> None:
+    row = {"instruction": "name a river", "context": "in Peru", "output": "the Marañón"}
+    assert example(row) == example(ALPACA)
+
+
 @pytest.mark.parametrize("history", ["abc", 5, [["one"]], ["ab"], [["a", "b", "c"]]])
 def test_a_history_that_is_none_is_named(history: Any) -> None:
     assert "`history` must be a list of pairs" in refused({**ALPACA, "history": history})
@@ -115,6 +127,57 @@ def test_sharegpt_with_tools_as_json_text_calls_and_observations() -> None:
     call = {"type": "function", "function": {"name": "depth", "arguments": {"river": "Ob"}}}
     assert chat.messages[2].extra == {"tool_calls": [call]}
     assert chat.tools == ({"type": "function", "function": TOOL},)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        *((name, "assistant") for name in ("gpt", "chatgpt", "model", "bot", "assistant")),
+        *((name, "tool") for name in ("observation", "function_response", "tool_response", "tool")),
+        *(("human", "user"), ("user", "user"), ("system", "system"), ("developer", "developer")),
+        *(("function", "function"), ("ipython", "ipython")),
+    ],
+)
+def test_the_role_of_a_turn_by_every_name_that_data_sets_use(name: str, role: str) -> None:
+    assert said(example({"conversations": [{"from": name, "value": "a"}]})) == [(role, "a")]
+
+
+@pytest.mark.parametrize("name", ["function_call", "tool_call"])
+@pytest.mark.parametrize("arguments", ["arguments", "parameters"])
+def test_a_call_as_text_or_as_a_record_by_either_name_of_its_arguments(name: str, arguments: str) -> None:
+    call = {"name": "depth", arguments: {"river": "Ob"}}
+    for value in (json.dumps(call), json.dumps([call])):
+        (turn,) = example({"conversations": [{"from": name, "value": value}]}).messages
+        function = {"name": "depth", "arguments": {"river": "Ob"}}
+        assert turn == Message("assistant", "", extra={"tool_calls": [{"type": "function", "function": function}]})
+    (turn,) = example({"messages": [{"role": "assistant", "content": "b", "tool_calls": [{"name": "x"}]}]}).messages
+    assert turn.extra["tool_calls"][0]["function"] == {"name": "x", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"role": "assistant", "content": "b"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"name": "x"}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "x"}], "train": False},
+    ],
+)
+def test_answers_in_a_row_are_refused_unless_the_second_is_the_calls_of_the_first(second: dict[str, Any]) -> None:
+    first = {"role": "assistant", "content": "a", "name": "n"}
+    message = refused({"messages": [USER, first, second]})
+    assert "messages[2]: two assistant turns in a row" in message
+    joined = example(
+        {"messages": [USER, first, {**second, "content": None, "tool_calls": [{"name": "x"}], "train": True}]}
+    )
+    assert (joined.messages[1].content, joined.messages[1].extra["name"]) == ("a", "n")
+    assert [call["function"]["name"] for call in joined.messages[1].extra["tool_calls"]] == ["x"]
+
+
+def test_what_else_of_a_message_templates_read_is_kept() -> None:
+    kept = {"name": "n", "tool_call_id": "i", "reasoning_content": "r", "thinking": "t", "reasoning": "s"}
+    (message,) = example({"messages": [{"role": "user", "content": "a", **kept, "more": "m"}]}).messages
+    assert message.plain() == {"role": "user", "content": "a", **kept}
+    assert example({"messages": [{**USER, "name": None}]}).messages[0].extra == {}
 
 
 def test_several_calls_in_a_row_are_one_turn() -> None:
@@ -184,7 +247,8 @@ def test_a_record_of_lists_is_a_list_of_records() -> None:
     """As `datasets` keeps a `Sequence` of structs."""
     row = {"messages": {"role": ["user", "assistant"], "content": ["a", "b"], "train": [None, False]}}
     assert example(row).messages == (Message("user", "a"), Message("assistant", "b", train=False))
-    assert "nested columns" in refused({"messages": {"role": ["user", "assistant"], "content": ["a"]}})
+    for odd in ({"role": ["user", "assistant"], "content": ["a"]}, {"role": "user", "content": "a"}, {}):
+        assert "nested columns" in refused({"messages": odd})
 
 
 def test_content_in_parts() -> None:
@@ -238,6 +302,7 @@ TABLE = [
     (["query", "response"], "alpaca (instruction from query, output from response)"),
     (["question", "answer"], "alpaca (instruction from question, output from answer)"),
     (["prompt", "answer"], "alpaca (instruction from prompt, output from answer)"),
+    (["instruction", "context", "output"], "alpaca (instruction, output, input from context)"),
     (["label", "text"], "text (text); not read: label"),
     (["content"], "text (text from content)"),
 ]
@@ -307,6 +372,19 @@ def test_the_fingerprint_of_formats_that_are_named_stays() -> None:
     assert set(named) == {"format", "field_mapping", "input_template", "output_template", "converter"}
     assert FormatChoice("auto", {}).shaped_by() == {**named, "format": "auto", "pairs": "chat"}
     assert FormatChoice("alpaca", {}, system="s").shaped_by()["system"] == "s"
+
+
+def test_a_source_of_a_mix_says_for_itself_what_it_says_and_the_rest_is_the_data_sections() -> None:
+    fields: dict[str, Any] = {"format": "text", "field_mapping": {"text": "a"}, "system": "s"}
+    fields |= {"input_template": "{a}", "output_template": "{b}"}
+    other: dict[str, Any] = {"format": "alpaca", "field_mapping": {}, "system": ""}
+    other |= {"input_template": "{c}", "output_template": "{d}"}
+    data = DataConfig.model_construct(**{**DataConfig(source="x").model_dump(), **fields, "converter": "m:f"})
+    whole = FormatChoice(**fields, converter="m:f")
+    assert FormatChoice.of(data) == FormatChoice.of(data, SourceConfig(source="y")) == whole
+    for name, value in other.items():
+        source = SourceConfig.model_construct(**{**SourceConfig(source="y").model_dump(), name: value})
+        assert FormatChoice.of(data, source) == FormatChoice(**{**fields, name: value}, converter="m:f")
 
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -415,6 +493,33 @@ def test_templates(template: str, wanted: str) -> None:
     assert filled({"a": "one {b}", "n": 3, "f": 0.5, "t": True, "o": "x"}, template) == wanted
 
 
+def test_braces_of_a_template_that_name_no_column_are_none_of_those_that_are_read() -> None:
+    choice = FormatChoice("auto", {}, input_template="{{x}} {a}", output_template="{o}")
+    assert choice.decide(["a", "o", "id"]).describe() == "template (a, o); not read: id"
+
+
+@pytest.mark.parametrize(
+    ("templates", "mapping", "said", "where"),
+    [
+        (("one", "two"), {}, "the templates name no column", "data.input_template"),
+        (("{a}", "{o}"), {"a": "b", "c": "d"}, r": c stands in no template \(there are: a, o\)", "data.field_mapping"),
+    ],
+)
+def test_templates_and_mappings_that_come_to_nothing(
+    templates: tuple[str, str], mapping: dict[str, str], said: str, where: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        FormatChoice("auto", mapping, *templates).decide(["a", "o"])
+    assert caught.value.where == where
+
+
+def test_a_named_format_wins_over_templates() -> None:
+    row = {"text": "a", "o": "b"}
+    assert example(row, format="text", input_template="{text}", output_template="{o}") == Text("a")
+    named = example(row, format="template", input_template="{text}", output_template="{o}")
+    assert named == Completion("a", "b")
+
+
 def test_a_template_is_not_filled_twice() -> None:
     assert filled({"a": "{o}\\n", "o": "secret"}, "{a}") == "{o}\\n"
 
@@ -510,6 +615,20 @@ def test_a_converter_that_fails_is_named_with_its_row(
     stats = dataset.manifest.splits["train"]
     assert (stats.source_rows, stats.left_out, stats.bad_rows) == (4, 1, 1)
     assert preparing.said(dataset.all_rows("train"))[0] == "one"
+
+
+def test_a_converter_of_the_working_directory_comes_before_an_installed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("installed", "work"):
+        (tmp_path / folder).mkdir()
+        body = f"def shape(row):\n    return {{'text': '{folder}'}}\n"
+        (tmp_path / folder / "shape_of_work.py").write_text(body, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    monkeypatch.chdir(tmp_path / "work")
+    for _ in range(2):
+        assert examples({"a": "x"}, converter="shape_of_work:shape") == [Text("work")]
+    assert sys.path.count(str(tmp_path / "work")) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -10,8 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from finray.data.sources.pieces import read
-from finray.data.sources.resolve import resolve
+from finray.data.sources import hub, pieces
+from finray.data.sources.pieces import plan_parts, read, read_piece
+from finray.data.sources.readers import Reading
+from finray.data.sources.resolve import Source, resolve
+from finray.data.storage import Folder
 from finray.errors import DataError
 
 ROWS = [{"text": "one"}, {"text": "zwei ü"}, {"text": "three"}]
@@ -79,6 +85,155 @@ def test_data_sets_that_datasets_wrote(tmp_path: Path) -> None:
         texts(tmp_path / "saved", split="dev")
 
 
+SPLITS = {"train": [f"{at}" for at in range(10)], "test": ["x", "y"]}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    sets = {name: datasets.Dataset.from_dict({"text": values}) for name, values in SPLITS.items()}
+    datasets.DatasetDict(sets).save_to_disk(str(tmp_path / "saved"))
+    return str(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("split", "wanted"),
+    [
+        ("test", SPLITS["test"]),
+        ("train[3:]", SPLITS["train"][3:]),
+        ("train[:3]", SPLITS["train"][:3]),
+        ("train[2:-1]", SPLITS["train"][2:-1]),
+        ("train[:20%]", SPLITS["train"][:2]),
+        ("train[:2]+train[8:]", ["0", "1", "8", "9"]),
+    ],
+)
+def test_slices_of_a_saved_data_set(saved: str, split: str, wanted: list[str]) -> None:
+    assert texts(saved, split=split) == wanted
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ("train", "train", True),
+        ("train", "test", False),
+        ("train[:5]", "train[5:]", False),
+        ("train[5:]", "train[:5]", False),
+        ("train[:6]", "train[5:]", True),
+        ("train[5:]", "train[:6]", True),
+        ("train[:20%]", "train[2:]", False),
+        ("train[:-2]", "train[-2:]", False),
+        ("train[:5]", "test[:1]", False),
+        ("train", "train[9:]", True),
+        # Slices of sums are taken for the whole.
+        ("train[:5]+train[6:]", "train[5:6]", True),
+        ("test[:1]+test[1:]", "train", False),
+    ],
+)
+def test_whether_two_splits_of_a_data_set_have_rows_in_common(saved: str, one: str, other: str, shared: bool) -> None:
+    first, second = (resolve(saved, split=split) for split in (one, other))
+    assert hub.share_rows(first, second) is shared
+
+
+def test_another_subset_revision_or_directory_has_other_rows(saved: str) -> None:
+    first, second = (resolve(saved, split=split) for split in ("train[:6]", "train[5:]"))
+    assert hub.share_rows(first, second)
+    for change in ({"subset": "a"}, {"revision": "b"}, {"data_dir": "c"}):
+        assert not hub.share_rows(first, replace(second, **change))
+    # The name and what else was asked for is part of what the prepared rows are called.
+    everything = [first, second, *(replace(first, **change) for change in ({"subset": "a"}, {"revision": "b"}))]
+    assert len({hub.digest(source) for source in everything}) == 4
+
+
+def test_a_data_set_that_was_saved_again_is_read_again(saved: str, tmp_path: Path) -> None:
+    source = resolve(saved, split="test")
+    before = hub.digest(source)
+    assert texts(saved, split="test") == ["x", "y"]
+    shutil.rmtree(saved)
+    datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": ["z"]})}).save_to_disk(saved)
+    assert texts(saved, split="test") == ["z"]
+    assert hub.digest(source) != before
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 300, 600])
+def test_rows_of_a_data_set_in_pieces(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` is asked for 256 rows at a time, and pieces begin anywhere."""
+    monkeypatch.setattr(pieces, "ROWS_PER_PIECE", 100)
+    monkeypatch.setattr(pieces, "MOST_PARTS", 3)
+    datasets.Dataset.from_dict({"text": [f"{at}" for at in range(count)]}).save_to_disk(str(tmp_path / "saved"))
+    source = resolve(str(tmp_path / "saved"), split="train")
+    parts = plan_parts(source, Reading())
+    assert len(parts) == (-(-count // 100) if count <= 300 else 3)
+    found = [row for (piece,) in parts for row in read_piece(piece, source, Reading())]
+    assert [value["text"] for _, value in found] == [f"{at}" for at in range(count)]  # type: ignore[index]
+    assert [piece.first for (piece,) in parts] == [piece.start for (piece,) in parts]
+    assert [row["text"] for row in hub.rows(source, count // 3, None)] == [f"{at}" for at in range(count // 3, count)]
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("", ["train-0.jsonl", "train-1.jsonl"]),
+        ("/*.jsonl", ["train-0.jsonl", "train-1.jsonl", "validation.jsonl"]),
+        ("/validation.jsonl", ["validation.jsonl"]),
+    ],
+)
+def test_files_behind_a_url_are_chosen_as_those_of_a_directory(name: str, files: list[str]) -> None:
+    folder = Folder(f"memory:///{uuid.uuid4()}/a")
+    for file in ("train-0.jsonl", "train-1.jsonl", "validation.jsonl", "picture.png"):
+        folder.write(file, b'{"text": "one"}')
+    source = resolve(f"{folder.root}{name}", split="train")
+    assert [source.short(file) for file in source.files] == files
+    assert len(texts(f"{folder.root}{name}")) == len(files)
+    folder.delete()
+    with pytest.raises(DataError, match="no data file is there"):
+        resolve(f"{folder.root}{name}", split="train")
+
+
+def test_what_stands_behind_a_colon_is_a_directory_inside(tmp_path: Path) -> None:
+    write(tmp_path / "set" / "inner" / "a.jsonl")
+    write(tmp_path / "odd:name.jsonl")
+    assert texts(f"{tmp_path / 'set'}:inner") == [row["text"] for row in ROWS]
+    assert texts(tmp_path / "odd:name.jsonl") == [row["text"] for row in ROWS]
+    hub_set = resolve("someone/set:some/dir", split="test", subset="s", revision="r")
+    assert hub_set == Source("someone/set:some/dir", subset="s", revision="r", split="test", data_dir="some/dir")
+    plain = resolve("someone/set", split="test", subset="s", revision="r")
+    assert plain == Source("someone/set", subset="s", revision="r", split="test")
+    assert not plain.is_files
+    for name in ("missing:part", ":part"):
+        assert resolve(name, split="train") == Source(name, split="train")
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "wanted"),
+    [
+        ("train.jsonl valid.jsonl", "validation", "valid.jsonl"),
+        ("train.jsonl dev-0.jsonl", "val", "dev-0.jsonl"),
+        ("train.jsonl val.jsonl validation.jsonl", "validation", "validation.jsonl"),
+        ("training_a.jsonl testing.jsonl", "train", "training_a.jsonl"),
+        ("training_a.jsonl testing.jsonl", "test", "testing.jsonl"),
+        ("trained.jsonl test.jsonl", "train", "trained.jsonl"),
+        ("own-1.jsonl own-2.jsonl train.jsonl", "own", "own-1.jsonl own-2.jsonl"),
+        ("a.jsonl test.jsonl", "train", "a.jsonl"),
+        ("a.jsonl b.jsonl", "validation", "a.jsonl b.jsonl"),
+        ("x/test/a.jsonl x/train/deep/a.jsonl", "train", "x/train/deep/a.jsonl"),
+        ("train/test/a.jsonl train/b.jsonl", "test", "train/test/a.jsonl"),
+        ("train/val.jsonl train/b.jsonl", "validation", "train/val.jsonl"),
+        ("x/eval.jsonl x/train.jsonl", "eval", "x/eval.jsonl"),
+        ("test.jsonl", "train", ""),
+        ("a.jsonl test.jsonl", "validation", ""),
+    ],
+)
+def test_the_files_of_a_directory_that_belong_to_a_split(tmp_path: Path, files: str, split: str, wanted: str) -> None:
+    for file in (*files.split(), "notes.md", ".hidden/train.jsonl"):
+        write(tmp_path / "d" / file)
+    if not wanted:
+        with pytest.raises(DataError, match=f"no file of the split `{split}`") as caught:
+            resolve(str(tmp_path / "d"), split=split)
+        assert "there are: " in str(caught.value.repair)
+        return
+    found = resolve(str(tmp_path / "d"), split=split).files
+    assert [str(Path(file).relative_to(tmp_path / "d")) for file in found] == wanted.split()
+
+
 def test_hub_style_directories_with_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     write(tmp_path / "set/data/part.jsonl")
@@ -101,10 +256,20 @@ def test_read_names_a_bad_row_by_file_and_row(tmp_path: Path, content: bytes, ro
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("missing.jsonl", "does not exist"), ("*.csv", "matches no file"), ("notes.pdf", "not read")],
+    [
+        ("missing.jsonl", "does not exist"),
+        ("missing", "does not exist"),
+        ("*.csv", "matches no file"),
+        ("notes.pdf", "not read"),
+        ("*", "not read"),
+        ("pictures", "the directory holds no data files"),
+    ],
 )
 def test_sources_that_are_not_there(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "notes.pdf").write_bytes(b"x")
+    write(tmp_path / "a.jsonl")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"x")
     with pytest.raises(DataError, match=message):
         resolve(str(tmp_path / name), split="train")
 

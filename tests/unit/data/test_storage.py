@@ -6,6 +6,7 @@ import errno
 import gzip
 import hashlib
 import os
+import threading
 import time
 import uuid
 from itertools import pairwise
@@ -88,6 +89,160 @@ def test_a_fetched_file_is_kept_once_it_is_verified(tmp_path: Path) -> None:
     assert files.path("a.bin").read_bytes() == b"one"
     folder.remove("a.bin")
     assert files.path("a.bin") == tmp_path / "print" / "a.bin"
+
+
+def test_files_that_are_fetched_ahead_are_there_when_they_are_read(tmp_path: Path) -> None:
+    folder = Folder(f"memory://{uuid.uuid4()}/a")
+    names = [f"{number}.bin" for number in range(9)]
+    expected = []
+    for name in names:
+        folder.write(name, name.encode())
+        expected.append((name, DataFile(name, 5, hashlib.sha256(name.encode()).hexdigest())))
+    files = DatasetFiles(folder, "print", [*expected, ("gone.bin", expected[0][1])], tmp_path)
+    files.prefetch(["gone.bin", *names])
+    for thread in threading.enumerate():
+        if thread.name == "finray-fetch":
+            thread.join(30)
+    assert sorted(path.name for path in (tmp_path / "print").iterdir()) == names
+    folder.delete()
+    assert [files.path(name).read_bytes().decode() for name in names] == names
+    # What failed is reported where it is wanted.
+    with pytest.raises(DataError, match="missing or damaged"):
+        files.path("gone.bin")
+
+
+def test_fetched_files_lie_in_the_users_cache_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Folder(f"memory://{uuid.uuid4()}/a")
+    folder.write("a.bin", b"one")
+    said = [("a.bin", DataFile("a.bin", 3, hashlib.sha256(b"one").hexdigest()))]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    home = DatasetFiles(folder, "print", said, None).path("a.bin")
+    assert home == tmp_path / ".cache" / "finray" / "prepared" / "print" / "a.bin"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
+    assert DatasetFiles(folder, "print", said, None).path("a.bin").is_relative_to(tmp_path / "c" / "finray")
+    assert DatasetFiles(folder, "print", said, tmp_path / "d").path("a.bin") == tmp_path / "d" / "print" / "a.bin"
+
+
+def test_a_fetched_file_that_cannot_be_kept_is_an_error_with_the_repair(tmp_path: Path) -> None:
+    folder = Folder(f"memory://{uuid.uuid4()}/a")
+    folder.write("a.bin", b"one")
+    (tmp_path / "print").write_text("in the way")
+    files = DatasetFiles(
+        folder, "print", [("a.bin", DataFile("a.bin", 3, hashlib.sha256(b"one").hexdigest()))], tmp_path
+    )
+    with pytest.raises(DataError, match="fetched data cannot be kept") as caught:
+        files.path("a.bin")
+    assert "prepare.local_dir" in str(caught.value.repair)
+
+
+def test_a_written_file_leaves_no_scratch_file_even_where_it_fails(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    folder.write("a.bin", b"one")
+
+    def fails(*_: object) -> None:
+        raise OSError("full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "adopt", fails)
+        with pytest.raises(OSError, match="full"):
+            folder.write("b.bin", b"two")
+    assert list(folder.files()) == [("a.bin", 3)]
+    assert list(scratch.iterdir()) == []
+
+
+def test_what_speaks_of_other_files_is_deleted_before_them(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.bin", "manifest.json", "deep/part.json"):
+        folder.write(name, b"one")
+
+    def killed(*_: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    if folder.is_remote:
+        remove = type(folder._fs).rm
+        monkeypatch.setattr(
+            type(folder._fs), "rm", lambda fs, path, **options: killed() if options else remove(fs, path)
+        )
+    with pytest.raises(KeyboardInterrupt):
+        folder.delete()
+    assert list(folder.files()) == [("a.bin", 3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "packed"),
+    [
+        ("a/rows.jsonl", ".jsonl", False),
+        ("a/rows.JSONL.GZ", ".jsonl", True),
+        ("rows.csv.xz", ".csv", True),
+        ("rows.csv.bz2", ".csv", True),
+        ("a.b/rows", "", False),
+        ("what?.csv", ".csv", False),
+        ("rows.jsonl?x", ".jsonl?x", False),
+        ("https://h/rows.json?sig=a.b", ".json", False),
+        ("http://h/rows.parquet?v=1", ".parquet", False),
+        ("s3://b/rows.json?x", ".json?x", False),
+    ],
+)
+def test_the_suffix_that_says_how_a_file_is_read(name: str, suffix: str, packed: bool) -> None:
+    assert (storage.file_suffix(name), storage.is_compressed(name)) == (suffix, packed)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "extra"),
+    [
+        *(("s3", "finray[s3]"), ("gs", "finray[gcs]"), ("gcs", "finray[gcs]")),
+        *(("abfs", "finray[azure]"), ("az", "finray[azure]"), ("dropbox", "fsspec library for `dropbox://`")),
+    ],
+)
+def test_a_scheme_that_nothing_installed_can_read_names_what_to_install(
+    scheme: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(url: str) -> None:
+        raise ImportError(url)
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(DataError, match=f"nothing installed can read `{scheme}://`") as caught:
+        storage.filesystem(f"{scheme}://bucket/rows.jsonl")
+    assert extra in str(caught.value.repair)
+
+
+def test_files_behind_a_url_by_name_pattern_and_directory() -> None:
+    folder = Folder(f"memory:///{uuid.uuid4()}/a")
+    for name in ("b.jsonl", "a.jsonl", "deep/c.csv", "d[1].jsonl"):
+        folder.write(name, b"{}")
+    assert storage.find(folder.at("a.jsonl")) == [folder.at("a.jsonl")]
+    assert storage.find(folder.at("?.jsonl")) == [folder.at("a.jsonl"), folder.at("b.jsonl")]
+    assert storage.find(folder.at("[b-c].jsonl")) == [folder.at("b.jsonl")]
+    assert storage.find(folder.root) == [folder.at(name) for name in ("a.jsonl", "b.jsonl", "d[1].jsonl", "deep/c.csv")]
+    assert storage.find(folder.at("*/none")) == []
+    for url in ("http://h/a?b*", "https://h/a"):
+        assert storage.find(url) == [url]
+
+
+def test_the_digest_of_an_object_is_what_its_storage_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    info: dict[str, object] = {}
+
+    class Storage:
+        def info(self, path: str) -> dict[str, object]:
+            return info
+
+    monkeypatch.setattr(storage, "filesystem", lambda name: (Storage(), name))
+    found = set()
+    keys = ("ETag", "etag", "md5Hash", "generation", "LastModified", "Last-Modified", "mtime")
+    for key in keys:
+        for value in (b"one", 2):
+            # The first that the storage has counts, and size with it.
+            for bytes_ in (3, 4):
+                info = {"ETag": None, "size": bytes_, key: value, **({"mtime": "later"} if key != "mtime" else {})}
+                found.add(Digests(None).of("s3://b/a.bin"))
+    assert len(found) == 4
 
 
 # --- remembered digests -----------------------------------------------------------------------------------------------

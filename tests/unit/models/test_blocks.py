@@ -12,7 +12,7 @@ import torch
 from finray.config.schema import AdapterConfig
 from finray.errors import ModelError
 from finray.models import adapters, attention, blocks, fused_lora, liger
-from finray.models.blocks import is_kept, wrap_blocks
+from finray.models.blocks import blocks_of, is_kept, wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.unit.models.test_packing_families import batch_of, gradients, packed_model, rows
 
@@ -79,6 +79,40 @@ def test_gradients_are_the_same_to_the_bit(family: str, lora: bool, how: dict[st
         task.model.zero_grad()
         task.loss_sum(batch_of(rows())).backward()
         assert not all(torch.equal(one, expected[name]) for name, one in gradients(task.model).items())
+
+
+def test_the_blocks_of_a_model_are_the_outermost_lists_of_modules_of_one_kind() -> None:
+    class Block(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+    model = torch.nn.Module()
+    model.empty = torch.nn.ModuleList()
+    model.encoder = torch.nn.ModuleList([Block(), Block()])
+    model.mixed = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)])
+    model.without_weights = torch.nn.ModuleList([torch.nn.SiLU(), torch.nn.SiLU()])
+    model.decoder = torch.nn.ModuleList([Block()])
+    assert blocks_of(model) == [*model.encoder, *model.decoder]
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_without_gradients_nothing_is_kept_for_them(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = task_of("llama", lora=False)
+    wrap_blocks(task.model, checkpointing=checkpointing, offload=True, smallest=1)
+    asked = []
+    real = blocks.checkpoint
+
+    def spy(*args: Any, **options: Any) -> Any:
+        asked.append(args)
+        return real(*args, **options)
+
+    monkeypatch.setattr(blocks, "checkpoint", spy)
+    with torch.no_grad():
+        expected = task.loss_sum(batch_of(rows()))
+    assert asked == []
+    assert task.loss_sum(batch_of(rows())).item() == expected.item()
+    assert len(asked) == 2
 
 
 class Products(torch.utils._python_dispatch.TorchDispatchMode):
