@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+import posixpath
 import shutil
 import tempfile
 import time
@@ -92,6 +93,14 @@ def storage_errors(name: str) -> Iterator[None]:
         raise
 
 
+def _stream(name: str) -> io.BufferedReader:
+    if not is_url(name):
+        return io.BufferedReader(io.FileIO(name), _BUFFER)
+    fs, path = filesystem(name)
+    # fsspec's own streams cannot read a line of limited length.
+    return io.BufferedReader(fs.open(path, "rb", block_size=_AHEAD), _BUFFER)
+
+
 @contextmanager
 def opened(name: str) -> Iterator[IO[bytes]]:
     """A file for reading, decompressed where its suffix says so.
@@ -99,27 +108,26 @@ def opened(name: str) -> Iterator[IO[bytes]]:
     Raises:
         DataError: it cannot be opened or, until it is closed, read.
     """
-    with storage_errors(name):
-        fs, path = filesystem(name)
-        # fsspec's own streams cannot read a line of limited length.
-        with io.BufferedReader(fs.open(path, "rb", block_size=_AHEAD), _BUFFER) as stream:
-            if not is_compressed(name):
-                yield stream
-                return
-            unpack = COMPRESSION[PurePosixPath(name).suffix.lower()]
-            with io.BufferedReader(unpack(stream), _BUFFER) as unpacked:
-                yield unpacked
+    with storage_errors(name), _stream(name) as stream:
+        if not is_compressed(name):
+            yield stream
+            return
+        unpack = COMPRESSION[PurePosixPath(name).suffix.lower()]
+        with io.BufferedReader(unpack(stream), _BUFFER) as unpacked:
+            yield unpacked
 
 
 def is_compressed(name: str) -> bool:
     """Whether a file is decompressed while it is read, so that it cannot be read from the middle."""
-    return PurePosixPath(name).suffix.lower() in COMPRESSION
+    return posixpath.splitext(name)[1].lower() in COMPRESSION
 
 
 def file_suffix(name: str) -> str:
     """The suffix that says the format: `.jsonl` of `rows.jsonl.gz`, and of a URL whatever follows `?`."""
-    path = PurePosixPath(name.split("?")[0] if name.startswith(("http://", "https://")) else name)
-    return (PurePosixPath(path.stem) if path.suffix.lower() in COMPRESSION else path).suffix.lower()
+    # Text alone: a folder may have many thousands of files, and each is asked for several times.
+    name = (name.split("?")[0] if name.startswith(("http://", "https://")) else name).rstrip("/").lower()
+    stem, suffix = posixpath.splitext(name)
+    return posixpath.splitext(stem)[1] if suffix in COMPRESSION else suffix
 
 
 def size(name: str) -> int:
@@ -129,6 +137,8 @@ def size(name: str) -> int:
         DataError: it does not exist or cannot be asked.
     """
     with storage_errors(name):
+        if not is_url(name):
+            return Path(name).stat().st_size
         fs, path = filesystem(name)
         return int(fs.info(path)["size"] or 0)
 
@@ -197,7 +207,8 @@ class Digests:
 
     def _of_local(self, path: Path) -> str:
         before = path.stat()
-        key = str(path.resolve())
+        # A link to somewhere else has the size, times and inode of another file.
+        key = str(path.absolute())
         signature = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
         known = self._known.get(key)
         if known is not None and known[:-1] == signature:

@@ -52,16 +52,16 @@ def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
     weighed = [item for file in source.files for item in _pieces(file, sizes[file], target)]
     if source.slice is not None:
         weighed = _sliced(weighed, source, reading)
-    parts: list[tuple[ByteRange, ...]] = []
+    parts: list[list[ByteRange]] = []
     room = 0
     for piece, weight in weighed:
         if parts and weight <= room:
-            parts[-1] = (*parts[-1], piece)
+            parts[-1].append(piece)
             room -= weight
         else:
-            parts.append((piece,))
+            parts.append([piece])
             room = target - weight
-    return parts
+    return [tuple(part) for part in parts]
 
 
 def _pieces(file: str, length: int, target: int) -> Iterator[tuple[ByteRange, int]]:

@@ -7,15 +7,16 @@ Files are read by finray because a mistake in a file must be named by file and r
 from __future__ import annotations
 
 import os
+import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finray.config.paths import is_url
-from finray.data.storage import COMPRESSION, file_suffix, find
+from finray.data.storage import COMPRESSION, file_suffix, find, storage_errors
 from finray.errors import DataError
 
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
@@ -115,7 +116,8 @@ class Source:
 
 def _shared_depth(files: Sequence[str]) -> int:
     """How many folders, from the root on, all files lie in."""
-    return len(PurePosixPath(os.path.commonpath([PurePosixPath(file).parent for file in files])).parts)
+    parents = {posixpath.dirname(file) for file in files}
+    return len(PurePosixPath(os.path.commonpath([PurePosixPath(one) for one in parents])).parts)
 
 
 def resolve(name: str, *, split: str, subset: str | None = None, revision: str | None = None) -> Source:
@@ -149,12 +151,12 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     if path.is_dir():
         if subset is not None or is_datasets_directory(path):
             return Source(name, subset=subset, revision=revision, split=split)
-        below = [(item, item.relative_to(path).parts) for item in sorted(path.rglob("*")) if item.is_file()]
-        lost = [item for item in path.rglob("*") if item.is_symlink() and not item.exists()]
-        if lost := [item for item in lost if file_suffix(item.name) in (*TABLES, *TEXTS)]:
-            raise DataError("the link leads nowhere", where=str(min(lost)), repair="mend or remove it")
-        shown = [str(item) for item, parts in below if not any(part.startswith(".") for part in parts)]
-        return _of_files(name, shown, split, is_directory=True)
+        below = list(_below(str(path)))
+        lost = [one.path for one in below if one.is_symlink() and not Path(one.path).exists()]
+        if lost := [file for file in lost if file_suffix(file) in (*TABLES, *TEXTS)]:
+            raise DataError("the link leads nowhere", where=min(lost), repair="mend or remove it")
+        files = [one.path.removeprefix("./") for one in below if one.is_file()]
+        return _of_files(name, sorted(files, key=lambda file: file.split("/")), split, is_directory=True)
     if is_pattern:
         found = Path(path.anchor).glob(str(path.relative_to(path.anchor)))
         files = sorted(str(item) for item in found if item.is_file())
@@ -164,6 +166,18 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
     if path.is_absolute() or name.startswith(("./", "../", "~")) or file_suffix(name) in (*TABLES, ".txt", ".md"):
         raise DataError("the file does not exist", where=name, repair=_NOT_THERE)
     return Source(name, subset=subset, revision=revision, split=split)
+
+
+def _below(folder: str) -> Iterator[os.DirEntry[str]]:
+    """What lies in a folder and in those below it; nothing whose name begins with a dot."""
+    with storage_errors(folder), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _below(entry.path)
+            else:
+                yield entry
 
 
 def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Slice | None]:
@@ -231,13 +245,16 @@ def _of_split(files: list[str], split: str) -> list[str]:
     words = {*SPLITS, split}
     depth = _shared_depth(files)
     labels = {}
+
+    @cache
+    def of_folder(parent: str) -> str | None:
+        """The nearest folder that speaks of a split."""
+        return next((folder for folder in reversed(PurePosixPath(parent).parts[depth:]) if folder in words), None)
+
     for file in files:
-        path = PurePosixPath(file)
-        labels[file] = path.name.split(".")[0]
-        if _first_word(labels[file]) not in words:
-            # The nearest folder that speaks of a split.
-            folders = (folder for folder in reversed(path.parent.parts[depth:]) if folder in words)
-            labels[file] = next(folders, labels[file])
+        parent, _, own = file.rpartition("/")
+        label = own.split(".")[0]
+        labels[file] = label if _first_word(label) in words else of_folder(parent) or label
     alike = next((names for names in _SAME_SPLIT if split in names), (split,))
     for name in (split, *alike):
         named = [file for file in files if re.match(rf"{re.escape(name)}([-_]|$)", labels[file])]
