@@ -103,6 +103,18 @@ def test_a_system_message_whose_words_also_stand_elsewhere(monkeypatch: pytest.M
     assert encode("chatml", system("a dog"), *TURN).notes == {"system_ignored"}
 
 
+def test_where_a_template_takes_no_markers_the_words_themselves_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing = "{% for m in messages %}{% if m.content and m.content[0] > '~' %}{{ raise_exception('no') }}{% endif %}"
+    with_template(monkeypatch, "chatml", f"{refusing}{{% endfor %}}{SYSTEM_IGNORED}")
+    assert encode("chatml", system("be small"), *TURN).notes == {"system_ignored"}
+    assert not encode("chatml", system("a dog"), *TURN).notes
+    assert not encode("chatml", *TURN).notes
+    with_template(monkeypatch, "chatml", f"{refusing}{{% endfor %}}{SYSTEM_IGNORED.replace('system', 'tool')}")
+    with pytest.raises(DataError, match=r"leaves out messages\[2\]"):
+        encode("chatml", *TURN, result("nine"), assistant("four"))
+    assert not encode("chatml", *TURN, result(" \n"), assistant("four")).notes
+
+
 @pytest.mark.parametrize("name", WITH_SYSTEM)
 def test_a_system_message_that_is_rendered_is_not_called_ignored(name: str) -> None:
     for said in ("be small", " be\n\n{small} \n"):

@@ -9,7 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
+from finray.data.formats.examples import Completion
+from finray.data.tokenize.encode import Tokenizer
+from tests.support import tiny
 from tests.support.preparing import Preparing, Write, bad_rows_of, lines
 from tests.support.preparing import preparing as preparing
 from tests.support.preparing import put as put
@@ -124,3 +128,57 @@ def test_rows_of_a_batch_and_of_the_next_are_read_from_their_place(preparing: Pr
         ids, mask = split.row(number)
         assert preparing.tokenizer.decode(ids) == f"row {number}<|im_end|>"
         assert mask.tolist() == [1] * len(ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "joined"),
+    [
+        *(("one", "two", True), ("one ", "two", False), ("one", " two", False), ("one\n", "2", False)),
+        *(("one:", "two", True), ("one", "2", True), ("one", "!", False), ("", "two", False), ("one", "", False)),
+        # Scripts that put no white space between words.
+        *(("図", "犬", False), ("one", "犬", False), ("図", "two", False), ("Ａ", "two", False)),
+    ],
+)
+def test_words_that_run_into_each_other_are_counted(
+    preparing: Preparing, prompt: str, completion: str, joined: bool
+) -> None:
+    data = preparing.config("x", format="prompt_completion").data
+    encoder = Tokenizer(preparing.tokenizer, train_on=data.train_on, max_length=64, on_too_long=data.on_too_long)
+    (encoded,) = encoder.encode([Completion(prompt, completion)])
+    assert ("joined_words" in encoded.notes) is joined
+    assert ("empty_answers" in encoded.notes) is (not completion)
+
+
+# Earlier answers are written small, so each answer gets a row of its own in which it is the last.
+REWRITING = tiny.CHATML.replace(
+    "message['content']",
+    "(message['content'] | lower if message['role'] == 'assistant' and not loop.last else message['content'])",
+)
+
+
+def test_conversations_that_are_split_are_counted_with_their_rows_and_tokens(
+    preparing: Preparing, put: Write, tmp_path: Path
+) -> None:
+    template = tmp_path / "rewriting.jinja"
+    template.write_text(REWRITING, encoding="utf-8")
+    long = {"messages": [*talk("one", "The cat")["messages"], *talk("two", "no")["messages"]]}
+    source = put("rows.jsonl", lines([SHORT[0], long, SHORT[1], long]))
+    config = preparing.config(source)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"chat_template": str(template)})})
+    stats = PreparedDataset(prepare_here(config, root=tmp_path / "c")).manifest.splits["train"]
+    first, whole = {"messages": long["messages"][:2]}, {"messages": [*talk("one", "the cat")["messages"]]}
+    whole["messages"] += long["messages"][2:]
+    tokens = 2 * (length(preparing, first) + length(preparing, whole))
+    assert (stats.split_conversations, stats.split_rows, stats.split_tokens) == (2, 4, tokens)
+    assert (stats.source_rows, stats.rows) == (4, 6)
+
+
+def test_rows_with_a_label_and_rows_without_are_no_data_set(
+    preparing: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mixes_labels.py").write_text(
+        "def f(row):\n    return [{'text': 'a', 'label': 1}, {'text': 'b'}]\n", encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    error = preparing.refused(put("rows.jsonl", lines([{"n": 1}])), converter="mixes_labels:f")
+    assert "rows with a label and rows without one" in error.message

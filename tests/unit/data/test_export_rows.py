@@ -59,6 +59,33 @@ def test_a_row_of_each_kind(
     assert (tmp_path / "out" / ".data_ready").read_text() == "ready"
 
 
+def test_rows_with_a_label_are_written_with_it(preparing: Preparing, put: Write, tmp_path: Path) -> None:
+    source = put("rows.jsonl", lines([{"text": "one", "label": 3}]))
+    assert exported(preparing, tmp_path / "out", source, format="labelled_text") == {
+        "training.jsonl": [{"input": "one", "output": "3"}]
+    }
+
+
+USER_A = "<|im_start|>user\na<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user("a")], {"input": USER_A, "output": ""}),
+        ([user("a"), assistant("b"), user("c")], {"input": f"{USER_A}<|im_start|>assistant\n", "output": "b"}),
+        # What the template makes of an answer without words, such as a call.
+        ([user("a"), assistant("")], {"input": f"{USER_A}<|im_start|>assistant\n", "output": "<|im_end|>\n"}),
+        ([assistant("b")], {"input": "<|im_start|>assistant\nb<|im_end|>\n", "output": ""}),
+    ],
+)
+def test_the_last_answer_of_a_conversation_is_its_output(
+    preparing: Preparing, put: Write, tmp_path: Path, messages: list[Any], expected: dict[str, str]
+) -> None:
+    source = put("rows.jsonl", lines([{"messages": messages}]))
+    assert exported(preparing, tmp_path / "out", source, train_on="all") == {"training.jsonl": [expected]}
+
+
 def test_every_row_is_in_the_file_of_its_split_and_bad_ones_in_none(
     preparing: Preparing, put: Write, tmp_path: Path
 ) -> None:

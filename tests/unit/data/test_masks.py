@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
-from finray.data.formats.examples import Chat, Completion, Message, Text
+from finray.data.formats.examples import Chat, Completion, Labelled, Message, Text
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import tiny
@@ -148,6 +149,75 @@ def test_random_conversations_learn_exactly_the_answers(turns: list[tuple[str, s
 
 
 _TOKENIZER = tiny.train_tokenizer()
+
+
+def test_a_tokenizer_must_be_a_fast_one_and_have_an_end_of_sequence(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"no fast \(Rust\) version") as caught:
+        make(object())
+    assert caught.value.where == "model.name"
+    other = tiny.train_tokenizer()
+    other.eos_token = None
+    for example in (Text("one"), Completion("one", "two")):
+        with pytest.raises(DataError, match="no end-of-sequence token"):
+            make(other).encode([example])
+
+
+def test_what_a_tokenizer_puts_in_front_of_every_text_is_there_once_and_is_no_target() -> None:
+    tokenizer = tiny.train_tokenizer()
+    plain = make(tokenizer)
+    assert plain.bos_text == ""
+    (without,) = rows_of(plain, Text("one two"))
+    tokenizer.bos_token = "<|endoftext|>"
+    bos = tokenizer.bos_token_id
+    # A token of that name alone is not put there.
+    assert make(tokenizer).bos_text == ""
+    begin = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", bos)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    encoder = make(tokenizer)
+    assert encoder.bos_text == "<|endoftext|>"
+    (row,) = rows_of(encoder, Text("one two"))
+    assert row.ids == [bos, *without.ids]
+    assert mask_of(row) == [0, *mask_of(without)]
+    (pair,) = rows_of(encoder, Completion("one ", "two"))
+    assert (pair.ids[0], mask_of(pair)[0]) == (bos, 0)
+    learned = tokenizer.decode([token for token, mask in zip(pair.ids, mask_of(pair), strict=True) if mask])
+    assert learned == "two<|im_end|>"
+    # Rendered conversations have their own.
+    (chat,) = rows_of(encoder, conversation(("user", "one"), ("assistant", "two")))
+    assert bos not in chat.ids
+
+
+def test_truncation_and_padding_that_a_tokenizers_file_asks_for_do_not_happen() -> None:
+    tokenizer = tiny.train_tokenizer()
+    (expected,) = rows_of(make(tokenizer), Text("one two three"))
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=99)
+    (row,) = rows_of(make(tokenizer), Text("one two three"))
+    assert row == expected
+
+
+def test_labelled_text_has_the_special_tokens_of_a_classifier_and_says_whether_it_was_cut(tokenizer: Any) -> None:
+    whole = tokenizer("one two three four")["input_ids"]
+    for limit in (len(whole) - 1, len(whole), len(whole) + 1):
+        (row,) = rows_of(make(tokenizer, max_length=limit), Labelled("one two three four", "b"))
+        assert (row.ids, row.spans, row.label) == (whole[:limit], (), "b")
+        assert row.truncated == (limit < len(whole))
+
+
+def test_prompts_that_end_in_white_space_are_served_as_they_are_trained_however_many_there_are(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.data.tokenize.encode._MOST_TAILS", 3)
+    encoder = make(tokenizer)
+    for number in range(12):
+        for space in ("  ", " \n", "\n\n"):
+            prompt = f"row {number}:{space}"
+            (row,) = rows_of(encoder, Completion(prompt, "yes"))
+            served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            assert row.ids[: len(served)] == served
+            assert mask_of(row)[len(served)] == 1
+            assert not any(mask_of(row)[: len(served)])
+        assert len(encoder._tails) <= 4
 
 
 def test_prompt_and_completion_are_joined_as_they_are(tokenizer: Any) -> None:

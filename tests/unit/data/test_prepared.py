@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +17,16 @@ from hypothesis import strategies as st
 
 from finray import files
 from finray.config.load import build_config, load_config
-from finray.config.schema import DataConfig
+from finray.config.schema import DataConfig, ModelConfig
 from finray.config.tasks import task_spec
-from finray.data.dataset import prepare
+from finray.data.dataset import plan, prepare
+from finray.data.dataset.manifest import PartResult
+from finray.data.dataset.parts import PartWriter
+from finray.data.dataset.plan import Part
 from finray.data.dataset.prepare import check_inputs, plan_preparation, prepare_here
 from finray.data.dataset.prepared import PreparedDataset, Splits
 from finray.data.sampling.collate import collate
+from finray.data.storage import Digests, Folder
 from finray.errors import ClusterError, DataError
 from tests.support import damaged, runs, tiny
 from tests.support.preparing import Preparing
@@ -351,3 +359,216 @@ def test_a_part_that_was_changed_while_its_preparation_lay_unfinished_is_written
         partial = next((tmp_path / name).glob(".partial-*"))
         runs.flip(partial / "train" / name)
         PreparedDataset(run(tiny.chat_rows(10), cache=name)).verify()
+
+
+def test_the_identity_of_a_tokenizer_that_is_not_in_files_is_that_of_what_makes_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Fake:
+        chat_template: Any = "{{ messages }}"
+        bos_token_id = 1
+        eos_token_id = 2
+        merges = "a b"
+
+        @property
+        def backend_tokenizer(self) -> Any:
+            return SimpleNamespace(to_str=lambda: self.merges)
+
+    fake = Fake()
+    monkeypatch.setattr(plan, "tokenizer_files", lambda model: None)
+    monkeypatch.setattr(plan, "load_tokenizer", lambda model: fake)
+
+    def identity(**change: Any) -> str:
+        with monkeypatch.context() as patch:
+            for name, value in change.items():
+                patch.setattr(fake, name, value, raising=False)
+            return plan.tokenizer_identity(ModelConfig(name="someone/model"), Digests(None))
+
+    parts: list[dict[str, Any]] = [{}, {"merges": "a c"}, {"bos_token_id": None}, {"eos_token_id": 3}]
+    parts += [{"chat_template": "{{ tools }}"}, {"chat_template": {"default": "a", "tools": "b"}}]
+    parts += [{"bos_token_id": 2, "eos_token_id": 1}]
+    assert len({identity(**change) for change in parts}) == len(parts)
+    # Templates by name, in whatever order a library gives them.
+    assert identity(chat_template={"tools": "b", "default": "a"}) == identity(**parts[5])
+
+
+def test_a_chat_template_that_is_not_there_is_named(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = ModelConfig(name=str(tiny_model_dir), chat_template=str(tmp_path / "none.jinja"))
+    with pytest.raises(DataError, match="the chat template does not exist") as caught:
+        plan.tokenizer_identity(model, Digests(None))
+    assert caught.value.where == f"model.chat_template={tmp_path / 'none.jinja'}"
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def held(preparing: Preparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    """A preparation of several parts whose own thread is kept at its first until ``go`` is set."""
+    monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 1000)
+    begun, go, real = threading.Event(), threading.Event(), PartWriter.write
+
+    def write(self: PartWriter, part: Part) -> PartResult:
+        if threading.current_thread().name == "finray-prepare":
+            begun.set()
+            assert go.wait(60)
+        return real(self, part)
+
+    monkeypatch.setattr(PartWriter, "write", write)
+    config = preparing.config(tiny.write_chat_rows(tmp_path, 40))
+    planned = plan_preparation(config, root=str(tmp_path / "c"))
+    writer = PartWriter(planned.settings, planned.settings.encoder(preparing.tokenizer), planned.scratch)
+    with prepare.start_preparation(config, root=tmp_path / "c") as preparation:
+        assert begun.wait(60)
+        assert preparation.scratch == planned.scratch.root
+        try:
+            yield Held(preparation, writer, go, taken := [])
+        finally:
+            go.set()
+            for _ in taken:
+                preparation.give(DataError("the test ends"))
+
+
+@dataclass
+class Held:
+    preparation: prepare.Preparation
+    writer: PartWriter
+    go: threading.Event
+    taken: list[Part]
+
+    def take(self) -> Part | None:
+        part = self.preparation.take()
+        if part is not None:
+            self.taken.append(part)
+        return part
+
+    def answer(self, how: Callable[[Part], None]) -> None:
+        how(self.taken.pop(0))
+
+
+def test_what_helpers_write_is_what_one_process_writes(held: Held, preparing: Preparing, tmp_path: Path) -> None:
+    assert (held.preparation.seconds_left, held.preparation.patience_s) == (None, 60.0)
+    while held.take():
+        pass
+    numbers = [part.number for part in held.taken]
+    assert numbers == sorted(numbers, reverse=True)
+    assert len(numbers) > 3
+    told: list[Any] = []
+    for _ in numbers[1:]:
+        held.answer(lambda part: held.preparation.give(held.writer.write(part)))
+    held.go.set()
+    # The last part that was taken is waited for.
+    assert not held.preparation.wait(0.3, handle=told.append)
+    held.answer(lambda part: held.preparation.give(held.writer.write(part)))
+    folder = Path(held.preparation.result(handle=told.append))
+    assert [record.done for record in told] == list(range(1, len(numbers) + 2))
+    assert {record.total for record in told} == {len(numbers) + 1}
+    assert (told[-1].rows, held.preparation.seconds_left) == (40, 0.0)
+    assert 10 < held.preparation.patience_s < 60
+    assert [told[-1].tokens] == [PreparedDataset(folder).manifest.splits["train"].tokens]
+    alone = Path(prepare_here(held.preparation.config, root=tmp_path / "alone"))
+    contents = [{str(path.relative_to(one)): path.read_bytes() for path in one.rglob("*.*")} for one in (folder, alone)]
+    assert contents[0] == contents[1]
+
+
+def test_parts_that_are_taken_back_are_written_after_all(held: Held) -> None:
+    while held.take():
+        pass
+    held.go.set()
+    while held.taken:
+        held.answer(held.preparation.take_back)
+    assert len(PreparedDataset(held.preparation.result()).splits(DataConfig(source="x"), seed=0).train) == 40
+
+
+def test_after_an_error_nothing_is_removed_while_a_helper_writes(held: Held, tmp_path: Path) -> None:
+    for _ in range(3):
+        held.take()
+    scratch = Path(held.writer._folder.root)
+    held.answer(lambda _: held.preparation.give(DataError("row 7 is bad")))
+    held.answer(lambda _: held.preparation.give(DataError("another")))
+    held.go.set()
+    assert not held.preparation.wait(0.3)
+    assert scratch.is_dir()
+    held.answer(held.preparation.take_back)
+    with pytest.raises(DataError, match="row 7 is bad"):
+        held.preparation.result()
+    assert not scratch.exists()
+    assert held.take() is None
+
+
+def test_a_preparation_that_is_cancelled_waits_for_no_helper_and_takes_nothing_back(held: Held) -> None:
+    for _ in range(2):
+        held.take()
+    held.preparation.cancel()
+    assert held.take() is None
+    held.answer(held.preparation.take_back)
+    held.answer(held.preparation.take_back)
+    assert held.take() is None
+    held.go.set()
+    assert held.preparation.wait(60)
+    with pytest.raises(prepare._Cancelled):
+        held.preparation.result()
+
+
+def test_a_preparation_that_another_process_is_making_is_waited_for_and_said(
+    preparing: Preparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "_PATIENCE_S", 0.05)
+    config = preparing.config(tiny.write_chat_rows(tmp_path, 3))
+    root = tmp_path / "c"
+    name = plan_preparation(config, root=str(root)).name
+    told: list[Any] = []
+    with prepare.locked(str(root), name) as locked:
+        assert locked
+        with prepare.locked(str(root), name) as again:
+            assert not again
+        with prepare.locked(str(root), "another") as other:
+            assert other
+        preparation = prepare.start_preparation(config, root=root)
+        while not told:
+            assert not preparation.wait(0.05, handle=told.append)
+    assert told[0].message == "another process is preparing this data; waiting for it"
+    assert preparation.result() == str(root / name)
+    with prepare.locked("s3://bucket/c", name) as remote:
+        assert remote
+
+
+def test_a_source_that_changes_while_it_is_prepared_is_named(
+    preparing: Preparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny.write_chat_rows(tmp_path, 3)
+    real = PartWriter.write
+
+    def write(self: PartWriter, part: Part) -> PartResult:
+        result = real(self, part)
+        source.write_text(source.read_text() + "\n{}\n")
+        return result
+
+    monkeypatch.setattr(PartWriter, "write", write)
+    error = preparing.refused(source)
+    assert "changed while it was prepared" in error.message
+    assert error.where == str(source)
+
+
+def test_a_directory_that_cannot_be_written_is_one_error(preparing: Preparing, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    config = preparing.config(tiny.write_chat_rows(tmp_path, 3))
+    with pytest.raises(DataError, match="the prepared data set cannot be written") as caught:
+        prepare_here(config, root=tmp_path / "file" / "c")
+    assert caught.value.where == str(tmp_path / "file" / "c")
+
+
+@pytest.mark.parametrize("name", ["train/tokens-00000.arrow", "manifest.json"])
+def test_a_full_disk_is_one_error_whatever_it_fails_at(
+    preparing: Preparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = Folder.adopt
+
+    def adopt(self: Folder, scratch: Path, to: str) -> None:
+        if self.at(to).endswith(name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, scratch, to)
+
+    monkeypatch.setattr(Folder, "adopt", adopt)
+    error = preparing.refused(tiny.write_chat_rows(tmp_path, 3))
+    assert error.message == "the prepared data set cannot be written: No space left on device"
