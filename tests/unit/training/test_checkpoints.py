@@ -1,0 +1,315 @@
+"""What each rank writes of a checkpoint, how it becomes one, and what several ranks do where one of them fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint.pieces import PieceReader
+from finray.config.schema import CheckpointConfig
+from finray.errors import CheckpointError
+from finray.sharding import FlatShard
+from finray.training.checkpointing import CheckpointWriter, Saved, Snapshot, find_latest, take_snapshot
+from finray.training.state import TrainState
+from tests.support import runs
+
+SIZES = {"a": 4, "b": 3, "c": 3, "d": 2, "e": 9}
+# The largest are given out as they come: each to the rank with the least so far, the first of equal ones.
+OWNERS = {
+    1: dict.fromkeys(SIZES, 0),
+    2: {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0},
+    3: {"a": 0, "b": 1, "c": 2, "d": 1, "e": 2},
+    9: {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4},
+}
+
+
+class Layout:
+    def __init__(self, stem: str) -> None:
+        self.stem = stem
+        self.held = {name: torch.full((size, 2), float(size)) for name, size in SIZES.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.held
+
+    def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"x.{name}": tensor for name, tensor in tensors.items()}
+
+    def save_settings(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+
+
+def optimizer(rank: int) -> Any:
+    """Moments as plain tensors, one of them empty, and as a part of a flat vector."""
+    state: dict[str, Any] = {f"{name}/m": torch.full((size,), size + 0.5) for name, size in SIZES.items()}
+    state |= {"a/step": torch.tensor(3.0), "none/m": torch.empty(0, 4)}
+    start, stop = [(0, 5), (5, 5), (5, 12)][rank % 3]
+    state["flat/m"] = FlatShard(torch.arange(start, stop).float(), start, (3, 4))
+    return SimpleNamespace(sharded_state=lambda: state)
+
+
+def snapshots(layout: Layout, world: int, *buffers: dict[str, torch.Tensor]) -> list[Snapshot]:
+    def of(rank: int) -> Snapshot:
+        strategy: Any = SimpleNamespace(rank=rank, world_size=world)
+        own = buffers[rank] if buffers else None
+        others = lambda folder: (folder / "tokenizer.json").write_text(str(rank))  # noqa: E731
+        return take_snapshot(layout, optimizer(rank), TrainState(step=7), strategy, others=others, buffers=own)  # type: ignore[arg-type]
+
+    return [of(rank) for rank in range(world)]
+
+
+def write_all(found: list[Snapshot], folder: Path) -> None:
+    folder.mkdir()
+    for one in found:
+        one.write(folder)
+
+
+@pytest.mark.parametrize("stem", ["model", "adapter_model"])
+@pytest.mark.parametrize("world", [1, 2, 3, 9])
+def test_every_weight_is_written_once_and_by_the_rank_with_the_least(tmp_path: Path, stem: str, world: int) -> None:
+    layout = Layout(stem)
+    write_all(snapshots(layout, world), tmp_path / "c")
+    owners = OWNERS[world if stem == "model" else 1]
+    writers = max(owners.values()) + 1
+    names = [f"{stem}-{rank + 1:05d}-of-{writers:05d}.safetensors" for rank in range(writers)]
+    names = [f"{stem}.safetensors"] if writers == 1 else names
+    assert sorted(path.name for path in (tmp_path / "c").glob("*.safetensors")) == names
+    for rank, name in enumerate(names):
+        found = load_file(tmp_path / "c" / name)
+        assert set(found) == {f"x.{one}" for one, owner in owners.items() if owner == rank}
+        assert all(torch.equal(found[f"x.{one}"], layout.held[one]) for one, owner in owners.items() if owner == rank)
+    index = tmp_path / "c" / f"{stem}.safetensors.index.json"
+    assert index.exists() is (writers > 1)
+    if writers > 1:
+        total = sum(SIZES.values()) * 2 * 4
+        assert json.loads(index.read_text()) == {
+            "metadata": {"total_size": total},
+            "weight_map": {one: names[owner] for one, owner in owners.items()},
+        }
+    assert (tmp_path / "c" / "tokenizer.json").read_text() == "0"
+    assert (tmp_path / "c" / "config.json").exists()
+    assert TrainState.load(tmp_path / "c") == TrainState(step=7)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("behind", [True, False])
+def test_moments_are_whole_whoever_writes_them(tmp_path: Path, world: int, behind: bool) -> None:
+    found = snapshots(Layout("model"), world, *([{} for _ in range(world)] if behind else []))
+    written = [piece.name for one in found for piece in one.moments]
+    assert sorted(name for name in written if name != "flat/m") == sorted(
+        [*(f"{name}/m" for name in SIZES), "a/step", "none/m"]
+    )
+    # A rank that holds no element of a vector writes nothing of it.
+    assert written.count("flat/m") == (2 if world == 3 else 1)
+    if world < 3:
+        return
+    write_all(found, tmp_path / "c")
+    folder = tmp_path / "c" / "training_state"
+    reader = PieceReader(folder, "optimizer", [path.name for path in folder.iterdir()])
+    assert torch.equal(reader.read("flat/m"), torch.arange(12).float().reshape(3, 4))
+    assert reader.read("e/m").tolist() == [9.5] * 9
+    assert float(reader.read("a/step")) == 3.0
+    assert reader.shapes["none/m"] == (0, 4)
+
+
+def test_a_rank_without_moments_writes_no_file_of_them_but_the_first(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        texts = {"training_state/state.json": "{}"} if rank == 0 else {}
+        Snapshot({}, [], f"optimizer-{rank}.safetensors", texts).write(tmp_path / str(rank))
+    assert (tmp_path / "0" / "training_state" / "optimizer-0.safetensors").exists()
+    assert list((tmp_path / "1" / "training_state").iterdir()) == []
+
+
+def test_what_a_library_wrote_moves_into_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "zero.pt").touch()
+    (tmp_path / "c").mkdir()
+    Snapshot({}, [], "optimizer.safetensors", library=tmp_path / "own").write(tmp_path / "c")
+    assert (tmp_path / "c" / "deepspeed" / "zero.pt").exists()
+    assert not (tmp_path / "own").exists()
+
+
+def test_copies_are_made_into_the_same_memory_each_time_and_stay_as_they_were() -> None:
+    layout, buffers = Layout("model"), dict[str, torch.Tensor]()
+    (first,) = snapshots(layout, 1, buffers)
+    with torch.no_grad():
+        layout.held["a"].add_(1)
+    (own,) = first.weights.values()
+    assert own["x.a"].unique().tolist() == [4.0]
+    (again,) = snapshots(layout, 1, buffers)
+    (other,) = again.weights.values()
+    assert other["x.a"].unique().tolist() == [5.0]
+    assert other["x.a"].data_ptr() == own["x.a"].data_ptr()
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """Ranks as threads."""
+
+    def __init__(self, world: int) -> None:
+        self.world_size = world
+        self._barrier = threading.Barrier(world, timeout=30)
+        self._values: list[Any] = [None] * world
+
+    def rank(self, rank: int) -> Any:
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait()
+            found = list(self._values)
+            self._barrier.wait()
+            return found
+
+        return SimpleNamespace(
+            rank=rank,
+            world_size=self.world_size,
+            all_gather_object=gather,
+            broadcast_object=lambda value: gather(value)[0],
+            save_own=lambda folder: False,
+        )
+
+    def run(self, action: Callable[[Any], Any]) -> list[Any]:
+        """What each rank comes to: a result or an error."""
+        found: list[Any] = [None] * self.world_size
+
+        def one(rank: int) -> None:
+            try:
+                found[rank] = action(self.rank(rank))
+            except Exception as error:
+                found[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return found
+
+
+def snapshot_of(rank: int, fails: bool = False) -> Snapshot:
+    def others(folder: Path) -> None:
+        if fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    return Snapshot({f"part-{rank}.safetensors": {"w": torch.full((3,), float(rank))}}, [], "", others=others)
+
+
+def saved(
+    tmp_path: Path,
+    steps: list[int],
+    *,
+    world: int = 3,
+    fails: int | None = None,
+    losses: dict[int, float] | None = None,
+    **config: Any,
+) -> list[Any]:
+    """Every rank writes checkpoints of these steps; what came of the last one."""
+    settings = CheckpointConfig(**{"keep_last": 9, "keep_best": False, **config})
+
+    def run(strategy: Any) -> Any:
+        writer = CheckpointWriter(CheckpointStore(tmp_path), strategy, settings, best=("loss", "min"))
+        assert writer.finish() is None
+        assert not writer.is_done
+        found = None
+        try:
+            for step in steps:
+                metrics = {} if losses is None else {"loss": losses[step]}
+                writer.begin(snapshot_of(strategy.rank, fails == strategy.rank), step=step, metrics=metrics)
+                found = writer.finish()
+                assert writer.finish() is None
+        finally:
+            writer.close()
+        return found
+
+    return Group(world).run(run)
+
+
+def test_a_checkpoint_holds_the_files_of_all_ranks_and_its_metrics(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint-000004"
+    assert saved(tmp_path, [4], losses={4: 0.5}) == [Saved(target, 4, {"loss": 0.5})] * 3
+    content = manifest.verify(target)
+    assert [one["path"] for one in content["files"]] == [f"part-{rank}.safetensors" for rank in range(3)]
+    assert (content["step"], content["metrics"]) == (4, {"loss": 0.5})
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000004"]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}
+    for config, kept in (({"keep_last": 1, "keep_best": True}, [2, 4]), ({"keep_last": 2}, [3, 4])):
+        folder = tmp_path / str(kept[0])
+        folder.mkdir()
+        saved(folder, [1, 2, 3, 4], world=1, losses=losses, **config)
+        assert CheckpointStore(folder).steps() == kept
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_where_one_rank_cannot_write_all_fail_and_nothing_is_left(tmp_path: Path, fails: int) -> None:
+    found = saved(tmp_path, [4], fails=fails)
+    assert all(isinstance(one, CheckpointError) and "no space left" in str(one).lower() for one in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_the_checkpoint_cannot_be_made_all_fail_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise CheckpointError("another attempt has taken this run over")
+
+    monkeypatch.setattr(CheckpointStore, "commit", fails)
+    found = saved(tmp_path, [4])
+    assert all(isinstance(one, CheckpointError) and "taken this run over" in str(one) for one in found)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_all_and_said_and_renamed_once(tmp_path: Path) -> None:
+    saved(tmp_path, [1, 2, 3])
+    runs.flip(tmp_path / "checkpoint-000003" / "part-2.safetensors")
+    (tmp_path / "checkpoint-000002" / "manifest.json").unlink()
+    told: list[str] = []
+
+    def find(strategy: Any) -> Any:
+        steps = [1, 2, 3] if strategy.rank == 0 else []
+        return find_latest(CheckpointStore(tmp_path), strategy, told.append, steps=steps)
+
+    found = Group(3).run(find)
+    assert [(one.path, one.step) for one in found] == [(tmp_path / "checkpoint-000001", 1)] * 3
+    assert {one.files for one in found} == {tuple(f"part-{rank}.safetensors" for rank in range(3))}
+    assert len(told) == 2
+    assert "part-2.safetensors" in told[0]
+    assert sorted(path.name[:24] for path in tmp_path.iterdir()) == [
+        "checkpoint-000001",
+        "damaged-checkpoint-00000",
+        "damaged-checkpoint-00000",
+    ]
+    assert Group(2).run(lambda strategy: find_latest(CheckpointStore(tmp_path), strategy, told.append, steps=[])) == [
+        None,
+        None,
+    ]
+
+
+def test_every_file_is_hashed_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, [1])
+    hashed: list[str] = []
+    real = manifest.verify_files
+
+    def spy(folder: Path, entries: Any, **options: Any) -> None:
+        hashed.extend(one["path"] for one in entries)
+        real(folder, entries, **options)
+
+    monkeypatch.setattr(manifest, "verify_files", spy)
+    Group(2).run(lambda strategy: find_latest(CheckpointStore(tmp_path), strategy, lambda text: None, steps=[1]))
+    assert sorted(hashed) == [f"part-{rank}.safetensors" for rank in range(3)]
