@@ -1,0 +1,401 @@
+"""When the loop logs, evaluates and saves, and the numbers of its records: worked out here from a list of losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from finray.config.load import build_config
+from finray.config.tasks import CAUSAL_LM
+from finray.errors import TrainingError
+from finray.parallel.ddp import DDPStrategy
+from finray.records import EvalRecord, Note, TrainRecord
+from finray.training import loop as module
+from finray.training.loader import StepData
+from finray.training.loop import Loop, peak_memory
+from finray.training.profile import Profiler
+from finray.training.state import TrainState
+
+CPU = torch.device("cpu")
+# Of each step: the mean loss, and the weight by which it counts. Not the same twice.
+LOSSES = [4.0, 3.5, 3.25, 2.0, 2.5, 1.0, 1.5, 0.5, 0.75, 0.25]
+WEIGHTS = [2, 6, 3, 8, 4, 10, 5, 7, 9, 12]
+
+
+class Run:
+    """A loop over made-up steps: a forward pass takes two seconds, an evaluation five, a snapshot three."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        steps: int = 10,
+        held_out: list[float] | None = None,
+        losses: list[float] = LOSSES,
+        best: tuple[str, Any] = ("eval_loss", "min"),
+        stop_at: int | None = None,
+        precision: str = "fp32",
+        state: TrainState | None = None,
+        writes: bool = True,
+        **config: Any,
+    ) -> None:
+        self.now, self.said, self.saved, self.reported = 0.0, [], [], []  # type: ignore[var-annotated]
+        self.held_out = list(held_out or [])
+        self.modes: list[bool] = []
+        plain: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d"}}
+        plain["train"] = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 0.5, "max_steps": steps}
+        if held_out is not None:
+            plain["data"]["eval_ratio"] = 0.1
+        plain |= {name: {**plain.get(name, {}), **section} for name, section in config.items()}
+        model = torch.nn.Linear(1, 1, bias=False)
+        weight = model.weight
+        torch.nn.init.ones_(weight)
+
+        def loss_sum(batch: Any) -> torch.Tensor:
+            self.now += 2.0
+            self.modes.append(model.training)
+            # The weight stays one: the optimizer below changes nothing.
+            return weight.sum() * batch.loss
+
+        def score(batch: Any, sums: torch.Tensor) -> None:
+            self.now += 5.0
+            self.modes.append(model.training)
+            sums += batch.loss
+
+        def at(position: int) -> StepData:
+            step = position // 3
+            batch = SimpleNamespace(loss=losses[step] * WEIGHTS[step], to=lambda device: batch)
+            return StepData([(0, batch)], WEIGHTS[step], 100 * (step + 1), (step, step + 50), 3)
+
+        def batches() -> Any:
+            batch = SimpleNamespace(loss=self.held_out.pop(0), to=lambda device: batch)
+            return [(batch, True)]
+
+        task: Any = SimpleNamespace(
+            spec=replace(CAUSAL_LM, best=best),
+            model=model,
+            layout=None,
+            metric_count=1,
+            loss_sum=loss_sum,
+            score=score,
+            metrics=lambda sums: {best[0]: sums[0]},
+        )
+        evaluation: Any = SimpleNamespace(batches=batches, weight=77)
+        optimizer: Any = SimpleNamespace(parameters={"w": weight}, rates=[])
+
+        def update(rate: float, *, found_inf: torch.Tensor) -> None:
+            optimizer.rates.append((rate, float(found_inf)))
+            weight.grad = None
+
+        optimizer.step = update
+        self.rates = optimizer.rates
+        writer: Any = SimpleNamespace(is_done=False, close=lambda: self.said.append("closed"))
+        pending: list[Any] = []
+
+        def begin(snapshot: Any, *, step: int, metrics: dict[str, float]) -> None:
+            assert not pending
+            pending.append(SimpleNamespace(path=Path(f"c{step}"), step=step, metrics=metrics))
+            writer.is_done = writes
+            self.saved.append((step, metrics, snapshot))
+
+        def finish() -> Any:
+            writer.is_done = False
+            return pending.pop() if pending else None
+
+        writer.begin, writer.finish = begin, finish
+
+        def snapshot(
+            layout: Any, optimizer: Any, state: TrainState, strategy: Any, *, others: Any, buffers: Any
+        ) -> str:
+            self.now += 3.0
+            return f"{state.step} {'behind' if buffers is not None else 'at once'}"
+
+        monkeypatch.setattr(module, "take_snapshot", snapshot)
+        monkeypatch.setattr(module, "peak_memory", lambda device: 123)
+        self.loop = Loop(
+            config=build_config(plain, source="test"),
+            task=task,
+            strategy=DDPStrategy(CPU),
+            optimizer=optimizer,
+            loader=SimpleNamespace(at=at, plan=range(7)),  # type: ignore[arg-type]
+            evaluation=None if held_out is None else evaluation,
+            total_steps=steps,
+            state=state or TrainState(),
+            writer=writer,
+            trackers=SimpleNamespace(log=self.said.append),  # type: ignore[arg-type]
+            save_extras=lambda folder: None,
+            reported=lambda path, metrics: self.reported.append((str(path), metrics)),
+            precision=precision,
+            clock=lambda: self.now,
+            profiler=Profiler(None, Path(), DDPStrategy(CPU), tell=lambda text: None),
+            asked=lambda: self.loop.state.step + 1 == stop_at,
+        )
+
+    def run(self) -> Run:
+        self.loop.run()
+        assert self.said.pop() == "closed"
+        return self
+
+    def of(self, kind: type) -> list[Any]:
+        return [one for one in self.said if isinstance(one, kind)]
+
+
+Make = Callable[..., Run]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Make:
+    return lambda **options: Run(monkeypatch, **options)
+
+
+@pytest.mark.parametrize("every", [1, 3, 4, 20])
+def test_records_are_means_by_weight_and_sums_since_the_one_before(make: Make, every: int) -> None:
+    made = make(tracking={"log_every": every, "record_samples": every != 4})
+    found = made.run().of(TrainRecord)
+    ends = sorted({*range(every, 11, every), 10})
+    assert [record.step for record in found] == ends
+    for start, record in zip([0, *ends], found, strict=False):
+        window = slice(start, record.step)
+        weights = WEIGHTS[window]
+        mean = sum(a * b for a, b in zip(LOSSES[window], weights, strict=True)) / sum(weights)
+        assert record.loss == pytest.approx(mean, rel=1e-12)
+        if record.step - start == 1:
+            assert record.loss == LOSSES[start]
+        # The gradient of the last step.
+        assert record.grad_norm == pytest.approx(LOSSES[record.step - 1])
+        tokens = [100 * (step + 1) for step in range(10)]
+        assert (record.tokens, record.supervised) == (sum(tokens[: record.step]), sum(weights))
+        assert record.tokens_per_s == sum(tokens[window]) / (2.0 * len(weights))
+        assert (record.seconds, record.data_wait_s) == (2.0 * record.step, 0.0)
+        assert (record.lr, record.peak_memory_bytes) == (0.5, 123)
+        assert record.epoch == round(record.step * 3 / 7, 6)
+        assert (record.loss_scale, record.skipped) == (None, None)
+        samples = tuple(row for step in range(start, record.step) for row in (step, step + 50))
+        assert record.samples == (None if every == 4 else samples)
+    assert (made.loop.first_loss, made.loop.final_loss, made.loop.first_step) == (LOSSES[0], LOSSES[-1], 1)
+    assert made.rates == [(0.5, 0.0)] * 10
+
+
+def test_fp16_records_its_scale_and_what_it_skipped(make: Make) -> None:
+    losses = [1.0, 3e37, 1.0]
+    made = make(steps=3, losses=losses, precision="fp16").run()
+    norms = [record.grad_norm for record in made.of(TrainRecord)]
+    assert norms == [pytest.approx(1.0), None, pytest.approx(1.0)]
+    assert [(record.loss_scale, record.skipped) for record in made.of(TrainRecord)] == [
+        (2.0**16, 0),
+        (2.0**15, 1),
+        (2.0**15, 1),
+    ]
+    assert [found for _, found in made.rates] == [0.0, 1.0, 0.0]
+
+
+def test_a_run_goes_on_where_its_state_stands(make: Make) -> None:
+    state = TrainState(step=6, position=18, updates=6, tokens=1000, seconds=50.0)
+    made = make(state=state).run()
+    assert [record.step for record in made.of(TrainRecord)] == [7, 8, 9, 10]
+    assert [record.seconds for record in made.of(TrainRecord)] == [52.0, 54.0, 56.0, 58.0]
+    assert made.of(TrainRecord)[0].tokens == 1700
+    assert (made.loop.first_loss, made.loop.first_step) == (LOSSES[6], 7)
+    over = make(state=TrainState(step=10, position=30, updates=10))
+    over.loop.run()
+    assert (over.said, over.saved) == ([], [])
+
+
+@pytest.mark.parametrize("every", [None, 3, 5])
+@pytest.mark.parametrize("on_start", [True, False])
+def test_evaluations_come_at_the_start_at_intervals_and_at_the_end(
+    make: Make, every: int | None, on_start: bool
+) -> None:
+    due = [step for step in range(1, 11) if step == 10 or (every is not None and step % every == 0)]
+    values = [9.0] * on_start + [8.0 - step / 10 for step in due]
+    made = make(held_out=values, evaluation={"every_steps": every, "on_start": on_start}).run()
+    steps = [0] * on_start + due
+    assert [(record.step, record.metrics) for record in made.of(EvalRecord)] == [
+        (step, {"eval_loss": value}) for step, value in zip(steps, values, strict=True)
+    ]
+    assert {(record.targets, record.seconds) for record in made.of(EvalRecord)} == {(77, 5.0)}
+    assert made.held_out == []
+    # Neither does the first one count as the best, nor does dropout go on in any.
+    assert made.loop.state.best == values[-1]
+    assert made.modes == [mode for step in range(11) for mode in [True] * (step > 0) + [False] * (step in steps)]
+    assert made.loop.phases["evaluate"] == 5.0 * len(values)
+    assert made.loop.phases["train"] == 20.0
+    # A continued run does not begin with one.
+    again = make(held_out=[1.0], state=TrainState(step=9, position=27, updates=9))
+    assert [record.step for record in again.run().of(EvalRecord)] == [10]
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("every", [3, 4, 100])
+def test_checkpoints_come_at_intervals_and_at_the_end(make: Make, every: int, behind: bool) -> None:
+    made = make(checkpoint={"every_steps": every, "asynchronous": behind}).run()
+    due = sorted({*range(every, 11, every), 10})
+    assert made.saved == [(step, {}, f"{step} {'behind' if behind and step != 10 else 'at once'}") for step in due]
+    # Every one is told, the last as soon as it is there.
+    assert made.reported == [(f"c{step}", {"step": float(step)}) for step in due]
+    assert made.loop.phases["checkpoint"] == 3.0 * len(due)
+
+
+def test_what_is_written_behind_becomes_a_checkpoint_at_the_next_step_that_reads_numbers(make: Make) -> None:
+    for written, told_at in ((True, 5), (False, 8)):
+        made = make(checkpoint={"every_steps": 4}, writes=written)
+        at: list[int] = []
+        made.loop.reported = lambda path, metrics, made=made, at=at: at.append(made.loop.state.step)  # type: ignore[misc]
+        made.run()
+        assert at[0] == told_at
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_the_best_so_far_is_saved_where_it_is_kept(make: Make, keep_best: bool) -> None:
+    values = [3.0, 4.0, 2.0, 2.0, 5.0]
+    options = {"evaluation": {"every_steps": 2, "on_start": False}, "checkpoint": {"keep_best": keep_best}}
+    made = make(held_out=values, **options).run()
+    best = [(2, {"eval_loss": 3.0}), (6, {"eval_loss": 2.0})] if keep_best else []
+    assert [(step, metrics) for step, metrics, _ in made.saved] == [*best, (10, {"eval_loss": 5.0})]
+    assert made.reported[-1] == ("c10", {"step": 10.0, "eval_loss": 5.0})
+    most = make(held_out=values, best=("accuracy", "max"), **options).run()
+    assert [step for step, _, _ in most.saved] == ([2, 4, 10] if keep_best else [10])
+    assert most.loop.summary().best == 5.0
+
+
+@pytest.mark.parametrize(
+    ("min_gain", "values", "stops", "gain"),
+    [
+        (0.0, [3.0, 2.0, 2.5, 2.0, 1.0], 8, ""),
+        (0.5, [3.0, 2.6, 2.4, 2.0, 1.0], 6, " by more than 0.5"),
+        (0.0, [5.0, 4.0, 3.0, 2.0, 1.0], None, ""),
+        # It would have ended there anyway.
+        (0.0, [5.0, 4.0, 3.0, 3.0, 3.0], None, ""),
+    ],
+)
+def test_a_run_without_gain_stops_with_a_checkpoint_and_says_why(
+    make: Make, min_gain: float, values: list[float], stops: int | None, gain: str
+) -> None:
+    stopping = {"every_steps": 2, "on_start": False, "early_stopping": {"patience": 2, "min_gain": min_gain}}
+    made = make(held_out=values, evaluation=stopping, tracking={"log_every": 5}, checkpoint={"keep_best": False}).run()
+    last = stops or 10
+    assert made.loop.state.step == last
+    assert not made.loop.stopped
+    assert made.saved[-1][0] == last
+    assert made.saved[-1][2].endswith("at once")
+    assert [record.step for record in made.of(TrainRecord)][-1] == last
+    notes = made.of(Note)
+    if stops is None:
+        assert notes == []
+        return
+    assert notes == [
+        Note(
+            f"stopped early at step {stops} of 10: eval_loss has not improved{gain} in 2 evaluations "
+            f"(evaluation.early_stopping); its best value is {min(values[: stops // 2]):.4f}",
+            stops,
+        )
+    ]
+    # A new start does not begin again.
+    again = make(held_out=[], evaluation=stopping, state=made.loop.state)
+    again.loop.run()
+    assert again.said == []
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_run_that_is_asked_to_stop_saves_at_once_and_logs_what_is_left(make: Make, log_every: int) -> None:
+    made = make(stop_at=6, tracking={"log_every": log_every}, held_out=[1.0], evaluation={"on_start": False}).run()
+    assert made.loop.stopped
+    assert made.loop.state.step == 6
+    assert made.saved == [(6, {}, "6 at once")]
+    assert made.reported == [("c6", {"step": 6.0})]
+    steps = [record.step for record in made.of(TrainRecord)]
+    assert steps == (list(range(1, 7)) if log_every == 1 else [4, 6])
+    # At its last step it is at its end, and not stopped.
+    over = make(stop_at=10, held_out=[1.0], evaluation={"on_start": False}).run()
+    assert not over.loop.stopped
+    assert [step for step, _, _ in over.saved] == [10]
+
+
+@pytest.mark.parametrize(("step", "hint"), [(0, False), (4, True)])
+def test_an_evaluation_that_is_not_finite_ends_the_run(make: Make, step: int, hint: bool) -> None:
+    values = [math.nan] if step == 0 else [1.0, math.inf]
+    made = make(held_out=values, evaluation={"every_steps": 4})
+    with pytest.raises(TrainingError, match=rf"eval_loss is (nan|inf) at step {step}") as caught:
+        made.loop.run()
+    assert ("lower train.learning_rate" in str(caught.value.repair)) is hint
+    assert made.saved == []
+
+
+def test_a_step_that_is_not_finite_ends_the_run_and_closes_what_is_open(make: Make) -> None:
+    made = make(losses=[1.0, math.nan, 1.0, 1.0], steps=4, tracking={"log_every": 3})
+    with pytest.raises(TrainingError, match="the loss is nan at step 2"):
+        made.loop.run()
+    assert made.said == ["closed"]
+    assert [found for _, found in made.rates] == [0.0, 1.0, 1.0]
+
+
+def test_the_summary_says_what_the_run_came_to(make: Make) -> None:
+    made = make(held_out=[2.0, 1.5], evaluation={"every_steps": None}).run()
+    found = made.loop.summary()
+    tokens = sum(100 * (step + 1) for step in range(10))
+    assert (found.step, found.total_steps, found.tokens, found.supervised) == (10, 10, tokens, sum(WEIGHTS))
+    assert (found.train_seconds, found.tokens_per_s) == (20.0, tokens / 20.0)
+    assert (found.first_loss, found.final_loss, found.first_step) == (LOSSES[0], LOSSES[-1], 1)
+    assert (found.best_metric, found.best, found.peak_memory_bytes) == ("eval_loss", 1.5, (123,))
+    assert found.phases == {"train": 20.0, "evaluate": 10.0, "checkpoint": 3.0, "data_wait": 0.0}
+    assert make(state=TrainState(step=10)).loop.summary().tokens_per_s == 0.0
+
+
+# --- what is read of the machine --------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_memory_is_that_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    def known() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
+    before = known()
+    assert before <= peak_memory(CPU) <= known()
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7.0)
+    assert peak_memory(torch.device("cuda")) == 7
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5))
+    monkeypatch.setattr(Path, "is_file", lambda self: False)
+    for system, expected in (("linux", 5 * 1024), ("darwin", 5)):
+        monkeypatch.setattr("sys.platform", system)
+        assert peak_memory(CPU) == expected
+
+
+def test_on_a_gpu_what_the_ranks_said_is_read_one_step_later_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[int] = []
+
+    class Event:
+        count = 0
+
+        def __init__(self) -> None:
+            Event.count += 1
+            self.number, self.recorded = Event.count, False
+
+        def record(self) -> None:
+            self.recorded = True
+
+        def synchronize(self) -> None:
+            assert self.recorded
+            waited.append(self.number)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def said(value: float) -> Any:
+        def to(device: str, *, non_blocking: bool) -> torch.Tensor:
+            assert (device, non_blocking) == ("cpu", True)
+            return torch.tensor(value)
+
+        return SimpleNamespace(device=torch.device("cuda"), to=to)
+
+    reader = module._Said()
+    assert [reader.read(said(value)) for value in (1.0, 2.0, 3.0)] == [0.0, 1.0, 2.0]
+    assert waited == [1, 2]
+    assert module._Said().read(torch.tensor(4.0)) == 4.0
