@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from finray.checkpoint.rundir import open_run
-from finray.data.dataset.prepare import start_preparation
+from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.errors import ConfigError
 from finray.records import Note, Record, RunHeader, TrainRecord
 from finray.runtime import driver
@@ -28,24 +28,26 @@ def test_a_second_fit_on_the_same_connection_and_data_trains_alike(
     first, second = (runs.config_of(runs.changed(plain, {"run.name": name})) for name in ("first", "second"))
     losses: dict[str, list[Any]] = {"first": [], "second": []}
 
-    def fit(config: Any, connected: driver.Connected, prepared: driver.Prepared, run: Any) -> driver.TrainResult:
+    def fit(config: Any, connected: driver.Connected, preparation: Preparation, run: Any) -> driver.TrainResult:
         def note(record: Record) -> None:
             if isinstance(record, TrainRecord):
                 losses[config.run.name].append(record.loss)
 
-        fitted = driver.fit(connected, prepared, config, run, note)
-        return driver.finish(connected, prepared, fitted, config, run, note)
+        fitted = driver.fit(connected, preparation, config, run, note)
+        return driver.finish(connected, fitted, config, run, note)
 
     def ignore(record: Record) -> None: ...
 
     def say(message: str) -> None: ...
 
-    with open_run(first, fresh=False, say=say) as run, driver.connect(first, run, ignore) as connected:
-        with start_preparation(first) as preparation:
-            prepared = driver.prepare(connected, preparation, ignore)
-        one = fit(first, connected, prepared, run)
+    with (
+        open_run(first, fresh=False, say=say) as run,
+        start_preparation(first) as preparation,
+        driver.connect(first, run, ignore) as connected,
+    ):
+        one = fit(first, connected, preparation, run)
         with open_run(second, fresh=False, say=say) as other:
-            two = fit(second, connected, prepared, other)
+            two = fit(second, connected, preparation, other)
     assert one.final != two.final
     assert len(losses["first"]) == 2
     assert losses["first"] == losses["second"]

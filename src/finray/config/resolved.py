@@ -45,6 +45,19 @@ class Resolved:
 
 
 @dataclass(frozen=True, slots=True)
+class Settled:
+    """What is known of a run once its data are prepared.
+
+    Attributes:
+        prepared: directory or URL of the prepared dataset.
+        resolved: with the size of a step and the epochs that the data decide.
+    """
+
+    prepared: str
+    resolved: Resolved
+
+
+@dataclass(frozen=True, slots=True)
 class Packing:
     """Whether rows of a model may share a forward pass; :mod:`finray.models.packing_check` finds out.
 

@@ -1,16 +1,18 @@
-"""A run from the outside: connect to Ray, prepare the data, fit, finish.
+"""A run from the outside: begin to prepare the data, connect to Ray, fit, finish.
 
 Each part takes the results of those before it, so that whoever runs many fits (a search, a restart at another size)
-calls the same parts: :func:`connect` joins a Ray that is there already, and :func:`prepare` finds prepared data.
+calls the same parts: :func:`connect` joins a Ray that is there already, and :func:`fit` takes a preparation that has
+ended as well as one that is at work.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from finray.checkpoint.rundir import RunDir, open_run, saved_config
 from finray.config.environment import secrets_of
 from finray.config.identity import settled
 from finray.config.paths import local_dir_of, with_absolute_paths
-from finray.config.resolved import Resolved
+from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import SPECS, task_spec
 from finray.data.dataset.prepare import Preparation, start_preparation
@@ -41,8 +43,8 @@ from finray.results import Result
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.preload import PRELOAD
-from finray.runtime.prepare import prepare_on_ray
-from finray.runtime.progress import Listener
+from finray.runtime.prepare import Helpers
+from finray.runtime.progress import Address, Listener
 from finray.runtime.signals import deferred
 from finray.runtime.watch import Watch, refusal
 from finray.tracking.console import duration
@@ -50,6 +52,9 @@ from finray.tracking.jsonl import metrics_table
 
 if TYPE_CHECKING:
     import pandas
+
+    from finray.runtime.trainer import Trainer
+    from finray.runtime.worker import Outcome
 
 # How long Ray's head process may be gone. Nobody starts one of our own again; that of a cluster may come back.
 _OWN_HEAD_S, _HEAD_S = 4.0, 40.0
@@ -83,19 +88,12 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """Where the prepared dataset is (a directory or URL), and the seconds that were waited for it."""
-
-    location: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Fitted:
-    """Rank 0's summary of the training, and the seconds from the start of the workers to their end."""
+    """Rank 0's summary, the seconds that all of :func:`fit` took, and those until the data were there."""
 
     summary: RunSummary
     seconds: float
+    prepare_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +201,8 @@ def train(
             start_preparation(config, hide_torch=hide_torch) as preparation,
             connect(config, run, handle) as connected,
         ):
-            prepared = prepare(connected, preparation, handle)
-            fitted = fit(connected, prepared, config, run, handle)
-        return finish(connected, prepared, fitted, config, run, handle)
+            fitted = fit(connected, preparation, config, run, handle)
+        return finish(connected, fitted, config, run, handle)
 
 
 @contextmanager
@@ -271,44 +268,46 @@ def _early(config: Config) -> dict[str, str]:
     return {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **given, PRELOAD: ",".join(modules)}
 
 
-def prepare(connected: Connected, preparation: Preparation, handle: Handle) -> Prepared:
-    """Wait for the prepared data, and let Ray's tasks help where that is worth it.
+def fit(connected: Connected, preparation: Preparation, config: Config, run: RunDir, handle: Handle) -> Fitted:
+    """Train under Ray Train on what a preparation comes to, from the run's newest checkpoint if there is one.
+
+    On a Ray of the run's own, workers start and load the model while the data are prepared. On a cluster they would
+    hold what others could use, so the data come first.
 
     Raises:
-        FinrayError: the data, the tokenizer or the storage is not right.
-    """
-    started = time.perf_counter()
-    location = prepare_on_ray(connected.ray, preparation, env=connected.env, handle=handle)
-    for line in preparation_report(location, local_dir=local_dir_of(preparation.config)):
-        is_warning = line.startswith("warning: ")
-        handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
-    return Prepared(location, time.perf_counter() - started)
-
-
-def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, handle: Handle) -> Fitted:
-    """Decide how large a step is, and train under Ray Train, from the run's newest checkpoint if there is one.
-
-    Raises:
-        FinrayError: the training failed, and another attempt would fail alike.
+        FinrayError: the data are not right, or the training failed, and another attempt would fail alike.
     """
     from ray.exceptions import RayError
-    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
 
-    from finray.runtime.trainer import Trainer, remove_groups
-    from finray.runtime.worker import Outcome, WorkerSpec, train_worker
+    from finray.runtime.trainer import remove_groups
 
     started = time.perf_counter()
-    placement = connected.placement
-    resolved = settle(connected.resolved, prepared, config, run, handle)
-    run.keep_resolved(resolved)
+    handle = _one_at_a_time(handle)
+    # DeepSpeed's engine is made with the size of a step, which the data may decide.
+    early = connected.is_own and connected.resolved.strategy != "deepspeed"
     # No other run's begins alike, also where many are at work in this process.
     group = f"finray {run.path.name} {uuid4().hex[:8]}"
-    with deferred() as pending:
+    prepared_at = 0.0
+
+    def known() -> Settled:
+        nonlocal prepared_at
+        location = preparation.result(handle=handle)
+        prepared_at = time.perf_counter()
+        return settle(connected.resolved, location, config, run, handle)
+
+    with (
+        Helpers(connected.ray, preparation, env=connected.env, cpus=0 if early else 1, handle=handle) as helpers,
+        ExitStack() as stack,
+    ):
+        if not early:
+            helpers.wait()
+        settled_first = None if early else known()
+        pending = stack.enter_context(deferred())
         watch = Watch(
             connected.ray,
             group,
-            placement,
+            connected.placement,
             pending,
             handle,
             grace_s=config.checkpoint.grace_seconds,
@@ -317,32 +316,13 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
         )
         listener = Listener("127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address(), watch.heard)
         watch.listener = listener
-        spec = WorkerSpec(
-            config=settled(config, resolved).plain(),
-            resolved=resolved,
-            prepared=prepared.location,
-            run_dir=str(run.path),
-            threads=placement.cpus_per_worker,
-            listener=listener.address,
-            secrets=secrets_of(),
-        )
-        trainer = Trainer(
-            train_worker,
-            alone=connected.is_own,
-            group=group,
-            watch=watch.look,
-            train_loop_config={"spec": spec},
-            scaling_config=ScalingConfig(
-                num_workers=placement.num_workers, use_gpu=placement.use_gpu, resources_per_worker=placement.resources
-            ),
-            run_config=RunConfig(
-                name=run.path.name,
-                storage_path=str(run.path.parent),
-                failure_config=FailureConfig(max_failures=config.cluster.max_failures),
-                worker_runtime_env={"env_vars": connected.worker_env},
-                logging_config=LoggingConfig(log_level="INFO" if os.environ.get("FINRAY_VERBOSE") else "ERROR"),
-            ),
-        )
+
+        def look() -> None:
+            watch.look()
+            if early and not listener.is_settled and helpers.look(0):
+                listener.settle(known())
+
+        trainer = _trainer(connected, settled_first, config, run, group=group, look=look, listener=listener.address)
         handle(Note(f"starting {watch.workers}"))
         with listener:
             outcome: Outcome | None = None
@@ -367,17 +347,77 @@ def fit(connected: Connected, prepared: Prepared, config: Config, run: RunDir, h
         if outcome.summary is None:
             watch.end()
     assert outcome.summary is not None
-    return Fitted(outcome.summary, time.perf_counter() - started)
+    return Fitted(outcome.summary, time.perf_counter() - started, prepared_at - started)
 
 
-def settle(resolved: Resolved, prepared: Prepared, config: Config, run: RunDir, handle: Handle) -> Resolved:
-    """Decide what the prepared data decide: the size of a step, and epochs; say so, and what is odd about it.
+def _one_at_a_time(handle: Handle) -> Handle:
+    """Both this thread and the listener's have records to show."""
+    lock = threading.RLock()
+
+    def shown(record: Record) -> None:
+        with lock:
+            handle(record)
+
+    return shown
+
+
+def _trainer(
+    connected: Connected,
+    known: Settled | None,
+    config: Config,
+    run: RunDir,
+    *,
+    group: str,
+    look: Callable[[], None],
+    listener: Address,
+) -> Trainer:
+    """Ray's trainer for a run; None for what its workers will ask the listener for."""
+    from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+
+    from finray.runtime.trainer import Trainer
+    from finray.runtime.worker import WorkerSpec, train_worker
+
+    placement = connected.placement
+    resolved = connected.resolved if known is None else known.resolved
+    spec = WorkerSpec(
+        config=settled(config, None if known is None else resolved).plain(),
+        resolved=resolved,
+        prepared=None if known is None else known.prepared,
+        run_dir=str(run.path),
+        threads=placement.cpus_per_worker,
+        listener=listener,
+        secrets=secrets_of(),
+    )
+    return Trainer(
+        train_worker,
+        alone=connected.is_own,
+        group=group,
+        watch=look,
+        train_loop_config={"spec": spec},
+        scaling_config=ScalingConfig(
+            num_workers=placement.num_workers, use_gpu=placement.use_gpu, resources_per_worker=placement.resources
+        ),
+        run_config=RunConfig(
+            name=run.path.name,
+            storage_path=str(run.path.parent),
+            failure_config=FailureConfig(max_failures=config.cluster.max_failures),
+            worker_runtime_env={"env_vars": connected.worker_env},
+            logging_config=LoggingConfig(log_level="INFO" if os.environ.get("FINRAY_VERBOSE") else "ERROR"),
+        ),
+    )
+
+
+def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handle: Handle) -> Settled:
+    """Decide what the prepared data decide: the size of a step, and epochs; say so, and what is odd about it or them.
 
     Raises:
         DataError: the data are damaged, or too few to hold some out.
     """
+    for line in preparation_report(location, local_dir=local_dir_of(config)):
+        is_warning = line.startswith("warning: ")
+        handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
     train = config.train
-    dataset = PreparedDataset(prepared.location, local_dir=local_dir_of(config))
+    dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     packs = count_packs(config, dataset.splits(config.data, seed=config.run.seed).train.lengths)
     before = run.resolved()
     size, epochs = batch_and_epochs(train, packs=packs, before=before)
@@ -386,12 +426,12 @@ def settle(resolved: Resolved, prepared: Prepared, config: Config, run: RunDir, 
         handle(Note(note))
     for message, where, repair in step_warnings(config, size, steps=steps, packs=packs):
         handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
-    return replace(resolved, global_batch_size=size, epochs=epochs)
+    known = Settled(location, replace(resolved, global_batch_size=size, epochs=epochs))
+    run.keep_resolved(known.resolved)
+    return known
 
 
-def finish(
-    connected: Connected, prepared: Prepared, fitted: Fitted, config: Config, run: RunDir, handle: Handle
-) -> TrainResult:
+def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, handle: Handle) -> TrainResult:
     """Make ``final/`` from a checkpoint, and write the summary, which marks the run as finished.
 
     Raises:
@@ -405,8 +445,9 @@ def finish(
     working = sum(inside[name] for name in ("load", "train", "evaluate", "checkpoint"))
     phases = {
         "start_ray": connected.seconds,
-        "prepare": prepared.seconds,
-        "start_workers": max(0.0, fitted.seconds - working),
+        "prepare": fitted.prepare_seconds,
+        # On a Ray of the run's own, some of it passes while the data are prepared.
+        "start_workers": max(0.0, fitted.seconds - fitted.prepare_seconds - working),
         **inside,
         "total": time.perf_counter() - connected.started,
     }

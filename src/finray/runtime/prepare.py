@@ -135,57 +135,94 @@ def _saying_what_is_kept() -> Iterator[None]:
         raise
 
 
-def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], handle: Handle = ignore) -> str:
-    """Help a preparation with Ray tasks where that is worth it; returns the directory or URL of the prepared dataset.
+class Helpers:
+    """Ray tasks that help a preparation, as soon as that is worth it. A preparation that they leave is cancelled.
 
     Args:
         ray: the connected Ray.
-        preparation: which has begun; is cancelled where this raises.
+        preparation: which has begun.
         env: environment variables of the workers.
+        cpus: that each task asks for; 0 where training workers hold all of them already.
         handle: shown records of progress.
+    """
+
+    def __init__(
+        self, ray: Any, preparation: Preparation, *, env: dict[str, str], cpus: int = 1, handle: Handle = ignore
+    ) -> None:
+        self._ray = ray
+        self._preparation = preparation
+        self._handle = handle
+        # A converter of the user's may want a model.
+        own = {_TOKENISES_ONLY: "0" if preparation.config.data.converter else "1"}
+        self._options = {"num_cpus": cpus, "runtime_env": {"env_vars": {**env, **own}}}
+        self._tasks: dict[Any, Part] = {}
+        self._write: Any = None
+        self._workers = 0
+        self._heard_at = self._say_at = 0.0
+
+    def __enter__(self) -> Helpers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Nothing of it is left after the end.
+        self._preparation.cancel()
+        for reference in self._tasks:
+            self._ray.cancel(reference)
+
+    def wait(self) -> None:
+        """Look until the data is prepared, or cannot be."""
+        while not self.look(_POLL_S):
+            pass
+
+    def look(self, timeout: float) -> bool:
+        """Hand out parts and take what came of them; returns whether the data is prepared, or cannot be.
+
+        Args:
+            timeout: seconds to wait for something to happen.
+
+        Raises:
+            ClusterError: tasks were lost again and again.
+        """
+        ray, preparation, tasks = self._ray, self._preparation, self._tasks
+        if preparation.wait(0 if tasks else timeout, handle=self._handle):
+            return True
+        if self._write is None and _is_worth_help(preparation):
+            self._workers = _workers(ray, preparation.config)
+            self._work = ray.put((preparation.config.plain(), preparation.scratch, secrets_of()))
+            self._write = ray.remote(**self._options)(_write_part).remote
+            self._heard_at = time.monotonic()
+            self._say_at = self._heard_at + SILENCE_S
+        while len(tasks) < self._workers and (part := preparation.take()) is not None:
+            # A reference in a list stays one: the function fetches it once in each process.
+            tasks[self._write([self._work], part)] = part
+        for reference in ray.wait(list(tasks), timeout=timeout)[0] if tasks else []:
+            part, self._heard_at, self._say_at = tasks.pop(reference), time.monotonic(), math.inf
+            if (outcome := _outcome(ray, reference)) is None:
+                preparation.take_back(part)
+            else:
+                preparation.give(outcome)
+        if tasks and time.monotonic() >= self._say_at:
+            self._say_at = math.inf
+            if (text := waiting_for(ray, f"{self._workers} CPUs to prepare with")) is not None:
+                self._handle(Note(f"{text}; meanwhile this process works alone"))
+        silent_s = time.monotonic() - self._heard_at
+        if self._workers and not preparation.seconds_left and silent_s > preparation.patience_s:
+            # Nothing else is left to do here, and the CPUs that were asked for may never be free.
+            self._workers = 0
+            for reference in tasks:
+                ray.cancel(reference)
+        return False
+
+
+def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], handle: Handle = ignore) -> str:
+    """Wait for a preparation that :class:`Helpers` help; returns the directory or URL of the prepared dataset.
 
     Raises:
         FinrayError: the data, the tokenizer or the storage is not right, or tasks were lost again and again.
     """
-    tasks: dict[Any, Part] = {}
-    write: Any = None
-    workers = 0
-    heard_at = say_at = 0.0
-    try:
-        while not preparation.wait(0 if tasks else _POLL_S, handle=handle):
-            if write is None and _is_worth_help(preparation):
-                workers = _workers(ray, preparation.config)
-                work = ray.put((preparation.config.plain(), preparation.scratch, secrets_of()))
-                # A converter of the user's may want a model.
-                own = {_TOKENISES_ONLY: "0" if preparation.config.data.converter else "1"}
-                options = {"num_cpus": 1, "runtime_env": {"env_vars": {**env, **own}}}
-                write = ray.remote(**options)(_write_part).remote
-                heard_at = time.monotonic()
-                say_at = heard_at + SILENCE_S
-            while len(tasks) < workers and (part := preparation.take()) is not None:
-                # A reference in a list stays one: the function fetches it once in each process.
-                tasks[write([work], part)] = part
-            for reference in ray.wait(list(tasks), timeout=_POLL_S)[0] if tasks else []:
-                part, heard_at, say_at = tasks.pop(reference), time.monotonic(), math.inf
-                if (outcome := _outcome(ray, reference)) is None:
-                    preparation.take_back(part)
-                else:
-                    preparation.give(outcome)
-            if tasks and time.monotonic() >= say_at:
-                say_at = math.inf
-                if (text := waiting_for(ray, f"{workers} CPUs to prepare with")) is not None:
-                    handle(Note(f"{text}; meanwhile this process works alone"))
-            if workers and not preparation.seconds_left and time.monotonic() - heard_at > preparation.patience_s:
-                # Nothing else is left to do here, and the CPUs that were asked for may never be free.
-                workers = 0
-                for reference in tasks:
-                    ray.cancel(reference)
-    except BaseException:
-        preparation.cancel()
-        for reference in tasks:
-            ray.cancel(reference)
-        raise
-    return preparation.result(handle=handle)
+    with Helpers(ray, preparation, env=env, handle=handle) as helpers:
+        helpers.wait()
+        return preparation.result(handle=handle)
 
 
 def _is_worth_help(preparation: Preparation) -> bool:

@@ -15,14 +15,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
+from finray.config.resolved import Resolved, Settled
+from finray.errors import TrainingError
 from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
 
 _KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRecord)}
 _PATIENCE_S = 5.0
 _STOP = b"stop\n"
+_ASKS = "asks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Listener:
         self._handle = handle
         self._one_at_a_time = threading.Lock()
         self._stopping = False
+        self._settled: Future[Settled] = Future()
         self._workers: list[socket.socket] = []
         self._workers_change = threading.Lock()
         self._readers: list[threading.Thread] = []
@@ -61,12 +66,23 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Nobody waits any more for what was never settled.
+        self._settled.cancel()
         self._open.close()
         self._acceptor.join()
         deadline = time.monotonic() + _PATIENCE_S
         for reader in self._readers:
             # The workers have ended, and with them their connections; a machine that was lost says nothing.
             reader.join(max(0.0, deadline - time.monotonic()))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether :meth:`settle` was called."""
+        return self._settled.done()
+
+    def settle(self, settled: Settled) -> None:
+        """Answer the workers that :func:`ask`, now and later."""
+        self._settled.set_result(settled)
 
     @property
     def has_workers(self) -> bool:
@@ -112,17 +128,40 @@ class Listener:
         try:
             with connection, connection.makefile(encoding="utf-8") as lines:
                 connection.settimeout(_PATIENCE_S)
-                if not secrets.compare_digest(lines.readline(100).strip().encode(), self.address.token.encode()):
+                token, _, asks = lines.readline(100).strip().partition(" ")
+                if not secrets.compare_digest(token.encode(), self.address.token.encode()):
                     return
                 connection.settimeout(None)
+                if asks:
+                    connection.sendall(f"{json.dumps(asdict(self._settled.result()))}\n".encode())
+                    return
                 with self._told(connection):
                     for line in lines:
                         plain = json.loads(line)
                         with self._one_at_a_time:
                             self._handle(_KINDS[plain.pop("record")](**plain))
-        except (OSError, ValueError):
+        except (OSError, ValueError, CancelledError):
             # Half a line of a worker that was killed, or somebody else's.
             return
+
+
+def ask(address: Address) -> Settled:
+    """Ask the driver for what it settles once the data are prepared, and wait for it.
+
+    Raises:
+        TrainingError: the driver cannot be reached, or ended.
+    """
+    try:
+        with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
+            connection.settimeout(None)
+            connection.sendall(f"{address.token} {_ASKS}\n".encode())
+            with connection.makefile(encoding="utf-8") as lines:
+                plain = json.loads(lines.readline())
+    except (OSError, ValueError):
+        raise TrainingError(
+            "the driver ended before the data were prepared", repair="run the same command again"
+        ) from None
+    return Settled(plain["prepared"], Resolved(**plain["resolved"]))
 
 
 class Sender:

@@ -29,7 +29,7 @@ _UNUSED = {"DatasetsCallback"}
 _UNUSED_ALONE = {"PlacementGroupCleanerCallback"}
 
 
-_POLL_S = 0.2
+_POLL_S = 0.1
 
 
 class Trainer(DataParallelTrainer):  # type: ignore[misc]

@@ -9,6 +9,7 @@ import sys
 import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from finray.config.resolved import Resolved
 from finray.errors import CheckpointError, FinrayError, TrainingError
 from finray.records import RunSummary
 from finray.runtime import failures
-from finray.runtime.progress import Address, Sender
+from finray.runtime.progress import Address, Sender, ask
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,8 @@ class WorkerSpec:
     Attributes:
         config: the run's, plain.
         resolved: what every ``auto`` of it comes to.
-        prepared: directory or URL of the prepared dataset.
+        prepared: directory or URL of the prepared dataset; None where the driver is asked, because workers start while
+            the data are prepared.
         run_dir: the run directory.
         threads: of this worker.
         listener: where the driver takes records.
@@ -40,7 +42,7 @@ class WorkerSpec:
 
     config: dict[str, Any]
     resolved: Resolved
-    prepared: str
+    prepared: str | None
     run_dir: str
     threads: int
     listener: Address
@@ -89,7 +91,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         loop = assemble(
             config,
             spec.resolved,
-            prepared=spec.prepared,
+            prepared=spec.prepared or partial(ask, spec.listener),
             run_dir=run_dir,
             strategy=strategy,
             notify=sender.put,

@@ -16,8 +16,9 @@ import torch
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.store import Fence
 from finray.config.adapter_files import NOTES
+from finray.config.identity import settled
 from finray.config.redact import redact
-from finray.config.resolved import Resolved
+from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import task_class, task_spec
 from finray.data.dataset.prepared import PreparedDataset
@@ -63,7 +64,7 @@ def assemble(
     config: Config,
     resolved: Resolved,
     *,
-    prepared: str | Path,
+    prepared: str | Path | Callable[[], Settled],
     run_dir: Path,
     strategy: Strategy,
     notify: Notify = lambda record: None,
@@ -77,7 +78,7 @@ def assemble(
 
     Args:
         resolved: what every ``auto`` of the config comes to.
-        prepared: directory or URL of the prepared dataset.
+        prepared: directory or URL of the prepared dataset; or waits for it, while the model is loaded.
         notify: shown records (header, warnings, metrics), on rank 0.
         reported: called on every rank after each checkpoint.
         asked: whether this rank has been asked to stop.
@@ -99,11 +100,23 @@ def assemble(
     if first:
         fence.take()
     store = CheckpointStore(run_dir, fence=fence.check)
+
+    def opened() -> tuple[PreparedDataset, Resolved, float]:
+        late = prepared() if callable(prepared) else Settled(str(prepared), resolved)
+        at = clock()
+        return (
+            open_dataset(config, late.prepared, rank=strategy.rank, world_size=strategy.world_size),
+            late.resolved,
+            at,
+        )
+
     with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
         # While the model is loaded: each rank compares a share of the prepared files with their digests.
-        opening = pool.submit(open_dataset, config, prepared, rank=strategy.rank, world_size=strategy.world_size)
+        opening = pool.submit(opened)
         task, optimizer = _model(config, resolved, strategy, warn)
-        dataset = on_all_ranks(strategy, opening.result)
+        model_at = clock()
+        dataset, resolved, data_at = on_all_ranks(strategy, opening.result)
+    config = settled(config, resolved)
     on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
     dataset.trust()
     loader, evaluation, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
@@ -156,7 +169,7 @@ def assemble(
         asked=asked,
         profiler=Profiler(config.train.profile, run_dir, strategy, tell=lambda text: notify(Note(text))),
     )
-    loop.phases["load"] = clock() - started
+    loop.phases["load"] = clock() - started - max(0.0, data_at - model_at)
     return Assembled(loop, header)
 
 

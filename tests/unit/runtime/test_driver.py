@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir
+from finray.config.resolved import Resolved, Settled
+from finray.errors import DataError
+from finray.planning.placement import Placement
 from finray.records import RunSummary
 from finray.runtime import driver, failures
+from finray.runtime.progress import ask
+from finray.runtime.worker import Outcome
 from tests.support import runs, tiny
 
 
@@ -58,8 +68,7 @@ def test_the_best_checkpoint_becomes_final_where_it_is_kept(tmp_path: Path, keep
     shown: list[Any] = []
     result = driver.finish(
         connected,
-        driver.Prepared("there", 8.0),
-        driver.Fitted(summary, 20.0),
+        driver.Fitted(summary, 28.0, 8.0),
         config(tmp_path, **{"checkpoint.keep_best": keep_best}),
         run,
         shown.append,
@@ -68,3 +77,85 @@ def test_the_best_checkpoint_becomes_final_where_it_is_kept(tmp_path: Path, keep
     assert (result.final / "weights").read_text() == f"of step {step}"
     wanted = {"start_ray": 7.0, "prepare": 8.0, "start_workers": 10.0, **phases}
     assert {name: seconds for name, seconds in result.summary.phases.items() if name != "total"} == wanted
+
+
+class Slow(Future[str]):
+    """A preparation that ends when it has been looked at three times."""
+
+    def __init__(self, outcome: str | DataError) -> None:
+        super().__init__()
+        self.looks, self.outcome = 0, outcome
+
+    def wait(self, timeout: float | None = None, *, handle: Any) -> bool:
+        self.looks += 1
+        return self.looks >= 3
+
+    def result(self, timeout: float | None = None, *, handle: Any = None) -> str:
+        if isinstance(self.outcome, DataError):
+            raise self.outcome
+        return self.outcome
+
+
+def fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str | DataError, *, is_own: bool, strategy: str = "ddp"
+) -> list[str]:
+    """What a fit does, in its order, with workers that ask as soon as they start."""
+    did: list[str] = []
+    asked = config(tmp_path)
+    resolved = Resolved("fp32", None, None, True, strategy, 1, use_gpu=False)
+    place = Placement(1, 1, use_gpu=False)
+    context = SimpleNamespace(gcs_address="127.0.0.1:1")
+    ray = SimpleNamespace(
+        util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"), get_runtime_context=lambda: context
+    )
+    slow: Any = Slow(outcome)
+
+    def settle(before: Resolved, location: str, *rest: Any) -> Settled:
+        did.append(f"settled {location}")
+        return Settled(location, replace(before, global_batch_size=5))
+
+    def make(connected: Any, known: Settled | None, *rest: Any, look: Any, listener: Any, **options: Any) -> Any:
+        def fit() -> Any:
+            did.append("workers start")
+            got = pool.submit(ask, listener) if known is None else None
+            while got is not None and not got.done():
+                look()
+                time.sleep(0.01)
+            size = (known if got is None else got.result()).resolved.global_batch_size
+            did.append(f"steps of {size}")
+            return SimpleNamespace(return_value=Outcome("summary"))  # type: ignore[arg-type]
+
+        return SimpleNamespace(fit=fit)
+
+    monkeypatch.setattr(driver, "settle", settle)
+    monkeypatch.setattr(driver, "_trainer", make)
+    monkeypatch.setattr(driver, "refusal", lambda address: None)
+    monkeypatch.setattr("finray.runtime.trainer.remove_groups", lambda group: None)
+    monkeypatch.setattr("finray.runtime.prepare._is_worth_help", lambda preparation: False)
+    slow.config, slow.cancel = asked, lambda: did.append("cancelled")
+    connected = driver.Connected(ray, is_own, place, resolved, {}, {}, 0.0, 0.0)
+    with ThreadPoolExecutor(1) as pool, suppress(DataError):
+        driver.fit(connected, slow, asked, RunDir(tmp_path / "out" / "run"), lambda record: None)
+    return did
+
+
+@pytest.mark.parametrize(
+    ("is_own", "strategy", "early"), [(True, "ddp", True), (False, "ddp", False), (True, "deepspeed", False)]
+)
+def test_workers_start_before_the_data_are_prepared_where_that_holds_nobody_elses_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool, strategy: str, early: bool
+) -> None:
+    first = ["workers start", "settled there"] if early else ["settled there", "workers start"]
+    assert fitted(tmp_path, monkeypatch, "there", is_own=is_own, strategy=strategy) == [
+        *first,
+        "steps of 5",
+        "cancelled",
+    ]
+
+
+def test_data_that_cannot_be_prepared_end_a_run_whose_workers_have_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = DataError("a row is not right")
+    assert fitted(tmp_path, monkeypatch, error, is_own=True) == ["workers start", "cancelled"]
+    assert fitted(tmp_path, monkeypatch, error, is_own=False) == ["cancelled"]

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import fields, replace
 
+import pytest
+
+from finray.config.resolved import Resolved, Settled
+from finray.errors import TrainingError
 from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
-from finray.runtime.progress import Listener, Sender
+from finray.runtime.progress import Listener, Sender, ask
 
 
 def filled(kind: type) -> Record:
@@ -37,6 +42,33 @@ def test_records_of_every_kind_arrive_unchanged_and_in_order() -> None:
             while len(heard) < len(part):
                 time.sleep(0.01)
     assert heard == RECORDS
+
+
+SETTLED = Settled(
+    "s3://data/é", Resolved("bf16", 4, None, True, "fsdp", 3, use_gpu=True, liger=True, global_batch_size=7, epochs=2.5)
+)
+
+
+def test_workers_that_ask_wait_until_the_driver_has_settled_and_those_after_it_do_not() -> None:
+    with Listener("127.0.0.1", lambda record: None) as listener, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ask, listener.address) for _ in range(2)]
+        assert not wait(waiting, timeout=0.3).done
+        listener.settle(SETTLED)
+        assert [one.result(10) for one in waiting] == [SETTLED, SETTLED]
+        assert ask(listener.address) == SETTLED
+        with pytest.raises(TrainingError):
+            ask(replace(listener.address, token="another"))
+
+
+def test_a_worker_that_waits_hears_that_the_driver_has_given_up() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with Listener("127.0.0.1", lambda record: None) as listener:
+            waiting = pool.submit(ask, listener.address)
+            assert not wait([waiting], timeout=0.3).done
+        with pytest.raises(TrainingError, match="before the data were prepared"):
+            waiting.result(10)
+    with pytest.raises(TrainingError, match="before the data were prepared"):
+        ask(listener.address)
 
 
 def test_a_connection_without_the_token_is_not_heard() -> None:
