@@ -7,7 +7,7 @@ and its logits freed, at no extra floating-point work (the softmax gradient is `
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ import torch
 # Elements of one chunk of logits: 48 MiB in fp32, far below the activations, and enough rows to keep the cores busy.
 CHUNK_ELEMENTS = 3 * 2**22
 CHUNK_ROWS = 64
+# Elements that a CPU adds at a time where dtypes differ.
+_ADDED = 2**19
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         needs = ctx.needs_input_grad
         weight = weight_VH.to(hidden_KH.dtype)
+        head = replace(head, weight_VH=weight)  # else each chunk has a copy of its own
         total = torch.zeros((), dtype=torch.float32, device=hidden_KH.device)
         grad_hidden = torch.empty_like(hidden_KH) if needs[0] else None
         grad_weight = torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None
@@ -126,7 +129,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 # Without a tensor for the product.
                 grad_weight.addmm_(low.T, hidden)
             elif grad_weight is not None:
-                grad_weight += low.T @ hidden
+                _add(grad_weight, low.T @ hidden)
         ctx.gradients = [grad_hidden, grad_weight, grad_bias]
         ctx.dtypes = (weight_VH.dtype, None if bias_V is None else bias_V.dtype)
         return total
@@ -147,3 +150,10 @@ class _ChunkedLoss(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _add(total: torch.Tensor, product: torch.Tensor) -> None:
+    """Add to a matrix one in another dtype: on a CPU, torch first copies all that it is given into the total's dtype."""
+    rows = max(1, _ADDED // total.shape[1]) if total.device.type == "cpu" else len(total)
+    for some, added in zip(total.split(rows), product.split(rows), strict=True):
+        some += added

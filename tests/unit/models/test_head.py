@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from finray.models.head import Head, loss_sum
+from finray.models.head import Head, _add, loss_sum
 
 
 def naive(head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -71,6 +71,34 @@ def test_the_gradient_of_a_trained_head_exists_once() -> None:
     assert weight.grad.data_ptr() == kept
     with pytest.raises(RuntimeError, match="given away"):
         loss.backward()
+
+
+def large_tensors(weight: torch.Tensor) -> list[float]:
+    """Bytes per weight of all tensors of a head's size that a bf16 loss of two chunks and its gradients make."""
+    hidden = torch.randn(8, weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, len(weight), (8,))
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        loss_sum(Head(weight), hidden, targets, chunk=4).backward()
+    made = [event.self_cpu_memory_usage / weight.numel() for event in profile.events()]
+    return sorted(size for size in made if size >= 2)
+
+
+def test_a_bf16_loss_copies_a_heads_fp32_weights_once_and_its_gradient_never() -> None:
+    # A copy in bf16, the gradient, and a product of each chunk.
+    assert large_tensors(torch.randn(8192, 256, requires_grad=True)) == [2, 2, 2, 4]
+
+
+def test_an_fp32_copy_of_each_product_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finray.models.head._add", torch.Tensor.add_)
+    assert large_tensors(torch.randn(8192, 256, requires_grad=True)) == [2, 2, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("shape", [(8191, 256), (5, 2**20)])
+def test_a_product_that_is_added_in_slices_gives_the_same_bits(shape: tuple[int, int]) -> None:
+    total, product = torch.randn(shape), torch.randn(shape, dtype=torch.bfloat16)
+    expected = total + product
+    _add(total, product)
+    assert torch.equal(total, expected)
 
 
 def test_no_label_no_loss() -> None:
