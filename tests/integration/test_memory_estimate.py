@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-# Quick ones of the benchmark's settings: all weights of a small model, two workers, with shares and without, and an
-# adapter on the real one.
-CASES = ["two-layers-full-2-workers", "smollm2-lora-checkpointing", "fsdp-full-2-workers"]
+# Quick ones of the benchmark's settings: all weights of a small model, two workers, with shares and without, weights in
+# bf16 alone, and an adapter on the real one.
+CASES = ["two-layers-full-2-workers", "wide-bf16-true", "smollm2-lora-checkpointing", "fsdp-full-2-workers"]
 _DONE: dict[str, dict[str, Any]] = {}
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the process and its heap are Linux's")

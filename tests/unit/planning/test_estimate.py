@@ -8,9 +8,11 @@ import pytest
 
 from finray.planning.blueprint import Blueprint, LinearShape
 from finray.planning.estimate import (
+    HOLES,
     Setup,
     Workload,
     bucket_bytes,
+    cast_bytes,
     estimate,
     gathered_bytes,
     gradient_bytes,
@@ -172,6 +174,29 @@ def test_the_backward_pass_needs_one_layer_at_a_time() -> None:
     found = estimate(FULL, MEMORY, Setup(), Workload((16,), 8))
     assert found.phase == "backward"
     assert found.parts["activations"] == 16 * WORKING
+
+
+def test_the_loss_has_a_copy_of_a_trained_heads_weights_in_bf16() -> None:
+    setup, many = Setup(precision="bf16"), Workload((4096,), 4000)
+    found = estimate(FULL, MEMORY, setup, many)
+    assert found.phase == "forward"
+    assert found.parts["weights cast"] == cast_bytes(FULL, setup) + 2 * FULL.head
+    assert estimate(LORA, MEMORY, setup, many).parts["weights cast"] == cast_bytes(LORA, setup)
+
+
+def test_gradients_of_embedding_and_head_leave_holes_in_the_heap_of_a_cpu() -> None:
+    few = Workload((16,), 8)
+    for setup, loose in (
+        (Setup(), 8 * FULL.head),
+        # The head's own in fp32, what it is rounded to, and the embedding's.
+        (Setup(weights="bf16", precision="bf16"), (4 + 2 + 2) * FULL.head),
+        (Setup(strategy="fsdp", workers=2), 0),
+    ):
+        found = estimate(FULL, MEMORY, setup, few)
+        assert found.phase == "backward"
+        others = found.parts.get("logits", 0) + found.parts["activations"]
+        assert found.parts["heap holes"] == int(HOLES["cpu"] * (others + loose))
+    assert "heap holes" in estimate(FULL, MEMORY, GPU, few).parts
 
 
 def test_costs_are_those_of_the_range_of_each_row() -> None:
