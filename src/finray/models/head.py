@@ -153,7 +153,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add(total: torch.Tensor, product: torch.Tensor) -> None:
-    """Add to a matrix one in another dtype: on a CPU, torch first copies all that it is given into the total's dtype."""
+    """Add to a matrix one in another dtype: on a CPU, torch first copies all that it is given to the matrix's dtype."""
     rows = max(1, _ADDED // total.shape[1]) if total.device.type == "cpu" else len(total)
-    for some, added in zip(total.split(rows), product.split(rows), strict=True):
-        some += added
+    for start in range(0, len(total), rows):
+        total[start : start + rows] += product[start : start + rows]

@@ -183,14 +183,16 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
             "weights cast": cast / max(1, blueprint.layers),
             **weights,
         }
-    # Gradients of embedding and head that come and go with each micro-batch. On the heap of a CPU, what stays (compiled
-    # kernels, moments) comes to lie where they were. Blocks so large are no part of it where workers share.
+    # Gradients of embedding and head that come and go with each micro-batch. In bf16 they are of several sizes, and
+    # kernels that are compiled in the meantime come to lie where they were: on the heap of a CPU, of which blocks so
+    # large are no part where workers share.
     loose = {"forward": head, "recompute": head, "backward": tables_gradients}
+    leave_holes = on_cpu and setup.strategy == "ddp" and setup.precision == "bf16"
     whole: dict[str, dict[str, int]] = {}
     for name, parts in passing.items():
-        # Other gradients are few, large, and the same in every step: they fit where they were. Gathered weights go back.
+        # Other gradients are large and the same in every step: they fit where they were. Gathered weights go back.
         changing = sum(size for part, size in parts.items() if "gradient" not in part and part != "gathered weights")
-        changing += loose.get(name, 0) if on_cpu and setup.strategy == "ddp" else 0
+        changing += loose.get(name, 0) if leave_holes else 0
         everything = {**state, **parts, "heap holes": HOLES[setup.device] * changing}
         whole[name] = {part: int(size) for part, size in everything.items() if size}
     if on_cpu and setup.read_bytes:
