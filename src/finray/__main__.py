@@ -1,6 +1,6 @@
 """``python -m finray``: the command line."""
 
-from finray.cli.main import main
+from finray.cli.start import main
 
 if __name__ == "__main__":
     main()

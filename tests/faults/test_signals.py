@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,3 +89,34 @@ def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Pa
     assert (code, len(err)) == (130, 1), err
     assert err[0].startswith("interrupted; no checkpoint is saved yet; the same command goes on: ")
     worker.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "ended by SIGTERM")]
+)
+def test_a_signal_while_rays_core_starts_is_one_line(
+    plain: Plain, tmp_path: Path, ray_cluster: str, signum: str, code: int, word: str
+) -> None:
+    config = into(plain, tmp_path)
+    script = f"""
+import os, signal, sys
+import ray._raylet
+
+real = ray._raylet.CoreWorker
+
+def signalled(*given, **named):
+    core = real(*given, **named)
+    os.kill(os.getpid(), signal.{signum})
+    return core
+
+ray._raylet.CoreWorker = signalled
+from finray.cli.start import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, "plan", str(config)], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    # Ray's core speaks first where the signal came to another thread, in C++.
+    assert done.stderr.splitlines()[-1] == f"{word}; the same command begins anew: finray plan {config}"
+    assert "Traceback" not in done.stderr

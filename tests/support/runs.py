@@ -189,7 +189,7 @@ def start_cli(
     """Start `finray ...` as a user would; a variable of None is not set."""
     changed = {**os.environ, **(env or {})}
     return subprocess.Popen(
-        [sys.executable, "-m", "finray.cli.main", *arguments],
+        [sys.executable, "-m", "finray", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

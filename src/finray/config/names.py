@@ -12,6 +12,12 @@ _SAME_COMMAND = "not needed: the same command continues a run, `--fresh` starts 
 _NOT_NEEDED = "not needed: unused columns are ignored, and rows are packed instead of padded"
 _READ_AHEAD = "not needed: the rows of the next step are read during this one"
 _SFT = "not needed: finray does supervised fine-tuning"
+_SAFE = "not needed: weights are written as safetensors"
+_PLACED = "not needed: Ray Train places the workers and connects them"
+_TOKENIZERS = "not needed: Transformers finds the class by the model's files"
+_PUBLISHED = "not here: publish what `finray export` writes"
+_NOT_HERE = "not here: `docs/guide/extending.md` shows how a task has a loss of its own"
+_LIGER = "`train.liger` turns all of Liger's kernels on"
 _SCHEDULED = "set `{path}` to a number of steps"
 
 NAMES: dict[str, str] = {
@@ -37,6 +43,20 @@ NAMES: dict[str, str] = {
     "new_special_tokens": "model.new_tokens",
     "special_tokens": "model.new_tokens",
     "tokens": "model.new_tokens",
+    "eager_attention": "model.attention",
+    "sdp_attention": "model.attention",
+    "xformers_attention": "model.attention",
+    "double_quantization": "model.quantization",
+    "bnb_4bit_quant_type": "model.quantization",
+    "bnb_4bit_compute_dtype": "model.quantization",
+    "bnb_4bit_use_double_quant": "model.quantization",
+    "model_type": _TOKENIZERS,
+    "tokenizer_type": _TOKENIZERS,
+    "use_fast_tokenizer": _TOKENIZERS,
+    "hf_hub_token": "not needed: HF_TOKEN in the environment",
+    "hub_token": "not needed: HF_TOKEN in the environment",
+    "hf_use_auth_token": "not needed: HF_TOKEN in the environment",
+    "cache_dir": "not needed: HF_HOME in the environment",
     # adapters
     "finetuning_type": "adapter.method",
     "use_peft": "adapter.method",
@@ -60,6 +80,10 @@ NAMES: dict[str, str] = {
     "loraplus_lr_ratio": "adapter.lora_plus_ratio",
     "adapter_name_or_path": "adapter.start_from",
     "lora_model_dir": "adapter.start_from",
+    "init_lora_weights": "`adapter.method` has `pissa` and others",
+    "create_new_adapter": "not needed: `adapter.start_from` goes on with an adapter, without it a new one begins",
+    "lora_fan_in_fan_out": "not needed: the kind of a layer says it",
+    "unfrozen_parameters": "`adapter.method: none` trains all weights",
     # data
     "dataset": "data.source",
     "dataset_name": "data.source",
@@ -103,6 +127,22 @@ NAMES: dict[str, str] = {
     "remove_unused_columns": _NOT_NEEDED,
     "pad_to_sequence_len": _NOT_NEEDED,
     "group_by_length": _NOT_NEEDED,
+    "eval_packing": "data.packing",
+    "eval_sample_packing": "data.packing",
+    "padding_free": _NOT_NEEDED,
+    "dataset_kwargs": "data.format",
+    "ds_type": "data.format",
+    "formatting_func": "data.converter",
+    "field_messages": "data.field_mapping",
+    "message_property_mappings": "data.field_mapping",
+    "default_system_message": "data.system",
+    "train_on_eos": "not needed: the token that ends an answer is learned",
+    "train_on_eot": "not needed: the token that ends an answer is learned",
+    "streaming": "not needed: data are prepared in parts, and read from disk during training",
+    "shuffle_merged_datasets": "not needed: rows are shuffled by `run.seed`",
+    "overwrite_cache": "not needed: changed data are prepared anew; `finray cache` shows and removes what there is",
+    "dataloader_pin_memory": _READ_AHEAD,
+    "dataloader_prefetch_factor": _READ_AHEAD,
     # optimisation
     "num_train_epochs": "train.epochs",
     "num_epochs": "train.epochs",
@@ -132,6 +172,26 @@ NAMES: dict[str, str] = {
     "stage": _SFT,
     "do_train": _SFT,
     "rl": _SFT,
+    "num_steps": "train.max_steps",
+    "lr_scheduler_kwargs": "train.schedule_options",
+    "cosine_min_lr_ratio": "train.min_learning_rate",
+    "min_lr": "train.min_learning_rate",
+    "loraplus_lr_embedding": "adapter.lora_plus_ratio",
+    "pure_bf16": "`train.precision: bf16-true` with `adapter.method: none`",
+    "bfloat16": "train.precision: bf16",
+    "float16": "train.precision: fp16",
+    "tf32": "not needed: `train.precision` is all that there is",
+    "gradient_checkpointing_kwargs": "train.gradient_checkpointing",
+    "use_gradient_checkpointing": "train.gradient_checkpointing",
+    "disable_gradient_checkpointing": "train.gradient_checkpointing",
+    "use_unsloth": _LIGER,
+    "liger_rope": _LIGER,
+    "liger_rms_norm": _LIGER,
+    "liger_glu_activation": _LIGER,
+    "liger_fused_linear_cross_entropy": _LIGER,
+    "cut_cross_entropy": "not needed: logits are made in chunks, and none without a label",
+    "label_smoothing_factor": _NOT_HERE,
+    "neftune_noise_alpha": "not here: no noise is added to embeddings",
     # run, checkpoints, evaluation, logging
     "run_name": "run.name",
     "data_seed": "run.seed",
@@ -152,6 +212,26 @@ NAMES: dict[str, str] = {
     "logging_steps": "tracking.log_every",
     "report_to": "tracking.trackers",
     "wandb_project": "tracking.trackers",
+    "evaluation_strategy": _SCHEDULED.format(path="evaluation.every_steps"),
+    "do_eval": _SCHEDULED.format(path="evaluation.every_steps"),
+    "eval_on_start": "evaluation.on_start",
+    "eval_batch_size": "evaluation.batch_size",
+    "predict_with_generate": "evaluation.metrics",
+    "metric_for_best_model": "checkpoint.keep_best",
+    "early_stopping_steps": "evaluation.early_stopping",
+    "logging_strategy": _SCHEDULED.format(path="tracking.log_every"),
+    "logging_dir": "run.output_dir",
+    "plot_loss": "not needed: TensorBoard shows every step of a run",
+    "wandb_name": "run.name",
+    "wandb_run_id": "run.name",
+    "use_wandb": "tracking.trackers",
+    "use_tensorboard": "tracking.tensorboard",
+    "save_safetensors": _SAFE,
+    "save_only_model": _SAME_COMMAND,
+    "push_to_hub": _PUBLISHED,
+    "hub_model_id": _PUBLISHED,
+    "hub_strategy": _PUBLISHED,
+    "export_dir": _PUBLISHED,
     # where it runs
     "deepspeed": "parallel.deepspeed_config",
     "fsdp": "parallel.strategy: fsdp",
@@ -159,6 +239,11 @@ NAMES: dict[str, str] = {
     "num_processes": "cluster.num_workers",
     "num_gpus": "cluster.num_workers",
     "ray_num_workers": "cluster.num_workers",
+    "fsdp_version": "parallel.strategy: fsdp",
+    "local_rank": _PLACED,
+    "device_map": _PLACED,
+    "ddp_timeout": _PLACED,
+    "ddp_find_unused_parameters": _PLACED,
     "use_ray": "not needed: every run is on Ray",
     "ray_run_name": "run.name",
     "ray_storage_path": "run.output_dir",
@@ -180,4 +265,4 @@ def names_markdown() -> str:
 
 
 def _is_field(found: str) -> bool:
-    return bool(found) and "`" not in found and not found.startswith("not needed")
+    return bool(found) and "`" not in found and not found.startswith("not ")

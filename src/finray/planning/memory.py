@@ -276,6 +276,8 @@ _COSTS = {
     "num_workers": 6.0,
     "optimizer": 9.0,
 }
+# Weights in bf16 round more than an 8-bit optimizer does.
+_BF16_WEIGHTS = 10.0
 _LOSES_TEXT = 20.0
 _ADAPTER = 64.0
 _SHORTEST = 128
@@ -335,6 +337,8 @@ def _others(config: Config, resolved: Resolved, device: Device) -> dict[str, lis
     found: dict[str, list[Any]] = {}
     if config.train.optimizer == "adamw" and resolved.strategy != "deepspeed":
         found["optimizer"] = ["adamw_8bit"]
+        if config.adapter.method == "none" and device.bf16 and resolved.weights != "bf16":
+            found["precision"] = ["bf16-true"]
     if device.kind == "cuda":
         found["activation_offload"] = [True]
         if resolved.strategy == "fsdp" or (resolved.strategy == "deepspeed" and not config.parallel.deepspeed_config):
@@ -375,7 +379,9 @@ def smallest_change(
         if choice.micro_batch_size != now.micro_batch_size:
             # The largest that fits: of two smaller ones, the one that is less so.
             total += _COSTS["micro_batch_size"] + 0.01 * (now.micro_batch_size / choice.micro_batch_size)
-        for name in ("gradient_checkpointing", "precision", "optimizer", "activation_offload", "cpu_offload"):
+        if choice.precision != now.precision:
+            total += _BF16_WEIGHTS if choice.precision == "bf16-true" else _COSTS["precision"]
+        for name in ("gradient_checkpointing", "optimizer", "activation_offload", "cpu_offload"):
             total += _COSTS[name] * (getattr(choice, name) != getattr(now, name))
         if choice.num_workers != now.num_workers:
             total += _COSTS["num_workers"] + 0.1 * (choice.num_workers / now.num_workers)
@@ -392,13 +398,17 @@ def smallest_change(
         "max_length": set(_halved(now.max_length, _SHORTEST)),
         "adapter": {"lora"} if now.adapter == "none" else set(),
     }
-    values |= {name: set(found) for name, found in (others or {}).items()}
+    values |= {name: values.get(name, set()) | set(found) for name, found in (others or {}).items()}
     names = [field.name for field in fields(now)]
     choices = (
         Choice(*chosen) for chosen in product(*({getattr(now, name)} | values.get(name, set()) for name in names))
     )
-    # An adapter is trained in fp32.
-    choices = (choice for choice in choices if choice.adapter == "none" or choice.precision != "bf16-true")
+    # An adapter is trained in fp32, and only AdamW rounds stochastically.
+    choices = (
+        choice
+        for choice in choices
+        if choice.precision != "bf16-true" or (choice.adapter, choice.optimizer) == ("none", "adamw")
+    )
     return next((choice for choice in sorted(choices, key=cost) if fits(choice)), None)
 
 

@@ -115,16 +115,22 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
 def _without_handlers() -> Iterator[None]:
     """Keep Ray from a handler of its own for SIGTERM, with which a start would end with exit code 15.
 
-    What its core sets when it is ready, in C++, is taken back afterwards. The name is private in Ray 2.60.
+    What its core sets in C++ would end this process by SIGABRT. Signals wait while the core starts, and for no longer:
+    a process that is started meanwhile would never hear them. The names are private in Ray 2.60.
     """
-    from ray._private import utils
+    from ray._private import utils, worker
 
-    before = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
+    before, connect = utils.set_sigterm_handler, worker.connect
+
+    def connect_undisturbed(*given: Any, **named: Any) -> None:
+        with signals.held():
+            connect(*given, **named)
+
+    utils.set_sigterm_handler, worker.connect = lambda handler: None, connect_undisturbed
     try:
         yield
     finally:
-        utils.set_sigterm_handler = before
+        utils.set_sigterm_handler, worker.connect = before, connect
 
 
 @contextmanager

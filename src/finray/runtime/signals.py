@@ -75,6 +75,21 @@ def take_back() -> None:
 
 
 @contextmanager
+def held() -> Iterator[None]:
+    """Let signals wait until the block has ended and the handlers are set again, as :func:`take_back` does.
+
+    For what replaces them and starts no process: one that was started meanwhile would never hear them. A signal that
+    comes to another thread, such as one of NumPy's, is answered by what has replaced them, and then by ours.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _NAMES)
+    try:
+        yield
+    finally:
+        take_back()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def deferred() -> Iterator[Pending]:
     """Let the first signal be noted instead; the second is raised as usual."""
     pending = Pending()
@@ -87,6 +102,8 @@ def deferred() -> Iterator[Pending]:
 
 def _handle(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
     _state.received += 1
+    # Ray's core, if it was the first to hear of it, would end this process three seconds later, by an alarm.
+    signal.alarm(0)
     if _state.pending is not None and _state.received == 1:
         _state.pending.signum = signum
         return

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.planning.estimate import Workload
-from finray.planning.memory import Choice, fastest, largest_workload, smallest_change
+from finray.planning.memory import Choice, fastest, largest_workload, single_changes, smallest_change
 
 
 def largest(lengths: list[int], **more: Any) -> Workload:
@@ -138,6 +138,29 @@ def test_what_costs_time_comes_before_what_costs_workers_and_those_before_anothe
         ("parallel.cpu_offload=true",),
         ("parallel.cpu_offload=true", "cluster.num_workers=16"),
         ("train.optimizer=adamw_8bit", "parallel.cpu_offload=true", "cluster.num_workers=16"),
+    ]
+
+
+def test_weights_in_bf16_come_where_an_8_bit_optimizer_is_not_enough_and_before_an_adapter() -> None:
+    now = Choice(1, "full", "bf16", 128, "none")
+    others = {"optimizer": ["adamw_8bit"], "precision": ["bf16-true"]}
+
+    def needs(choice: Choice) -> float:
+        return 2 if choice.adapter == "lora" else 8 if choice.precision == "bf16-true" else weights[choice.optimizer]
+
+    weights = {"adamw": 16, "adamw_8bit": 10}
+    found = {}
+    for limit in (12, 9, 5):
+        choice = smallest_change(now, lambda choice, limit=limit: needs(choice) <= limit, longest=128, others=others)
+        found[limit] = None if choice is None else choice.overrides_from(now)
+    assert found == {
+        12: ("train.optimizer=adamw_8bit",),
+        9: ("train.precision=bf16-true",),
+        5: ("adapter.method=lora",),
+    }
+    assert list(single_changes(now, lambda choice: needs(choice) <= 12, others)) == [
+        "train.optimizer=adamw_8bit",
+        "train.precision=bf16-true",
     ]
 
 

@@ -14,6 +14,7 @@ from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError, DataError
 from finray.planning import placement
 from finray.planning import plan as planning
+from finray.planning.memory import MARGIN
 from finray.planning.plan import Plan, make_plan
 from finray.planning.sample_data import DataReport
 from tests.support import runs, tiny
@@ -128,6 +129,26 @@ def test_a_gpu_that_is_too_small_and_the_smallest_change(plan: Planner, monkeypa
     assert "train.micro_batch_size=32" in texts(found)
     changed = plan(report, gpu="small", data=large, train={**settings, "micro_batch_size": 32})
     assert changed.starts, texts(changed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "offered"),
+    [
+        ({"adapter.method": "none"}, True),
+        ({}, False),
+        ({"adapter.method": "none", "train.optimizer": "adafactor"}, False),
+        ({"adapter.method": "none", "train.precision": "bf16-true"}, False),
+    ],
+)
+def test_bf16_weights_are_offered_where_full_training_does_not_fit(
+    plan: Planner, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], offered: bool
+) -> None:
+    whole = plan(gpu="h200-141gb", **settings).memory
+    assert whole is not None
+    # A byte less than it needs.
+    monkeypatch.setitem(planning.__dict__, "gpu_named", lambda name: small(int((whole.total - 1) / (1 - MARGIN))))
+    (problem,) = plan(gpu="small", **settings).problems
+    assert ("train.precision=bf16-true" in str(problem.repair)) == offered
 
 
 def test_the_speed_on_a_gpu_is_its_share_of_the_data_sheet(plan: Planner) -> None:

@@ -81,3 +81,40 @@ with signals.owned():
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split()) == (143, ["caught", "caught"]), done.stderr
+
+
+def test_a_signal_waits_until_what_sets_handlers_of_its_own_has_ended() -> None:
+    begun = []
+
+    def start() -> None:
+        with signals.owned(), signals.held():
+            # As Ray's core does in C++.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+            begun.append(True)
+
+    with pytest.raises(Interrupted) as caught:
+        start()
+    assert (caught.value.exit_code, begun) == (143, [True])
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "said"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "ended by SIGTERM")]
+)
+@pytest.mark.parametrize("module", ["typer", "pydantic", "finray.config.schema"])
+def test_a_signal_while_the_command_is_imported_is_one_line(signum: str, code: int, said: str, module: str) -> None:
+    script = f"""
+import os, signal, sys
+
+class Signalled:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.{signum})
+
+sys.meta_path.insert(0, Signalled())
+from finray.cli.start import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script, "version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said + "\n")

@@ -1,0 +1,23 @@
+"""The entry point of the command: signals first, then what takes a second to import."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+_SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
+
+
+def main() -> None:
+    """Run the command; a signal before :func:`finray.cli.main.main` answers for them ends it with one line."""
+    for one in _SAID:
+        signal.signal(one, _end)
+    from finray.cli.main import main as run
+
+    run()
+
+
+def _end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    os.write(2, f"{_SAID[signal.Signals(signum)]}\n".encode())
+    os._exit(128 + signum)
