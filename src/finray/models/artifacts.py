@@ -13,6 +13,7 @@ from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ModelError
 from finray.models.adapters import load_adapter
+from finray.models.fused_lora import fuse
 from finray.models.loading import build_model, load_model
 from finray.models.sharded import materialise
 
@@ -84,7 +85,13 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
 def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     """The trained model, ready for inference; an adapter is not merged."""
     model = load_model(artifact.model, dtype=dtype)
-    return load_adapter(model, artifact.folder) if artifact.is_adapter else model.eval()
+    if not artifact.is_adapter:
+        return model.eval()
+    model = load_adapter(model, artifact.folder)
+    # In bf16, PEFT's forward pass rounds the base's product before it adds the adapter's: the loss of an evaluation was
+    # 1.295 where training saw 1.194 and fp32 gives 1.182.
+    fuse(model)
+    return model
 
 
 def load_as_trained(artifact: Artifact, *, bits: int) -> Any:

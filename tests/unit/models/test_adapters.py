@@ -21,7 +21,7 @@ from finray.errors import ModelError
 from finray.models import adapters
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.models.export import _scratch, export
-from finray.models.loading import load_model
+from finray.models.loading import build_model, load_model
 from finray.models.saved_layout import WEIGHTS, SavedLayout
 from finray.pretrained.tokenizers import check_exists, load_tokenizer
 from tests.support import tiny
@@ -224,6 +224,30 @@ def test_what_a_killed_export_left_is_removed_by_the_next_one(tmp_path: Path) ->
         for folder in (mine, other):
             (folder / "tokenizer_config.json").touch()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["three", "two"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_evaluated_in_the_arithmetic_that_it_was_trained_in(
+    artifact: Path, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """PEFT's forward pass rounds once more in bf16, which an evaluation after the training would show."""
+    found = read_artifact(artifact)
+    assert found.base is not None
+    start = AdapterConfig(start_from=str(artifact))
+    precision = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    cpu = torch.device("cpu")
+    trained_model = build_model(
+        found.base, start, precision=precision, attention_name=None, bits=None, seed=0, device=cpu
+    ).eval()
+    loaded = load_artifact(found, dtype=dtype)
+    tokens = torch.arange(5, 45).reshape(2, 20)
+    with torch.no_grad():
+        expected = trained_model(input_ids=tokens).logits
+        assert torch.equal(loaded(input_ids=tokens).logits, expected)
+        for layer in loaded.modules():
+            vars(layer).pop("forward", None)
+        if dtype == torch.bfloat16:
+            assert not torch.equal(loaded(input_ids=tokens).logits, expected), "PEFT's own"
 
 
 # --- files that are none ----------------------------------------------------------------------------------------------
