@@ -1,0 +1,185 @@
+"""What is put around a loop: trackers, the notes in a checkpoint, the numbers of the header."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finray.config.load import build_config
+from finray.config.resolved import Resolved
+from finray.data.sampling.order import Order
+from finray.data.sampling.packing import one_row_each, plan_packs
+from finray.errors import DataError, TrainingError
+from finray.records import EvalRecord, TrainRecord
+from finray.training import assemble as module
+from finray.training.loader import EvalLoader, StepLoader
+
+
+def config(**sections: Any) -> Any:
+    plain: dict[str, Any] = {"model": {"name": "m"}, "data": {"source": "d"}}
+    for name, section in sections.items():
+        plain[name] = {**plain.get(name, {}), **section}
+    return build_config(plain, source="test")
+
+
+class Noting:
+    """A tracker that keeps what it is told."""
+
+    seen: list[tuple[str, Any]] = []  # noqa: RUF012
+
+    def start(self, run: Any) -> None:
+        self.seen.append(("start", run))
+
+    def log(self, record: Any) -> None:
+        self.seen.append(("log", record))
+
+    def finish(self) -> None:
+        self.seen.append(("finish", None))
+
+
+RECORD = TrainRecord(3, 0.5, 1.0, 1.0, 0.1, 10, 5, "d", 1.0, 0.0, 1, 1.0, samples=(1, 2))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the trackers that were made."""
+    names: list[str] = []
+
+    def make(name: str) -> Noting:
+        names.append(name)
+        return Noting()
+
+    monkeypatch.setattr(module, "make_tracker", make)
+    Noting.seen = []
+    return names
+
+
+@pytest.mark.parametrize(
+    ("tracking", "names"),
+    [
+        ({}, ["tensorboard"]),
+        ({"tensorboard": False}, []),
+        ({"trackers": ["m:A", "tensorboard", "m:B", "m:A"]}, ["tensorboard", "m:A", "m:B"]),
+    ],
+)
+def test_every_tracker_is_made_once_and_told_of_the_run(
+    tmp_path: Path, made: list[str], tracking: dict[str, Any], names: list[str]
+) -> None:
+    settings = config(tracking=tracking, cluster={"env": {"SOME_HOST": "h"}})
+    header: Any = SimpleNamespace(step=7)
+    shown: list[Any] = []
+    trackers = module._start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None)
+    trackers.log(RECORD)
+    trackers.finish()
+    assert made == names
+    starts = [run for what, run in Noting.seen if what == "start"]
+    run_id = (tmp_path / "run_id").read_text()
+    assert len(run_id) == 32
+    assert len(starts) == len(names)
+    for run in starts:
+        assert (run.run_id, run.run_dir, run.resume_step, run.header) == (run_id, tmp_path, 7, header)
+        assert run.config["model"]["name"] == "m"
+    # Trackers and the file have the rows of each step; who shows the run has no use for them.
+    assert [record.samples for what, record in Noting.seen if what == "log"] == [(1, 2)] * len(names)
+    assert [record.samples for record in shown] == [None]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["samples"] == [1, 2]
+    # At the next start the run is known by the same name.
+    module._start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None).finish()
+    assert (tmp_path / "run_id").read_text() == run_id
+
+
+def test_other_records_are_shown_as_they_are(tmp_path: Path) -> None:
+    shown: list[Any] = []
+    record = EvalRecord(3, {"eval_loss": 1.0}, 5, 1.0)
+    module._Notifier(shown.append).log(record)
+    assert shown == [record]
+
+
+def test_an_id_that_cannot_be_read_says_what_to_do(tmp_path: Path, made: list[str]) -> None:
+    (tmp_path / "run_id").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(TrainingError) as caught:
+        module._start_trackers(config(), tmp_path, SimpleNamespace(step=0), print, print)  # type: ignore[arg-type]
+    assert "delete the file" in str(caught.value.repair)
+
+
+@pytest.mark.parametrize(("bits", "said"), [(None, "none"), (4, "4bit"), (8, "8bit")])
+def test_the_notes_of_a_checkpoint_are_what_a_later_command_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None, said: str
+) -> None:
+    saved: list[str] = []
+    monkeypatch.setattr(module, "load_tokenizer", lambda model: SimpleNamespace(save_pretrained=saved.append))
+    model = {"revision": "r", "new_tokens": ["<a>"], "chat_template_arguments": {"enable_thinking": False}}
+    settings = config(model=model, data={"system": "Be brief.", "tool_format": "hermes"})
+    dataset: Any = SimpleNamespace(kind=lambda: "chat")
+    resolved: Any = SimpleNamespace(bits=bits)
+    module._extras(settings, dataset, resolved)(tmp_path)
+    assert saved == [str(tmp_path)]
+    assert json.loads((tmp_path / "finray.json").read_text()) == {
+        "base_model": "m",
+        "revision": "r",
+        "rows": "chat",
+        "task": "causal_lm",
+        "auto_class": "AutoModelForCausalLM",
+        "new_tokens": ["<a>"],
+        "system": "Be brief.",
+        "tool_format": "hermes",
+        "chat_template_arguments": {"enable_thinking": False},
+        "quantization": said,
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "world", "total", "epochs", "accumulation"),
+    # Six packs a step in micro-batches of two are three, which two workers share.
+    [("fp32", 1, None, 20 * 6 / 4, 3), ("bf16", 2, None, 20 * 6 / 4, 2), ("fp32", 4, 8, 2.0, 1)],
+)
+def test_the_header_counts_what_is_trained_on(
+    weights: str, world: int, total: int | None, epochs: float, accumulation: int
+) -> None:
+    lengths = np.array([5, 4, 3, 2, 6])
+    plan = plan_packs(lengths, 6)
+    split: Any = type("Split", (), {"lengths": lengths, "__len__": lambda self: 5})()
+    loader = StepLoader(
+        split, plan, Order(len(plan), seed=1, total=total), collate=list, weight=lengths - 1,  # type: ignore[arg-type]
+        global_batch_size=6, micro_batch_size=2, rank=0, world_size=world,
+    )  # fmt: skip
+    assert len(plan) == 4
+    evaluation = EvalLoader(one_row_each([1] * 3, 4), list, 0, world, False, rows=3, weight=2, held_out=9)  # type: ignore[arg-type]
+    resolved: Any = Resolved("bf16", None, "finray_packed", packs=True, strategy="ddp", world_size=world, use_gpu=False)
+    object.__setattr__(resolved, "weights", weights)
+    task: Any = SimpleNamespace(parameter_counts=lambda: (11, 22))
+    strategy: Any = SimpleNamespace(world_size=world, device=torch.device("cpu"))
+    found = module._header(
+        config(data={"packing": True}), resolved, task, strategy, loader, evaluation, step=2, total_steps=20
+    )
+    assert (found.step, found.total_steps, found.model) == (2, 20, "m")
+    assert (found.trainable, found.parameters) == (11, 22)
+    assert found.precision == ("bf16-true" if weights == "bf16" else "bf16")
+    assert (found.rows, found.tokens, found.supervised) == (5, 20, 15)
+    assert (found.eval_rows, found.held_out) == (3, 9)
+    assert (found.packs, found.packing, found.fill) == (4, True, 20 / 24)
+    assert (found.world_size, found.global_batch_size, found.micro_batch_size) == (world, 6, 2)
+    assert (found.accumulation, found.epochs) == (accumulation, epochs)
+    assert (found.device, found.threads) == ("CPU", torch.get_num_threads())
+    alone = module._header(config(), resolved, task, strategy, loader, None, step=2, total_steps=20)
+    assert (alone.eval_rows, alone.held_out) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("format_", "kind", "hint"), [("auto", "chat", True), ("messages", "chat", False), ("auto", "text", False)]
+)
+def test_other_rows_than_a_run_began_with_are_refused(format_: str, kind: str, hint: bool) -> None:
+    dataset: Any = SimpleNamespace(content="b", kind=lambda: kind)
+    settings = config(data={"format": format_})
+    module.require_same_data("b", dataset, settings)
+    with pytest.raises(DataError, match="has changed since the run began") as caught:
+        module.require_same_data("a", dataset, settings)
+    assert caught.value.where == "data.source=d"
+    assert ("data.format=prompt_completion" in str(caught.value.repair)) is hint

@@ -1,0 +1,155 @@
+"""The table of a profile, to the digit: with clocks that are made up, on a CPU and as on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from finray.config.schema import ProfileConfig
+from finray.training import profile
+from finray.training.profile import Profiler
+
+
+class Recorder:
+    """Stands for torch's profiler."""
+
+    made: list[Recorder]
+
+    def __init__(self, *, activities: list[Any], acc_events: bool) -> None:
+        self.activities = {one.name for one in activities}
+        self.state = "made"
+        Recorder.made.append(self)
+
+    def start(self) -> None:
+        self.state = "started"
+
+    def stop(self) -> None:
+        self.state = "stopped"
+
+    def export_chrome_trace(self, path: str) -> None:
+        assert self.state == "stopped"
+        Path(path).write_text("trace")
+
+    def key_averages(self) -> Any:
+        return SimpleNamespace(table=lambda **options: f"{options['sort_by']} {options['row_limit']}")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    Recorder.made = []
+    monkeypatch.setattr(torch.profiler, "profile", Recorder)
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def profiler(tmp_path: Path, told: list[str], *, device: str = "cpu", rank: int = 0, steps: Any = (2, 3)) -> Profiler:
+    strategy: Any = SimpleNamespace(rank=rank, device=torch.device(device))
+    return Profiler(None if steps is None else ProfileConfig(steps=steps), tmp_path, strategy, tell=told.append)
+
+
+def run(made: Profiler, clock: list[float], steps: range, parts: dict[str, float]) -> None:
+    for step in steps:
+        made.before(step)
+        for name, seconds in parts.items():
+            with made.parts(name):
+                clock[0] += seconds
+        clock[0] += 0.5
+        made.after(step)
+
+
+PARTS = {"forward": 0.25, "backward": 0.5, "optimizer": 0.125}
+SUMMARY = """\
+profile of 2 steps: 1625.0 ms a step (with the profiler on)
+
+  data wait               0.00 ms    0.0%
+  forward               500.00 ms   30.8%
+  backward              500.00 ms   30.8%
+  all_reduce              0.00 ms    0.0%
+  clip                    0.00 ms    0.0%
+  optimizer             125.00 ms    7.7%
+  rest                  500.00 ms   30.8%
+
+self_cpu_time_total 15
+"""
+
+
+def test_the_table_has_the_seconds_of_each_part_of_the_steps_that_were_asked_for(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    told: list[str] = []
+    made = profiler(tmp_path, told)
+    # Twice a step, as micro-batches are.
+    for step in range(1, 6):
+        made.before(step)
+        for name in ("forward", "backward", "forward", "optimizer"):
+            with made.parts(name):
+                clock[0] += PARTS[name]
+        clock[0] += 0.5
+        made.after(step)
+    made.close()
+    assert told == [SUMMARY]
+    assert (tmp_path / "profile" / "summary.txt").read_text() == SUMMARY
+    assert (tmp_path / "profile" / "trace-rank0.json.gz").exists()
+    (recorder,) = Recorder.made
+    assert recorder.activities == {"CPU"}
+
+
+def test_other_ranks_write_their_trace_and_say_nothing(tmp_path: Path, clock: list[float]) -> None:
+    told: list[str] = []
+    run(profiler(tmp_path, told, rank=3), clock, range(1, 6), PARTS)
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["trace-rank3.json.gz"]
+    assert told == []
+
+
+@pytest.mark.parametrize("steps", [None, (7, 9)])
+def test_nothing_is_measured_where_no_step_is_asked_for(tmp_path: Path, clock: list[float], steps: Any) -> None:
+    made = profiler(tmp_path, told := [], steps=steps)
+    run(made, clock, range(1, 6), PARTS)
+    made.close()
+    assert (Recorder.made, told, list(tmp_path.iterdir())) == ([], [], [])
+
+
+def test_a_run_that_is_continued_among_the_steps_profiles_what_is_left_of_them(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    told: list[str] = []
+    run(profiler(tmp_path, told), clock, range(3, 6), PARTS)
+    assert told[0].startswith("profile of 1 steps: 1375.0 ms")
+    # Ended within the first: there is no step to speak of.
+    made = profiler(tmp_path / "other", told)
+    made.before(2)
+    made.close()
+    assert len(told) == 1
+    assert not (tmp_path / "other").exists()
+
+
+def test_on_a_gpu_parts_are_timed_by_its_events_and_waited_for_twice(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at: float | None = None
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def elapsed_time(self, end: Any) -> float:
+            assert self.at is not None
+            return float(end.at - self.at) * 1000
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(clock[0]))
+    told: list[str] = []
+    made = profiler(tmp_path, told, device="cuda")
+    run(made, clock, range(1, 6), {"forward": 0.5, "backward": 0.5, "optimizer": 0.125})
+    assert told == [SUMMARY.replace("self_cpu", "self_device")]
+    assert waits == [1.625, 4.875]
+    assert Recorder.made[0].activities == {"CPU", "CUDA"}
