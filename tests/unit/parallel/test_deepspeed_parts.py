@@ -1,0 +1,293 @@
+"""What finray does around DeepSpeed, with what stands for its engine; whole runs are in tests/distributed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from finray.errors import ConfigError
+from finray.parallel.deepspeed import config as deepspeed_config
+from finray.parallel.deepspeed import strategy as module
+from finray.parallel.deepspeed.state import Place, ZeroOptimizer, ZeroWeight
+from finray.parallel.deepspeed.strategy import DeepSpeedStrategy, _OneByOne
+from tests.support import runs
+
+CPU = torch.device("cpu")
+
+
+def config(**parallel: Any) -> Any:
+    plain: dict[str, Any] = {
+        "model": {"name": "m"},
+        "data": {"source": "rows.jsonl"},
+        "train": {"global_batch_size": 8},
+    }
+    return runs.config_of({**plain, "parallel": {"strategy": "deepspeed", **parallel}})
+
+
+@pytest.fixture
+def no_library(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(module, "_library", lambda device, **options: asked.append(options))
+    return asked
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(None, "bf16"), (1, "fp16"), (3, "fp32")])
+def test_one_process_alone_is_a_group_of_one(
+    no_library: list[dict[str, Any]], stage: int | None, precision: str
+) -> None:
+    assert not dist.is_initialized()
+    try:
+        made = DeepSpeedStrategy(CPU, config(zero_stage=stage), precision=precision)
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        # Another one takes the group that there is.
+        DeepSpeedStrategy(CPU, config(zero_stage=stage), precision=precision)
+    finally:
+        dist.destroy_process_group()
+    assert (made.stage, made.shards_weights, made.lockstep) == (stage or 2, stage == 3, True)
+    assert no_library == [{"fp16": precision == "fp16"}] * 2
+
+
+@pytest.fixture
+def strategy(no_library: Any) -> DeepSpeedStrategy:
+    made = DeepSpeedStrategy.__new__(DeepSpeedStrategy)
+    made.device, made.world_size, made.stage, made._precision = CPU, 4, 2, "bf16"
+    return made
+
+
+def test_the_loss_is_multiplied_by_the_ranks_whose_mean_is_taken(strategy: DeepSpeedStrategy) -> None:
+    said: list[Any] = []
+    strategy._engine = SimpleNamespace(
+        set_gradient_accumulation_boundary=said.append,
+        backward=lambda loss, **options: said.append((float(loss), options)),
+    )
+    for last in (False, True):
+        strategy.backward(torch.tensor(0.5), last=last)
+    passed = (2.0, {"scale_wrt_gas": False})
+    assert said == [False, passed, True, passed]
+
+
+@pytest.mark.parametrize("norm", [6.0, 0.0, -1.0])
+def test_the_norm_is_without_the_scale_and_not_finite_where_deepspeed_says_minus_one(
+    strategy: DeepSpeedStrategy, norm: float
+) -> None:
+    zero: Any = SimpleNamespace(
+        loss_scaler=SimpleNamespace(cur_scale=1.0), scaled_global_norm=lambda: torch.tensor(norm)
+    )
+    strategy._engine = SimpleNamespace(optimizer=zero)
+    strategy.unscale_gradients([], torch.tensor(3.0))
+    assert zero.loss_scaler.cur_scale == 3.0
+    zero.loss_scale = zero.loss_scaler.cur_scale
+    found = float(strategy.clip_grad_norm([], 1.0))
+    assert found == norm / 3 if norm >= 0 else found != found
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_deepspeeds_own_files_are_written_where_they_are_wanted(
+    strategy: DeepSpeedStrategy, keep: bool, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    strategy._config = config(keep_deepspeed_shards=keep)
+    strategy._engine = SimpleNamespace(save_checkpoint=lambda folder, **options: asked.append((folder, options)))
+    folder = tmp_path / "own"
+    assert strategy.save_own(folder) is keep
+    assert folder.is_dir() is keep
+    assert asked == ([(str(folder), {"tag": "shards", "exclude_frozen_parameters": True})] if keep else [])
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_deepspeed_is_given_the_optimizer_or_the_groups_for_its_own(
+    strategy: DeepSpeedStrategy, theirs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def initialize(**options: Any) -> Any:
+        given.update(options)
+        return ("engine", 1, 2, 3)
+
+    settings = {"optimizer": {}} if theirs else {}
+    weight = torch.nn.Parameter(torch.zeros(2))
+    group = {"params": [weight], "lr": 0.1, "weight_decay": 0.2, "lr_scale": 3.0, "use_muon": True}
+    optimizer: Any = SimpleNamespace(parameters={"w": weight}, inner=SimpleNamespace(param_groups=[group]))
+    strategy._deepspeed = SimpleNamespace(initialize=initialize)
+    monkeypatch.setattr(strategy, "_settings", lambda module: settings)
+    monkeypatch.setattr(module, "ZeroOptimizer", lambda engine, parameters: (engine, parameters))
+    net = torch.nn.Linear(2, 2)
+    assert strategy.prepare(net, optimizer) == ("engine", ("engine", {"w": weight}))
+    assert given["model"] is net
+    assert given["config"] is settings
+    assert given["dist_init_required"] is False
+    assert given["optimizer"] is (None if theirs else optimizer.inner)
+    kept = {name: group[name] for name in ("params", "lr", "weight_decay", "lr_scale")}
+    assert given["model_parameters"] == ([kept] if theirs else None)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_weights_get_memory_one_at_a_time_and_those_that_are_tied_stay_tied(dtype: torch.dtype | None) -> None:
+    with torch.device("meta"):
+        net = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 5, bias=False))
+    net[2].weight = net[0].weight
+    net[1].bias.requires_grad_(False)
+    made = []
+    for parameter in _OneByOne(net, CPU, dtype).parameters():
+        # Those that were not asked for yet have none.
+        made.append(parameter)
+        assert sum(not one.is_meta for one in net.parameters()) == len(made)
+    assert [tuple(one.shape) for one in made] == [(5, 3), (3, 3), (3,)]
+    assert {one.dtype for one in made} == {dtype or torch.float32}
+    assert [one.requires_grad for one in made] == [True, True, False]
+    assert net[2].weight is net[0].weight is made[0]
+    assert net[1].bias is made[2]
+
+
+# --- what a rank holds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("trained", [True, False])
+def test_under_stage_3_a_rank_reads_its_elements_of_a_weight(rank: int, trained: bool) -> None:
+    """Ten elements over three ranks are four, four and two with two more for padding."""
+    whole = torch.arange(10.0).reshape(5, 2)
+    weight: Any = torch.nn.Parameter(torch.empty(0))
+    weight.ds_shape, weight.ds_numel, weight.ds_zero_partition_rank = (5, 2), 10, rank
+    weight.ds_tensor = torch.full((4,), 9.0)
+    weight.ds_tensor.ds_numel = 4
+    flat = torch.nn.Parameter(torch.full((9,), -1.0))
+    count = min(4, 10 - 4 * rank)
+    store = ZeroWeight(weight, Place(flat, 3, 4 * rank, count) if trained else None)
+    store.load_local(lambda start, stop: whole[start:stop])
+    own = whole.flatten()[4 * rank : 4 * rank + 4].tolist()
+    assert weight.ds_tensor.tolist() == own + [0.0] * (4 - count)
+    assert flat.tolist() == ([-1.0] * 3 + own + [-1.0] * (6 - count) if trained else [-1.0] * 9)
+    assert store.shape == (5, 2)
+    assert weight.numel() == 0
+
+
+@pytest.mark.parametrize("shape", [(5, 2), (10,), ()])
+def test_under_stages_1_and_2_a_weight_is_whole_and_its_fp32_elements_are_where_they_are_trained(
+    shape: tuple[int, ...],
+) -> None:
+    whole = torch.arange(10.0)[: torch.Size(shape).numel()].reshape(shape) + 0.25
+    weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))
+    flat = torch.nn.Parameter(torch.full((9,), -1.0))
+    start, count = (4, 3) if shape else (0, 1)
+    store = ZeroWeight(weight, Place(flat, 2, start, count))
+    store.load_local(lambda start, stop: whole[start:stop] if shape else whole)
+    assert torch.equal(weight.data, whole.bfloat16())
+    expected = [-1.0] * 9
+    expected[2 : 2 + count] = whole.flatten()[start : start + count].tolist()
+    assert flat.tolist() == expected
+    assert (store.dtype, ZeroWeight(weight).dtype) == (torch.float32, torch.bfloat16)
+
+
+class Inner(torch.optim.SGD):
+    """What DeepSpeed's optimizer wraps; counts its steps."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        self.steps += 1
+
+
+class Zero:
+    """DeepSpeed's optimizer at stage 1 or 2."""
+
+    def __init__(self) -> None:
+        flat = torch.nn.Parameter(torch.zeros(8))
+        self.optimizer = Inner([flat], lr=1.0)
+        self.param_groups = [{"lr": 1.0, "lr_scale": 2.0}, {"lr": 1.0}]
+        self.loss_scaler = SimpleNamespace(cur_scale=64.0)
+        self.averaged_gradients: dict[int, Any] = {0: torch.ones(1)}
+        self.single_partition_of_fp32_groups = [flat]
+        self.bit16_groups: list[list[Any]] = [[]]
+
+
+@pytest.mark.parametrize("bad", [None, 0.0, 1.0])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_must_change_nothing_is_deepspeeds_step_without_the_optimizers(
+    bad: float | None, fails: bool
+) -> None:
+    zero = Zero()
+
+    def step() -> None:
+        zero.optimizer.step()
+        if fails:
+            raise RuntimeError("in DeepSpeed")
+
+    engine: Any = SimpleNamespace(optimizer=zero, step=step, zero_optimization_stage=lambda: 2)
+    optimizer = ZeroOptimizer(engine, {})
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        optimizer.step(0.25, found_inf=None if bad is None else torch.tensor(bad))
+    assert zero.optimizer.steps == (0 if bad else 1)
+    # The next step is an ordinary one again.
+    zero.optimizer.step()
+    assert zero.optimizer.steps == (1 if bad else 2)
+    assert [group["lr"] for group in zero.param_groups] == [0.5, 0.25]
+    assert zero.loss_scaler.cur_scale == 1.0
+    assert (zero.averaged_gradients == {0: None}) is bool(bad)
+
+
+# --- its configuration ------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_cannot_be_read_or_is_none_is_named(tmp_path: Path) -> None:
+    for content, said in ((None, "cannot be read: "), ("{", "is not JSON"), ("[]", "is not a JSON object")):
+        path = tmp_path / "ds.json"
+        if content is not None:
+            path.write_text(content)
+        settings = config()
+        settings = settings.model_copy(
+            update={"parallel": settings.parallel.model_copy(update={"deepspeed_config": str(path)})}
+        )
+        with pytest.raises(ConfigError, match=said) as caught:
+            deepspeed_config.load(settings)
+        assert caught.value.where == f"parallel.deepspeed_config={path}"
+    assert deepspeed_config.load(config()) == {}
+
+
+def test_an_auto_that_is_deepspeeds_to_decide_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 3, "sub_group_size": "auto", "reduce_bucket_size": "auto"}}')
+    found = deepspeed_config.filled(config(deepspeed_config=str(path)), precision="fp32", workers=2, width=10)
+    # The sizes that the file does not leave to anybody are DeepSpeed's own.
+    assert found["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 100}
+    default = deepspeed_config.filled(config(zero_stage=3), precision="bf16", workers=2, width=10)
+    assert default["zero_optimization"] == {
+        "stage": 3,
+        "reduce_bucket_size": 100,
+        "stage3_prefetch_bucket_size": 90,
+        "stage3_param_persistence_threshold": 100,
+    }
+    assert default["fp16"] == {"enabled": False, "loss_scale": 1.0}
+    assert default["communication_data_type"] == "fp32"
+    assert default["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert (default["zero_allow_untested_optimizer"], default["zero_force_ds_cpu_optimizer"]) == (True, False)
+    assert default["train_batch_size"] == 1 * 4 * 2
+    for precision, stage, sums in (("fp32", 1, False), ("bf16", 1, False), ("fp16", 2, True)):
+        given = deepspeed_config.filled(config(zero_stage=stage), precision=precision, workers=1, width=10)
+        assert ("communication_data_type" in given) is (precision != "fp32")
+        assert ("data_types" in given) is sums
+        assert given["fp16"]["enabled"] is (precision == "fp16")
+
+
+def test_the_environment_of_the_user_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "mine")
+    fake = SimpleNamespace(init_distributed=lambda **options: None)
+    monkeypatch.setitem(__import__("sys").modules, "deepspeed", fake)
+    monkeypatch.setattr(module.compat, "without_compiled_collectives", lambda: None)
+    monkeypatch.setenv("LOCAL_RANK", "7")
+    assert module._library(CPU, fp16=False) is fake
+    assert (os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"]) == ("mine", "0")
+    allowed: list[str] = []
+    monkeypatch.setattr(module.compat, "allow_fp16_on_cpu", lambda: allowed.append("cpu"))
+    monkeypatch.delenv("DS_ACCELERATOR")
+    for device in ("cuda:3", "cpu"):
+        module._library(torch.device(device), fp16=True)
+    assert allowed == ["cpu"]
+    assert (os.environ["DS_ACCELERATOR"], os.environ["LOCAL_RANK"]) == ("cuda", "0")
