@@ -39,7 +39,6 @@ def fuse(model: Any) -> int:
             # With dropout, the two adapters of PiSSA read different inputs.
             and (names == [NAME] or (names == [NAME, PISSA_RESIDUAL] and not getattr(dropout, "p", 0.0)))
             and not module.use_dora.get(NAME)
-            and not module.fan_in_fan_out
             and module.lora_A[NAME].bias is None
             and module.lora_B[NAME].bias is None
         ):

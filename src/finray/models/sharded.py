@@ -138,7 +138,7 @@ def _give_memory(model: Any, inner: Any, device: torch.device) -> None:
             weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
             for name, weight in weights.items():
                 empty = torch.empty(getattr(weight, "ds_shape", weight.shape), device="meta")
-                setattr(module, name, torch.nn.Parameter(empty, requires_grad=False))
+                setattr(module, name, torch.nn.Parameter(empty))
             compat.init_module(inner, module)
             for name, weight in weights.items():
                 setattr(module, name, weight)

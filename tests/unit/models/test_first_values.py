@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from finray.config.schema import AdapterConfig
 from finray.models import adapters
+from finray.models.adapter_methods import DORA, LORA, PISSA, first_values
 
 
 class Net(torch.nn.Module):
@@ -62,3 +63,44 @@ def test_matrices_of_one_shape_are_drawn_apart() -> None:
     )
     one, other = (ours[f"base_model.model.{name}.lora_A.default.weight"].flatten() for name in ("narrow", "again"))
     assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 0.1
+
+
+def test_the_first_values_of_a_name_and_a_seed_are_pinned() -> None:
+    """Another version would begin the same run otherwise."""
+    pinned = [0.0709943, -0.4705942, -0.4887754, 0.3952277, -0.356905, 0.1433751]
+    value = first_values(LORA, seed=3, scaling=lambda name: 1.0, base=lambda name: torch.eye(2))
+    found = value("model.layers.0.q_proj.lora_A.default.weight", torch.Size((2, 3)))
+    assert found.flatten().tolist() == pytest.approx(pinned, abs=1e-6)
+    assert not value("model.layers.0.q_proj.lora_B.default.weight", torch.Size((3, 2))).any()
+
+
+def test_dora_begins_with_the_norms_of_the_rows_and_pissa_with_the_principal_parts() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(7, 5) @ torch.diag(torch.tensor([8.0, 4.0, 2.0, 1.0, 0.5]))
+    asked: list[str] = []
+
+    def base(name: str) -> torch.Tensor:
+        asked.append(name)
+        return weight
+
+    value = first_values(DORA, seed=3, scaling=lambda name: 1.0, base=base)
+    norms = value("m.lora_magnitude_vector.default.weight", torch.Size((7,)))
+    torch.testing.assert_close(norms, weight.square().sum(dim=1).sqrt())
+    asked.clear()
+    value = first_values(PISSA, seed=3, scaling=lambda name: 0.25, base=base)
+    down = value("m.lora_A.default.weight", torch.Size((2, 5)))
+    up = value("m.lora_B.default.weight", torch.Size((7, 2)))
+    # Decomposed once for both.
+    assert asked == ["m"]
+    u, s, vh = torch.linalg.svd(weight)
+    best = u[:, :2] @ torch.diag(s[:2]) @ vh[:2]
+    torch.testing.assert_close(0.25 * up @ down, best, rtol=1e-4, atol=1e-4)
+    # Both carry the square roots; the largest entry of each column is positive, on any machine.
+    torch.testing.assert_close(0.5 * up.norm(dim=0), s[:2].sqrt(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(0.5 * down.norm(dim=1), s[:2].sqrt(), rtol=1e-4, atol=1e-4)
+    assert bool((up.gather(0, up.abs().argmax(dim=0, keepdim=True)) > 0).all())
+    residual = value("m.lora_B.pissa_residual.weight", torch.Size((7, 2)))
+    assert torch.equal(residual, -up)
+    assert torch.equal(value("m.lora_A.pissa_residual.weight", torch.Size((2, 5))), down)
+    # A table has no principal parts.
+    assert value("m.lora_embedding_B.default.weight", torch.Size((7, 2))).any()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from finray.config.schema import AdapterConfig
 from finray.models import adapters, attention, fused_lora
@@ -87,6 +88,56 @@ def test_a_disabled_adapter_is_the_base_model() -> None:
     tokens = torch.arange(3, 20)[None]
     with model.disable_adapter():
         torch.testing.assert_close(model(input_ids=tokens).logits, tiny.build_model("llama")(input_ids=tokens).logits)
+
+
+def test_a_merged_adapter_is_not_added_twice() -> None:
+    model = model_with_lora(alpha=3.0)
+    fused_lora.fuse(model)
+    tokens = torch.arange(3, 20)[None]
+    expected = model(input_ids=tokens).logits
+    model.merge_adapter()
+    torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
+    model.unmerge_adapter()
+    torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_under_autocast_it_is_pefts_arithmetic_too(dropout: float) -> None:
+    theirs = model_with_lora(alpha=3.0, dropout=dropout).train()
+    ours = copy.deepcopy(theirs)
+    fused_lora.fuse(ours)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, expected_grads = gradients(theirs, 0)
+        actual, actual_grads = gradients(ours, 0)
+    assert actual.dtype == expected.dtype == torch.bfloat16
+    assert float((actual.float() - expected.float()).norm() / expected.float().norm()) < 0.03
+    for name, grad in expected_grads.items():
+        assert actual_grads[name].dtype == torch.float32
+        assert float((actual_grads[name] - grad).norm() / grad.norm()) < 0.1, name
+
+
+def test_a_layer_with_a_bias_and_one_whose_input_needs_no_gradient() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4))
+    theirs = get_peft_model(net, LoraConfig(r=2, lora_alpha=3, target_modules=["0", "2"], init_lora_weights=False))
+    ours = copy.deepcopy(theirs)
+    assert fused_lora.fuse(ours) == 2
+    results = []
+    for model in (theirs, ours):
+        output = model(torch.linspace(-1, 1, 18).reshape(3, 6))
+        own = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        results.append([output, *torch.autograd.grad(output.sin().sum(), list(own.values()))])
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("bias", ["lora_only", None])
+def test_an_adapter_with_biases_of_its_own_is_left_to_peft(bias: str | None) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5))
+    made = get_peft_model(net, LoraConfig(r=2, target_modules=["0"], lora_bias=bias is not None))
+    assert fused_lora.fuse(made) == (0 if bias else 1)
+    made.add_adapter("second", LoraConfig(r=2, target_modules=["0"]))
+    assert fused_lora.fuse(made) == 0
 
 
 def test_layers_that_are_not_plain_keep_pefts_forward() -> None:

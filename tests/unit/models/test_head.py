@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
-from finray.models.head import Head, _add, loss_sum
+from finray.models.head import Head, _add, loss_sum, plain_head
 
 
 def naive(head: Head, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -60,6 +62,93 @@ def test_a_frozen_head_gets_no_gradient_and_bf16_stays_close() -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-2)
     # bf16 keeps eight bits; errors of single elements are judged by the size of the whole gradient.
     assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < 1e-2
+
+
+def test_a_head_that_is_trained_in_bf16_gets_gradients_summed_in_fp32() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(40, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(64, 16) * 0.3).bfloat16().requires_grad_()
+    offset = torch.randn(64).bfloat16().requires_grad_()
+    targets = torch.randint(0, 64, (40,))
+    loss_sum(Head(weight, offset), hidden, targets, chunk=7).backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, offset)]
+    naive(Head(exact[1], exact[2]), exact[0], targets).backward()
+    for found, expected in zip((hidden, weight, offset), exact, strict=True):
+        assert found.grad is not None
+        assert found.grad.dtype == torch.bfloat16
+        assert expected.grad is not None
+        assert float((found.grad.double() - expected.grad).norm() / expected.grad.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 2)])
+def test_only_what_is_trained_gets_a_gradient(trained: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(23, 8), torch.randn(37, 8), torch.randn(37)]
+    targets = torch.randint(0, 37, (23,))
+    for at in trained:
+        tensors[at].requires_grad_()
+    loss_sum(Head(tensors[1], tensors[2]), tensors[0], targets, chunk=5).backward()
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    naive(Head(exact[1], exact[2]), exact[0], targets).backward()
+    for at, (tensor, expected) in enumerate(zip(tensors, exact, strict=True)):
+        if at in trained:
+            assert tensor.grad is not None
+            torch.testing.assert_close(tensor.grad.double(), expected.grad, rtol=1e-4, atol=1e-5)
+        else:
+            assert tensor.grad is None
+
+
+def test_under_autocast_products_are_in_its_dtype_and_the_sum_is_not() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16), torch.randn(64, 16)
+    targets = torch.randint(0, 64, (40,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = loss_sum(Head(weight), hidden, targets)
+    assert found.dtype == torch.float32
+    expected = naive(Head(weight.bfloat16().double()), hidden.bfloat16().double(), targets)
+    assert float(found) == pytest.approx(float(expected), rel=1e-2)
+    assert float(found) != float(loss_sum(Head(weight), hidden, targets))
+
+
+@pytest.mark.parametrize(("vocabulary", "rows"), [(2**15, 384), (2**17, 96), (2**18, 64), (5, 300)])
+def test_a_chunk_of_logits_takes_48_mib_and_never_fewer_than_64_rows(vocabulary: int, rows: int) -> None:
+    sizes: list[int] = []
+
+    class Spying(Head):
+        def logits(self, hidden_KH: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(hidden_KH))
+            return hidden_KH.new_zeros(len(hidden_KH), 5)
+
+    hidden, targets = torch.zeros(rows + 1 if vocabulary > 5 else 300, 2), torch.zeros(400, dtype=torch.int64)
+    loss_sum(Spying(torch.empty(vocabulary, 2)), hidden, targets[: len(hidden)])
+    assert sizes == ([rows, 1] if vocabulary > 5 else [300])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (1.0, None)),
+        ({"logit_scale": 0.25}, (0.25, None)),
+        ({"logits_scaling": 8.0}, (0.125, None)),
+        ({"logit_scale": None, "logits_scaling": 4}, (0.25, None)),
+        ({"final_logit_softcapping": 30}, (1.0, 30.0)),
+    ],
+)
+def test_the_head_of_a_model_is_as_its_configuration_says(
+    fields: dict[str, object], expected: tuple[float, float | None]
+) -> None:
+    layer = torch.nn.Linear(4, 9)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
+    head = plain_head(SimpleNamespace(config=config, get_output_embeddings=lambda: layer))
+    assert head is not None
+    assert (head.scale, head.softcap) == expected
+    assert (head.weight_VH, head.bias_V) == (layer.weight, layer.bias)
+
+    class Adapted(torch.nn.Linear):
+        pass
+
+    for other in (Adapted(4, 9), None):
+        assert plain_head(SimpleNamespace(config=config, get_output_embeddings=lambda other=other: other)) is None
 
 
 def test_the_gradient_of_a_trained_head_exists_once() -> None:

@@ -191,7 +191,7 @@ class Inner(torch.optim.SGD):
 
     steps = 0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.steps += 1
 
 
