@@ -1,0 +1,406 @@
+"""Small parts of models, each against what is written out here: names, sizes, layouts, packed layers, kernels."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from finray.config.schema import AdapterConfig, ModelConfig
+from finray.errors import ModelError
+from finray.models import adapters, attention, sharded, vocabulary
+from finray.models.attention import packed_attention
+from finray.models.export import Exported
+from finray.models.packed import PackedModel, _OneRow
+from finray.models.packing_check import check_packing_of, shrunk
+from finray.models.quantised import QuantisedLinear, quantise_layers
+from finray.models.saved_layout import WEIGHTS, SavedLayout
+from finray.models.sharded import base_name, folder_of
+from finray.pretrained.tokenizers import NewTokens
+from finray.pretrained.weights import stored_weights
+from tests.support import tiny
+
+CPU = torch.device("cpu")
+
+
+# --- names and places of weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("base_model.model.model.layers.0.q.base_layer.weight", "model.layers.0.q.weight"),
+        ("base_model.model.lm_head.original_module.weight", "lm_head.weight"),
+        ("base_model.model.lm_head.modules_to_save.default.weight", "lm_head.weight"),
+        ("base_model.model.model.embed.token_adapter.base_layer.weight", "model.embed.weight"),
+    ],
+)
+def test_the_name_of_a_weight_without_what_an_adapter_puts_around_it(name: str, expected: str) -> None:
+    assert base_name(name) == expected
+
+
+def test_where_the_files_of_a_model_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert folder_of(ModelConfig(name=str(tmp_path))) == tmp_path
+    assert folder_of(ModelConfig(name=str(tmp_path / "model.gguf"))) is None
+    asked: list[Any] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        if name == "org/none":
+            raise OSError("offline")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert folder_of(ModelConfig(name="org/tiny", revision="v1")) == tmp_path
+    assert asked == [("org/tiny", {"revision": "v1", "allow_patterns": ["*.safetensors", "*.json"]})]
+    assert folder_of(ModelConfig(name="org/none")) is None
+
+
+def test_memory_is_given_to_what_is_tied_once_and_buffers_are_computed() -> None:
+    expected = tiny.build_model("llama", tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = tiny.build_model("llama", tie_word_embeddings=True)
+    model.model.embed_tokens.weight = model.lm_head.weight
+    sharded._give_memory(model, model, CPU)
+    assert model.model.embed_tokens.weight is model.lm_head.weight
+    assert not any(one.is_meta for one in [*model.parameters(), *model.buffers()])
+    theirs = dict(expected.named_buffers())
+    assert theirs
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, theirs[name])
+
+
+ROWS = torch.arange(12.0).reshape(6, 2)
+
+
+@pytest.mark.parametrize("ids", [(6, 7), (4, 5), (5, 6, 7)])
+def test_rows_of_a_table_with_those_of_new_words(tmp_path: Path, ids: tuple[int, ...]) -> None:
+    """Files have six rows, of which the tokenizer knew so many: a new row is their mean."""
+    save_file({"table": ROWS}, tmp_path / "model.safetensors")
+    stored = stored_weights(tmp_path)
+    assert stored is not None
+    added = NewTokens(ids, known=ids[0])
+    height = max(6, max(ids) + 1)
+    whole = torch.cat([ROWS, torch.zeros(height - 6, 2)])
+    whole[list(ids)] = ROWS[: ids[0]].mean(0)
+    for start, stop in ((0, None), (0, 3), (3, 6), (2, height), (5, height), (height - 1, height), (1, None)):
+        found = vocabulary.read_with_new_rows(stored, "table", start, stop, added)
+        assert torch.equal(found, whole[start:stop])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rows", [2, 20])
+def test_a_model_is_widened_by_what_it_lacks(tied: bool, rows: int) -> None:
+    model = tiny.build_model("llama", tie_word_embeddings=tied)
+    known = 370
+    before = {name: one.detach().clone() for name, one in model.named_parameters()}
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    vocabulary.widen(model, NewTokens(tuple(range(known, known + rows)), known=known))
+    assert torch.equal(torch.rand(1), expected), "random state was used up"
+    tables = [model.get_input_embeddings().weight, model.lm_head.weight]
+    for name, table in zip(("model.embed_tokens.weight", "lm_head.weight"), tables, strict=True):
+        old = before.get(name, before["model.embed_tokens.weight"])
+        assert len(table) == max(384, known + rows)
+        assert torch.equal(table[:known], old[:known])
+        mean = old[:known].mean(0)
+        torch.testing.assert_close(table[known : known + rows].detach(), mean.expand(rows, -1))
+        assert torch.equal(table[known + rows : 384], old[known + rows :])
+    assert (tables[0] is tables[1]) is tied
+
+
+def test_weights_of_another_model_or_adapter_are_refused_with_a_name(tmp_path: Path) -> None:
+    def lora(**fields: Any) -> Any:
+        return adapters.add_lora(tiny.build_model("llama"), AdapterConfig(**{"rank": 4, **fields}), seed=1)
+
+    save_file({name: one.contiguous() for name, one in SavedLayout(lora()).tensors().items()}, tmp_path / WEIGHTS)
+    with pytest.raises(ModelError, match=r"has shape \(4, 64\), the model wants \(8, 64\)") as caught:
+        SavedLayout(lora(rank=8)).load(tmp_path)
+    assert caught.value.where == str(tmp_path)
+    with pytest.raises(ModelError, match=r"differ in 4 tensors, such as .*layers\.0\.self_attn\.k_proj"):
+        SavedLayout(lora(target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])).load(
+            tmp_path
+        )
+    again = lora()
+    with torch.no_grad():
+        for one in again.parameters():
+            one.zero_()
+    SavedLayout(again).load(tmp_path)
+    expected = SavedLayout(lora()).tensors()
+    assert all(torch.equal(one, expected[name]) for name, one in SavedLayout(again).tensors().items())
+
+
+def test_what_is_said_of_an_export() -> None:
+    def said(**fields: Any) -> list[str]:
+        out = io.StringIO()
+        whole = {"folder": Path("/out"), "merged": True, "dtype": "bf16", "difference": 0.0123, **fields}
+        Exported(**whole).print(Console(file=out, width=200))
+        assert Exported(**whole).plain()["folder"] == "/out"
+        return out.getvalue().splitlines()
+
+    again = "loaded it again: logits differ by 1.2e-02 of their spread, which is within the rounding of "
+    assert said(merged=False, dtype="fp32") == ["wrote the adapter to /out", f"{again}fp32"]
+    merged = ["wrote the model in bf16 to /out", f"{again}bf16", "merged onto base in full precision"]
+    assert said(onto="base") == merged
+    packed = "the base was in 4bit during training: logits "
+    assert said(onto="base", trained_on="4bit") == [
+        *merged,
+        f"{packed}not measured, because bitsandbytes is not installed",
+    ]
+    assert said(onto="base", trained_on="4bit", rounding=0.5)[-1] == f"{packed}differ by 5.0e-01 of their spread"
+
+
+# --- the head that is compared with the model's own -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_head_that_is_not_the_models_own_is_not_used(training: bool, factor: float) -> None:
+    model = tiny.build_model("llama", attn_implementation="eager").train(training)
+    model.config.attention_dropout = 0.5
+    real = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: real(hidden) * factor
+    packed = PackedModel(model, precision="fp32", attention_name=None, device=CPU)
+    batch = _OneRow(torch.arange(3, 90)[None])
+    calls: list[int] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, options: calls.append(options["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert packed.has_plain_head(batch) is (factor == 1.0)
+    # On a few tokens, once and for all, and training goes on as it was.
+    assert packed.has_plain_head(batch) is (factor == 1.0)
+    assert calls == [64, 64]
+    assert model.training is training
+
+
+# --- a small model of the same kind -----------------------------------------------------------------------------------
+
+
+class Config:
+    """A configuration of any fields."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+SMALL = {
+    "hidden_size": (4096, 64), "d_model": (4096, 64), "num_attention_heads": (32, 4), "head_dim": (128, 16),
+    "intermediate_size": (11008, 128), "moe_intermediate_size": (1408, 64), "num_experts": (64, 4),
+    "num_experts_per_tok": (8, 2), "n_group": (8, 1), "max_position_embeddings": (131072, 512),
+    "q_lora_rank": (1536, 16), "vocab_size": (128256, 160), "rotary_dim": (64, 8), "query_pre_attn_scalar": (256, 16),
+    "num_hidden_layers": (80, 8), "sliding_window": (4096, 6), "attention_chunk_size": (8192, 6),
+    "eos_token_id": (128001, 1), "rms_norm_eps": (1e-5, 1e-5), "tie_word_embeddings": (True, True),
+    "bos_token_id": (None, None), "num_key_value_heads": (8, 2), "num_kv_heads": (1, 1), "hidden_act": ("silu", "silu"),
+}  # fmt: skip
+
+
+def test_every_size_becomes_small_and_nothing_else_changes() -> None:
+    found = shrunk(Config(**{name: before for name, (before, _) in SMALL.items()}, model_type="x", dtype="bf16"))
+    assert vars(found) == {name: after for name, (_, after) in SMALL.items()}
+    # As many shared heads as heads stay as many; a number that is none is none of ours.
+    assert vars(shrunk(Config(num_attention_heads=32, num_key_value_heads=32))) == {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    assert vars(shrunk(Config(num_kv_heads=0, hidden_size="large"))) == {"num_kv_heads": 0, "hidden_size": "large"}
+
+
+@pytest.mark.parametrize(
+    ("depth", "kinds", "layers"),
+    [
+        (80, None, 8),
+        (3, None, 3),
+        (12, ["a", "b"] * 6, 2),
+        (12, ["a"] * 12, 2),
+        (12, ["a", "a", "a", "b"] * 3, 4),
+        (2, ["a", "b"], 2),
+        (1, ["a"], 1),
+    ],
+)
+def test_so_many_layers_are_kept_that_each_kind_is_among_them(depth: int, kinds: Any, layers: int) -> None:
+    each = [{"n": at} for at in range(depth)]
+    given = {"n_layer": depth, "per_layer": each, "layer_types": kinds, "other": [1] * (depth + 1)}
+    found = vars(shrunk(Config(**{name: value for name, value in given.items() if value is not None})))
+    assert (found["n_layer"], found["per_layer"], found["other"]) == (layers, each[:layers], given["other"])
+    assert found.get("layer_types") == (None if kinds is None else kinds[:layers])
+
+
+def test_factors_of_rotary_frequencies_are_as_many_as_the_small_heads_have() -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": (2.0,) * 48, "factor": 4.0}
+    found = vars(shrunk(Config(rope_parameters=rope)))["rope_parameters"]
+    assert found == {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": (2.0,) * 8, "factor": 4.0}
+
+
+def test_a_model_whose_numbers_are_not_finite_is_not_packed() -> None:
+    found = check_packing_of(AutoConfig.for_model("llama", rms_norm_eps=math.nan))
+    assert not found.safe
+    assert "apart by nan" in found.reason
+
+
+def test_a_model_with_another_head_is_judged_by_its_hidden_states() -> None:
+    assert check_packing_of(AutoConfig.for_model("llama"), auto_class="AutoModelForSequenceClassification").safe
+    leaky = AutoConfig.for_model("lfm2", layer_types=["conv", "conv", "full_attention"] * 4, num_hidden_layers=12)
+    assert not check_packing_of(leaky, auto_class="AutoModel").safe
+
+
+# --- packed layers ----------------------------------------------------------------------------------------------------
+
+
+class Odd(torch.nn.Module):
+    """Layers that fit into packed bytes and some that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fits = torch.nn.Linear(64, 8)
+        self.odd = torch.nn.Linear(63, 9, bias=False)
+        self.rows_fit = torch.nn.Linear(65, 64)
+        self.whole_proj = torch.nn.Linear(64, 8)
+        self.base_model = self
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("bits", "keep", "packed"),
+    [
+        (4, [], {"fits", "rows_fit", "whole_proj"}),
+        (8, [], {"fits", "whole_proj"}),
+        (4, ["whole_proj"], {"fits", "rows_fit"}),
+        # An ending of a name, not of a word.
+        (4, ["proj", "its"], {"fits", "rows_fit", "whole_proj"}),
+    ],
+)
+def test_layers_of_odd_shapes_stay_as_they_are(bits: int, keep: list[str], packed: set[str]) -> None:
+    with torch.device("meta"):
+        model = Odd()
+    assert quantise_layers(model, bits, dtype=torch.bfloat16, keep=keep) == len(packed)
+    found = {name for name, one in model.named_modules() if isinstance(one, QuantisedLinear)}
+    assert found == packed
+    layer: Any = model.fits
+    assert (layer.in_features, layer.out_features, layer.bits, layer.weight.requires_grad) == (64, 8, bits, False)
+    assert f"bits={bits}" in repr(layer)
+    # Before it is filled it knows its shape.
+    assert layer.dequantize().shape == (8, 64)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_packed_layer_adds_its_bias_and_computes_in_autocasts_dtype(bits: int) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(64, 8)
+    layer = QuantisedLinear(plain, bits, torch.float32)
+    layer.weight = torch.nn.Parameter(layer.pack(plain.weight.detach()), requires_grad=False)
+    x = torch.randn(3, 64)
+    expected = x @ layer.dequantize().T + plain.bias
+    torch.testing.assert_close(layer(x), expected)
+    assert layer(x).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = layer(x)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), expected, rtol=3e-2, atol=3e-2)
+    assert layer.W_q is layer.weight
+
+
+def test_without_bitsandbytes_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finray.models.quantised.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="bitsandbytes, which is not installed") as caught:
+        quantise_layers(Odd(), 4, dtype=torch.bfloat16)
+    assert "finray[quantization]" in str(caught.value.repair)
+
+
+# --- torch's variable-length attention --------------------------------------------------------------------------------
+
+
+def new(query: Any, *, scale: Any, window_size: Any, enable_gqa: bool = False) -> None: ...
+
+
+def without_groups(query: Any, *, scale: Any, window_size: Any) -> None: ...
+
+
+def old(query: Any, *, scale: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [(new, (new, True)), (without_groups, (without_groups, False)), (old, None), (None, None)]
+)
+def test_torchs_kernel_is_used_where_it_knows_what_is_asked(
+    function: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "torch.nn.attention.varlen"
+    module: Any = ModuleType(name)
+    if function is not None:
+        module.varlen_attn = function
+    monkeypatch.setitem(sys.modules, name, module)
+    attention._varlen.cache_clear()
+    try:
+        assert attention._varlen() == expected
+        assert attention._varlen() is attention._varlen()
+    finally:
+        attention._varlen.cache_clear()
+
+
+@pytest.mark.parametrize(("width", "dropout", "used"), [(256, 0.0, True), (264, 0.0, False), (64, 0.1, False)])
+def test_the_kernel_takes_heads_of_up_to_256_and_no_dropout(
+    width: int, dropout: float, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnAGpu(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    calls: list[int] = []
+
+    def kernel(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        calls.append(query.shape[-1])
+        return query
+
+    monkeypatch.setattr(attention, "_varlen", lambda: (kernel, True))
+    plain = torch.randn(1, 2, 6, width, dtype=torch.bfloat16).as_subclass(OnAGpu)
+    options = {"segment_lengths": (2, 4), "cu_seq_lens_q": torch.tensor([0, 2, 6]), "max_length_q": 4}
+    found, _ = packed_attention(torch.nn.Module(), plain, plain, plain, None, dropout=dropout, **options)  # type: ignore[arg-type]
+    assert found.shape == (1, 6, 2, width)
+    assert calls == ([width] if used else [])
+
+
+def test_lengths_may_come_in_an_object_that_a_compiler_does_not_look_into() -> None:
+    query = torch.randn(1, 2, 6, 8)
+    for lengths in ((2, 4), (6,)):
+        plain, _ = packed_attention(torch.nn.Module(), query, query, query, None, segment_lengths=lengths)
+        hidden = attention.RowLengths(lengths)
+        assert torch.equal(
+            packed_attention(torch.nn.Module(), query, query, query, None, segment_lengths=hidden)[0], plain
+        )
+
+
+def test_a_role_is_that_of_the_module() -> None:
+    from finray.models.roles import roles_of
+
+    model = tiny.build_model("llama")
+    roles = roles_of(model)
+    assert roles == {
+        "model.embed_tokens.weight": "embedding",
+        "lm_head.weight": "head",
+        **{name: "norm" for name, _ in model.named_parameters() if "norm" in name},
+    }
+    wrapped = adapters.add_lora(model, AdapterConfig(rank=4, target_modules=["embed_tokens", "q_proj"]), seed=1)
+    embedded = {
+        name.rsplit(".lora_", 1)[1]
+        for name, role in roles_of(wrapped).items()
+        if role == "embedding" and ".lora_" in name
+    }
+    assert embedded == {"embedding_A.default", "embedding_B.default"}
+    assert not any("q_proj" in name for name in roles_of(wrapped))
+    without = SimpleNamespace(get_output_embeddings=lambda: None, named_modules=model.named_modules)
+    assert "head" not in roles_of(without).values()
