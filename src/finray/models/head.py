@@ -156,4 +156,4 @@ def _add(total: torch.Tensor, product: torch.Tensor) -> None:
     """Add to a matrix one in another dtype: on a CPU, torch first copies all that it is given to the matrix's dtype."""
     rows = max(1, _ADDED // total.shape[1]) if total.device.type == "cpu" else len(total)
     for start in range(0, len(total), rows):
-        total[start : start + rows] += product[start : start + rows]
+        total[start : start + rows].add_(product[start : start + rows])
