@@ -153,13 +153,12 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
     tables = blueprint.embedding + (blueprint.head if blueprint.tied and work.accumulates else 0)
     # The loss has a head's gradient in fp32, which is rounded where weights are in bf16.
     rounded = FP32 * blueprint.head if setup.weights == "bf16" else 0
-    tables_gradients = setup.trained * tables + rounded if full else 0
     # The loss has a copy of a trained head's weights for itself.
     cast_head = 2 * blueprint.head if cast and full else 0
     passing = {
         "forward": {**before, "activations": kept, "weights cast": cast + cast_head, "logits": logits, **weights},
         "backward": {
-            "gradients": gradients + tables_gradients,
+            "gradients": gradients + (setup.trained * tables + rounded if full else 0),
             # Gradients of this size do not fit where a chunk of logits was, and a heap that keeps freed memory keeps
             # that too.
             "logits": logits if on_cpu and setup.strategy == "ddp" and full else 0,
@@ -183,16 +182,10 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
             "weights cast": cast / max(1, blueprint.layers),
             **weights,
         }
-    # Gradients of embedding and head that come and go with each micro-batch. In bf16 they are of several sizes, and
-    # kernels that are compiled in the meantime come to lie where they were: on the heap of a CPU, of which blocks so
-    # large are no part where workers share.
-    loose = {"forward": head, "recompute": head, "backward": tables_gradients}
-    leave_holes = on_cpu and setup.strategy == "ddp" and setup.precision == "bf16"
     whole: dict[str, dict[str, int]] = {}
     for name, parts in passing.items():
-        # Other gradients are large and the same in every step: they fit where they were. Gathered weights go back.
+        # Gradients are few, large, and the same in every step: they fit where they were. Gathered weights go back.
         changing = sum(size for part, size in parts.items() if "gradient" not in part and part != "gathered weights")
-        changing += loose.get(name, 0) if leave_holes else 0
         everything = {**state, **parts, "heap holes": HOLES[setup.device] * changing}
         whole[name] = {part: int(size) for part, size in everything.items() if size}
     if on_cpu and setup.read_bytes:

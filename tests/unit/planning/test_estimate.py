@@ -8,7 +8,6 @@ import pytest
 
 from finray.planning.blueprint import Blueprint, LinearShape
 from finray.planning.estimate import (
-    HOLES,
     Setup,
     Workload,
     bucket_bytes,
@@ -182,22 +181,6 @@ def test_the_loss_has_a_copy_of_a_trained_heads_weights_in_bf16() -> None:
     assert found.phase == "forward"
     assert found.parts["weights cast"] == cast_bytes(FULL, setup) + 2 * FULL.head
     assert estimate(LORA, MEMORY, setup, many).parts["weights cast"] == cast_bytes(LORA, setup)
-
-
-def test_gradients_of_embedding_and_head_leave_holes_in_the_heap_of_a_cpu_in_bf16() -> None:
-    few = Workload((16,), 8)
-    for setup, phase, loose in (
-        # The head's own in fp32, and a chunk's product.
-        (Setup(precision="bf16"), "forward", (4 + 2) * FULL.head),
-        # What it is rounded to, and the embedding's.
-        (Setup(precision="bf16", weights="bf16"), "backward", (4 + 2 + 2) * FULL.head),
-        (Setup(), "backward", 0),
-        (Setup(precision="bf16", strategy="fsdp", workers=2), "backward", 0),
-    ):
-        found = estimate(FULL, MEMORY, setup, few)
-        assert found.phase == phase
-        others = sum(found.parts.get(name, 0) for name in ("logits", "activations", "weights cast"))
-        assert found.parts["heap holes"] == pytest.approx(HOLES["cpu"] * (others + loose), abs=4)
 
 
 def test_costs_are_those_of_the_range_of_each_row() -> None:
