@@ -11,6 +11,7 @@ import secrets
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -216,6 +217,7 @@ def generate(
     *,
     file: str | Path | None = None,
     system: str | None = None,
+    tools: str | Path | Sequence[Mapping[str, Any]] | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -231,6 +233,7 @@ def generate(
         prompts: a text, or several, each a text or a conversation (a list of messages with ``role`` and ``content``).
         file: of further prompts: one a line, or JSONL with ``prompt`` or ``messages``.
         system: system message put before each text.
+        tools: functions that may be called, as in the column ``tools`` of training data; or a JSON file of them.
         max_new_tokens: of each answer.
         temperature: 0 is greedy decoding.
         top_p: share of probability to sample from.
@@ -245,16 +248,20 @@ def generate(
     Raises:
         FinrayError: the model cannot be loaded, or there is no prompt.
     """
+    from finray.data.formats.convert import tools_of
     from finray.evaluation.generate import Sampling, generate_text
-    from finray.evaluation.prompts import Prompt, read_prompts
+    from finray.evaluation.prompts import Prompt, read_prompts, read_tools
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     asked = [
         Prompt.of(one, system) if isinstance(one, str) else Prompt(messages=tuple(dict(message) for message in one))
         for one in texts
     ]
+    offered = read_tools(Path(tools).expanduser()) if isinstance(tools, str | Path) else tools_of(tools and list(tools))
+    asked = [replace(one, tools=offered) for one in asked]
     if file is not None or not asked:
-        asked += read_prompts([], None if file is None else Path(file).expanduser(), system=system)
+        path = None if file is None else Path(file).expanduser()
+        asked += read_prompts([], path, system=system, tools=offered)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     return generate_text(_directory(model), asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
 

@@ -96,6 +96,9 @@ def generate(
     system: Annotated[
         str | None, typer.Option(help="System message put before each prompt, instead of that of the training.")
     ] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON list of the functions that may be called, as in a row's `tools`.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Write JSONL here instead of printing.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
@@ -107,13 +110,15 @@ def generate(
 ) -> None:
     """Answer prompts with a trained model."""
     from finray.evaluation.generate import Sampling, generate_text
-    from finray.evaluation.prompts import read_prompts
+    from finray.evaluation.prompts import read_prompts, read_tools
 
     if output is not None:
         if output.is_dir():
             raise ConfigError("is a directory", where=f"--output {output}", repair="name a file in it")
         require_writable(output.parent)
-    asked = read_prompts(prompts or [], file, system=system, lines=() if sys.stdin.isatty() else sys.stdin)
+    offered = () if tools is None else read_tools(tools)
+    lines = () if sys.stdin.isatty() else sys.stdin
+    asked = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answers = generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
     if output is None:

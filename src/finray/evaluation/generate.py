@@ -187,7 +187,9 @@ def generate_text(
     if raw is None:
         raw = artifact.notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
     # As the run was trained.
-    kept = {"system": artifact.notes.get("system"), "arguments": artifact.notes.get("chat_template_arguments")}
+    notes = artifact.notes
+    kept: dict[str, Any] = {"system": notes.get("system"), "arguments": notes.get("chat_template_arguments")}
+    kept["tool_format"] = notes.get("tool_format", "plain")
     ids = [prompt_ids(tokenizer, prompt, raw=raw, **kept) for prompt in prompts]
     device = inference_device()
     model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finray import compat
 from finray.config.schema import NO_TEXT
-from finray.data.formats.convert import messages_of
+from finray.data.formats.convert import messages_of, tools_of
 from finray.data.sources.pieces import read_file
-from finray.data.tokenize.chat import guarded
+from finray.data.tokenize.chat import ChatRenderer, guarded
 from finray.errors import DataError, ModelError
 from finray.files import FileKind
 
 _FILES = FileKind(DataError, repair="a file of prompts is text in UTF-8, a prompt a line, or JSONL")
+_TOOLS = FileKind(DataError, repair="write a JSON list of functions: their `name`, `description` and `parameters`")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to answer: a conversation, or plain text."""
+    """What to answer: a conversation, or plain text; ``tools`` are JSON schemas of functions that may be called."""
 
     text: str = ""
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def of(cls, text: str, system: str | None) -> Prompt:
@@ -33,10 +35,29 @@ class Prompt:
         return cls(messages=({"role": "system", "content": system}, {"role": "user", "content": text}))
 
 
+def read_tools(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """Tools from a JSON file: a list as in the column ``tools`` of training data.
+
+    Raises:
+        DataError: it is no such file.
+    """
+    try:
+        return tools_of(_TOOLS.text(path))
+    except DataError as error:
+        raise _TOOLS.refused(error.message, error.where or path) from None
+
+
 def read_prompts(
-    arguments: list[str], file: Path | None, *, system: str | None, lines: Iterable[str] = ()
+    arguments: list[str],
+    file: Path | None,
+    *,
+    system: str | None,
+    tools: tuple[Mapping[str, Any], ...] = (),
+    lines: Iterable[str] = (),
 ) -> list[Prompt]:
     """All prompts: the arguments, then those of the file; where there is neither, the non-empty ``lines``.
+
+    ``tools`` are of those that bring none themselves.
 
     Raises:
         DataError: the file cannot be read, or there is no prompt.
@@ -47,7 +68,8 @@ def read_prompts(
     if file is not None and file.suffix.lower() in (".jsonl", ".json"):
         for row in read_file(file):
             if isinstance(row.value.get("messages"), list):
-                prompts.append(Prompt(messages=_question(row.value["messages"], row.where)))
+                own = tools_of(row.value.get("tools"))
+                prompts.append(Prompt(messages=_question(row.value["messages"], row.where), tools=own))
             elif isinstance(row.value.get("prompt"), str):
                 prompts.append(Prompt.of(row.value["prompt"], system))
             else:
@@ -69,7 +91,7 @@ def read_prompts(
                 raise DataError(
                     f"prompt {number} holds U+{ord(odd[0]):04X}, which is no text", repair="leave that character out"
                 )
-    return prompts
+    return [replace(prompt, tools=prompt.tools or tools) for prompt in prompts]
 
 
 def _question(messages: list[Any], where: str) -> tuple[dict[str, str], ...]:
@@ -95,6 +117,7 @@ def prompt_ids(
     raw: bool,
     system: str | None = None,
     arguments: Mapping[str, Any] | None = None,
+    tool_format: str = "plain",
 ) -> list[int]:
     """Token ids of a prompt, up to where the answer begins.
 
@@ -104,12 +127,13 @@ def prompt_ids(
         raw: give text without the chat template.
         system: system message of conversations that have none.
         arguments: variables for the chat template.
+        tool_format: how tools and their calls are written where the template knows none.
 
     Raises:
         ModelError: there is no chat template, and the prompt needs one.
         DataError: the template refuses the prompt, or nothing is in it.
     """
-    if raw and not prompt.messages:
+    if raw and not prompt.messages and not prompt.tools:
         ids = list(tokenizer(prompt.text)["input_ids"])
         if not ids:
             raise DataError("an empty prompt is nothing to go on from", repair="write at least a word")
@@ -121,6 +145,11 @@ def prompt_ids(
         messages.insert(0, {"role": "system", "content": system})
     if messages[0] == {"role": "system", "content": ""}:
         messages.pop(0)
+    if prompt.tools or any("tool_calls" in message or message.get("role") == "tool" for message in messages):
+        # As in training, where the template may know none of it.
+        renderer = ChatRenderer(tokenizer, special_tokens=(), arguments=arguments, tool_format=tool_format)
+        text = renderer.render(messages_of(messages, "messages"), prompt.tools, add_generation_prompt=True)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     with guarded("the prompt", repair="check the order and names of the roles"):
         if isinstance(tokenizer.chat_template, str):
             # What Transformers then finds in its cache has limits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,4 +86,7 @@ class TrainState:
             if "best_eval_loss" in plain:
                 # Written by finray 0.1 before there was a second task.
                 plain["best"] = plain.pop("best_eval_loss")
+            if unknown := sorted(plain.keys() - {field.name for field in fields(cls)}):
+                # Of another version, to which they mean something.
+                raise _FILES.refused(f"has keys that are not known here: {', '.join(unknown)}", path)
             return typed(plain, cls)

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from finray.data.formats.convert import tools_of
+from finray.data.formats.examples import Chat
+from finray.data.tokenize.encode import Tokenizer as Tokens
 from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.generate import Sampling
-from finray.evaluation.prompts import Prompt, prompt_ids, read_prompts
-from tests.support import tiny
+from finray.evaluation.prompts import Prompt, prompt_ids, read_prompts, read_tools
+from tests.support import families, tiny
+from tests.support.talk import assistant, calling, result, user
 
 BRIEF = {"role": "system", "content": "Be brief."}
 
@@ -177,3 +181,52 @@ def test_half_a_surrogate_pair_is_no_prompt() -> None:
 def test_an_empty_prompt_without_a_template_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="empty prompt"):
         prompt_ids(tokenizer, Prompt(text=""), raw=True)
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+DEPTH = {"name": "depth", "parameters": {"type": "object", "properties": {"river": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "tool_format"),
+    [("chatml", "plain"), ("chatml", "hermes"), ("chatml", "llama3"), ("qwen-2.5", "plain"), ("llama-3.1", "plain")],
+)
+@pytest.mark.parametrize("has_turns", [False, True], ids=["a question", "a result of a tool"])
+def test_a_prompt_with_tools_is_that_of_a_row_in_training(
+    tmp_path: Path, name: str, tool_format: str, has_turns: bool
+) -> None:
+    turns = (user("how deep"), *((calling("blue"), result("nine")) if has_turns else ()))
+    trained = Tokens(
+        families.tokenizer(name),
+        train_on="last_assistant",
+        max_length=4096,
+        on_too_long="error",
+        tool_format=tool_format,
+    )
+    (encoded,) = trained.encode([Chat((*turns, assistant("a dog")), tools_of([DEPTH]))])
+    expected = encoded.rows[0].ids[: encoded.rows[0].spans[0][0]]
+    # Tools for all prompts, and tools of a row.
+    file, rows = tmp_path / "tools.json", tmp_path / "rows.jsonl"
+    file.write_text(json.dumps([DEPTH]))
+    plain = [message.plain() for message in (*turns, assistant("a dog"))]
+    rows.write_text(json.dumps({"messages": plain, "tools": [DEPTH]}) + "\n" + json.dumps({"messages": plain}) + "\n")
+    given = read_prompts([] if has_turns else ["how deep"], rows, system=None, tools=read_tools(file))
+    for prompt in given:
+        found = prompt_ids(families.tokenizer(name), prompt, raw=False, tool_format=tool_format)
+        assert found == list(expected)
+    assert len(given) == 3 - has_turns
+
+
+@pytest.mark.parametrize("content", ["{", "5", '["depth"]', '{"name": "depth"}'])
+def test_tools_that_are_none_are_one_message(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "tools.json"
+    file.write_text(content)
+    with pytest.raises(DataError, match="tools") as caught:
+        read_tools(file)
+    assert (caught.value.where, "JSON list" in str(caught.value.repair)) == (str(file), True)
+
+
+def test_tools_of_a_model_without_a_chat_template_are_an_error() -> None:
+    with pytest.raises(ModelError, match="no chat template"):
+        prompt_ids(Tokenizer(None), Prompt("hi", tools=tools_of([DEPTH])), raw=True)

@@ -44,9 +44,10 @@ def test_all_that_is_counted_comes_back(tmp_path: Path) -> None:
     written["best_eval_loss"] = written.pop("best")
     path.write_text(json.dumps(written), encoding="utf-8")
     assert TrainState.load(tmp_path) == state
-    path.write_text('{"step": "many"}', encoding="utf-8")
-    with pytest.raises(CheckpointError):
-        TrainState.load(tmp_path)
+    for content, said in (('{"step": "many"}', "step"), ('{"step": 1, "phase": 2}', "not known here: phase")):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(CheckpointError, match=said):
+            TrainState.load(tmp_path)
 
 
 def test_a_step_is_counted() -> None:
