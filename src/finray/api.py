@@ -155,6 +155,7 @@ def plan(
     *,
     gpu: str | None = None,
     offline: bool = False,
+    fresh: bool = False,
     **changed: Any,
 ) -> Plan:
     """What a run needs and what would keep it from starting, without starting it.
@@ -165,6 +166,7 @@ def plan(
         gpu: GPU of each worker, such as ``h100-80gb``; None for those that are there.
         offline: list what lies on a Hub that cannot be reached as not checked. To keep libraries from trying, set
             ``HF_HUB_OFFLINE=1`` before the first import.
+        fresh: as for :func:`finray.train`; else an earlier run of this name is what would be continued.
         changed: further overrides.
 
     Raises:
@@ -172,7 +174,7 @@ def plan(
     """
     from finray.runtime.cluster import plan as make_plan
 
-    return make_plan(load_config(config, overrides, **changed), gpu=gpu, offline=offline)
+    return make_plan(load_config(config, overrides, **changed), gpu=gpu, offline=offline, fresh=fresh)
 
 
 def inspect(

@@ -59,6 +59,15 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Earlier:
+    """What a run directory holds of a run that a config would continue."""
+
+    step: int  # of the newest checkpoint; 0 where there is none
+    is_finished: bool  # whether nothing is left to be done
+    resolved: Resolved | None  # what every `auto` came to; None for a run that never came so far
+
+
+@dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths of a run."""
 
@@ -230,12 +239,11 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             os.replace(run.path, aside)
             say(f"the earlier run was moved to {aside}")
         before = _require_same_run(config, run)
-        chosen = run.resolved()
+        (was, old), (now, new) = _lengths(before, config, run.resolved())
         found = {path: _SUMMARY.text(path) for path in (run.config_file, run.summary_file) if path.exists()}
         with _writing(run):
             run.path.mkdir(exist_ok=True)
             run.keep_config(config)
-        (was, old), (now, new) = (length(settled(one or config, chosen)) for one in (before, config))
         if (was, old) != (now, new):
             say(f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run goes on to there")
             # Without it the run is not finished.
@@ -294,6 +302,26 @@ def check_output(config: Config) -> None:
 def saved_config(run: RunDir) -> Config:
     """The config a run was started with."""
     return build_config(read_yaml(run.config_file), source=str(run.config_file))
+
+
+def earlier_of(config: Config) -> Earlier | None:
+    """What a start of this config would go on from; None where it would begin. Nothing is written.
+
+    Raises:
+        ConfigError: the directory holds another run, as :func:`open_run` says it.
+    """
+    run = RunDir.of(config)
+    before = _require_same_run(config, run)
+    if before is None:
+        return None
+    was, now = _lengths(before, config, chosen := run.resolved())
+    steps = CheckpointStore(run.path).steps()
+    return Earlier(steps[-1] if steps else 0, was == now and run.finished() is not None, chosen)
+
+
+def _lengths(before: Config | None, config: Config, chosen: Resolved | None) -> list[tuple[str, float]]:
+    """How long the run was to be, and how long it is to be now, each as :func:`length` has it."""
+    return [length(settled(one or config, chosen)) for one in (before, config)]
 
 
 def _require_same_run(config: Config, run: RunDir) -> Config | None:

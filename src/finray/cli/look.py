@@ -19,6 +19,7 @@ def plan(
     offline: Annotated[
         bool, typer.Option("--offline", help="Do not use the network; list what was not checked.")
     ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Plan what `finray train --fresh` would do.")] = False,
 ) -> None:
     """Show what a run needs and what would keep it from starting, without starting it.
 
@@ -31,7 +32,7 @@ def plan(
         settings = show.load(config, overrides)
         from finray.runtime.cluster import plan as make_plan
 
-        result = make_plan(settings, gpu=gpu, offline=offline)
+        result = make_plan(settings, gpu=gpu, offline=offline, fresh=fresh)
     except ConfigError as error:
         if not show.mode().json:
             raise

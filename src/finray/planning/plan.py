@@ -13,7 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from finray.config.paths import with_absolute_paths
+from finray.checkpoint.rundir import Earlier, earlier_of
+from finray.config.paths import run_path, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.data.sampling.order import total_steps
@@ -72,6 +73,15 @@ class DataPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class EarlierPlan:
+    """What the run directory holds already of this run."""
+
+    run_dir: str
+    step: int  # of the newest checkpoint; 0 where there is none
+    is_finished: bool  # nothing is left to be done
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementPlan:
     """Where workers go, and what each of them gets."""
 
@@ -98,6 +108,7 @@ class Plan(Result):
     placement: PlacementPlan | None = None  # None where `--gpu` names GPUs that are not here
     memory: MemoryPlan | None = None
     speed: SpeedPlan | None = None  # on GPUs whose rate is known
+    earlier: EarlierPlan | None = None  # None where the run would begin
 
     @property
     def starts(self) -> bool | None:
@@ -126,6 +137,7 @@ def make_plan(
     ask: Callable[[Config], Nodes] = no_cluster,
     environ: Mapping[str, str] = os.environ,
     offline: bool = False,
+    fresh: bool = False,
 ) -> Plan:
     """Look at everything that a run needs.
 
@@ -137,6 +149,7 @@ def make_plan(
         ask: gives the resources of each living node of the configured cluster.
         environ: environment variables, where tokens and the address of Ray are.
         offline: what lies on a Hub that cannot be reached is listed as not checked, instead of as a problem.
+        fresh: as for training: an earlier run of this name would be moved aside, and is not looked at.
 
     Raises:
         ConfigError: no GPU has that name.
@@ -145,6 +158,12 @@ def make_plan(
     config = with_absolute_paths(config)
     found = Findings()
     found.problem(*quick_problems(config))
+    earlier: Earlier | None = None
+    try:
+        earlier = None if fresh else earlier_of(config)
+    except FinrayError as error:
+        found.problem(error)
+    before = None if earlier is None else earlier.resolved
     model = plan_model(config, found, environ=environ, offline=offline)
     report = data = None
     try:
@@ -155,7 +174,7 @@ def make_plan(
     if report is not None and report.problems:
         _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
     elif report is not None:
-        data = _data(config, report, found)
+        data = _data(config, report, found, before)
     if model is not None:
         longest = data.longest if data is not None and data.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
@@ -169,6 +188,7 @@ def make_plan(
                 placement,
                 device,
                 packing=model.packing,
+                before=before,
                 shape=model.shape,
                 packs=_packs(report),
                 chose=choices.append,
@@ -192,6 +212,7 @@ def make_plan(
         placed,
         memory,
         speed,
+        None if earlier is None else EarlierPlan(str(run_path(config)), earlier.step, earlier.is_finished),
     )
 
 
@@ -236,19 +257,19 @@ def _packs(report: DataReport | None) -> int | None:
     return report.packs if report is not None and report.complete and not report.problems else None
 
 
-def _data(config: Config, report: DataReport, found: Findings) -> DataPlan:
+def _data(config: Config, report: DataReport, found: Findings, before: Resolved | None) -> DataPlan:
     for text in report.warnings:
         found.warn(text, "data")
     train = config.train
-    size, epochs = batch_and_epochs(train, packs=_packs(report))
+    size, epochs = batch_and_epochs(train, packs=_packs(report), before=before)
     steps, items = total_steps(max(1, report.packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
     passes = (items or steps * size) / max(1, report.packs)
-    for warning in step_warnings(config, size, steps=steps, packs=_packs(report)):
+    for warning in step_warnings(config, size, steps=steps, packs=_packs(report), continued=before is not None):
         found.warn(*warning)
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     return DataPlan(
         **{name: getattr(report, name) for name in same},
-        notes=(*report.notes, *train.replaced, *filter(None, [step_note(train, size, epochs)])),
+        notes=(*report.notes, *train.replaced, *filter(None, [None if before else step_note(train, size, epochs)])),
         global_batch_size=size,
         steps=steps,
         epochs=passes,

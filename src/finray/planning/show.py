@@ -16,7 +16,7 @@ from finray.tracking.console import duration, several
 
 if TYPE_CHECKING:
     from finray.planning.memory import MemoryPlan
-    from finray.planning.plan import Plan
+    from finray.planning.plan import DataPlan, EarlierPlan, Plan
 
 _GIB = 2**30
 
@@ -47,6 +47,15 @@ def show_plan(target: Console, result: Plan) -> None:
     elif result.unchecked:
         verdict, style = "no problems found, but not everything was checked", "bold yellow"
     target.print(verdict, style=style, highlight=False)
+
+
+def _goes_on(earlier: EarlierPlan, data: DataPlan | None) -> str:
+    if earlier.is_finished:
+        return f"is finished already, in {earlier.run_dir}; --fresh begins anew"
+    if not earlier.step:
+        return f"was begun in {earlier.run_dir}, and has no checkpoint yet"
+    of = f" of {data.steps}" if data is not None and data.complete else ""
+    return f"goes on at step {earlier.step}{of}, in {earlier.run_dir}"
 
 
 def memory_table(memory: MemoryPlan, *, box: Box | None) -> Table:
@@ -88,6 +97,8 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
             f"{several(data.steps, 'step')} of {several(data.global_batch_size, 'pack')}, {data.epochs:.2f} epochs, "
             f"{data.seen_tokens:,} tokens{part and ' or more'}",
         )
+    if result.earlier is not None:
+        yield "", _goes_on(result.earlier, data)
     if result.strategy is not None:
         yield "strategy", f"{result.strategy.strategy}: {result.strategy.reason}"
     if resolved is not None:

@@ -55,24 +55,31 @@ def batch_and_epochs(train: TrainConfig, *, packs: int | None, before: Resolved 
     return size, epochs
 
 
-def step_warnings(config: Config, size: int, *, steps: int, packs: int | None) -> Iterator[tuple[str, str, str | None]]:
+def step_warnings(
+    config: Config, size: int, *, steps: int, packs: int | None, continued: bool
+) -> Iterator[tuple[str, str, str | None]]:
     """What is odd about steps of so many packs (or rows): message, field and repair.
 
     Args:
         size: packs (or rows) per step.
         steps: of the run.
         packs: to train on; None where not all of the data were read.
+        continued: whether the run began before, with steps of this size: only another run has others.
     """
     train, workers, where = config.train, config.cluster.num_workers, "train.global_batch_size"
     unit = "packs" if config.data.packing else "rows"
+    another = " in a run of another run.name" if continued else ""
     if packs is not None and size > packs:
         what = "the run is a single step" if steps == 1 else "it sees some of them again"
         smaller, _ = batch_and_epochs(TrainConfig(), packs=packs)
-        yield f"a step takes {size} {unit} and there are {packs}: {what}", where, f"{where}={smaller}, or auto"
+        text = f"a step takes {size} {unit} and there are {packs}: {what}"
+        yield text, where, f"{where}={smaller}, or auto{another}"
     shares = -(-size // train.micro_batch_size)
     if shares < workers:
         text = f"a step has {shares} micro-batch{'es' if shares > 1 else ''} for {workers} workers: the rest do nothing"
-        yield text, where, f"{where}={workers * train.micro_batch_size} or more, or cluster.num_workers={shares}"
+        larger = f"{where}={workers * train.micro_batch_size} or more{another}"
+        fewer = f"cluster.num_workers={shares}"
+        yield text, where, f"{fewer}, or {larger}" if continued else f"{larger}, or {fewer}"
     yield from unlikely(config, steps)
 
 

@@ -320,8 +320,8 @@ def ask(config: Config) -> list[dict[str, float]]:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def plan(config: Config, *, gpu: str | None = None, offline: bool = False) -> Plan:
+def plan(config: Config, *, gpu: str | None = None, offline: bool = False, fresh: bool = False) -> Plan:
     """Look at everything that a run needs; see :func:`finray.planning.plan.make_plan`."""
     from finray.planning.plan import make_plan
 
-    return make_plan(config, gpu=gpu, offline=offline, ask=ask)
+    return make_plan(config, gpu=gpu, offline=offline, fresh=fresh, ask=ask)

@@ -424,7 +424,7 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
     steps, _ = total_steps(max(1, packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
     if before is None and (note := step_note(train, size, epochs)) is not None:
         handle(Note(note))
-    for message, where, repair in step_warnings(config, size, steps=steps, packs=packs):
+    for message, where, repair in step_warnings(config, size, steps=steps, packs=packs, continued=before is not None):
         handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
     known = Settled(location, replace(resolved, global_batch_size=size, epochs=epochs))
     run.keep_resolved(known.resolved)

@@ -189,14 +189,26 @@ def header_lines(header: RunHeader) -> list[str]:
         + (f", {header.eval_rows:,} of them evaluated" if header.eval_rows < header.held_out else ""),
         f"placement  {header.world_size} x {header.device}"
         + (f", {header.threads} thread{'s' if header.threads > 1 else ''} each" if header.device == "CPU" else ""),
-        f"batch      {several(header.global_batch_size, 'pack' if header.packing else 'row')} = "
-        f"{several(header.world_size, 'worker')} x {header.micro_batch_size} micro-batch x {header.accumulation} "
-        "accumulation",
+        f"batch      {several(header.global_batch_size, 'pack' if header.packing else 'row')}{_divided(header)}",
         f"run        {several(header.total_steps, 'step')}, {several(round(header.epochs, 2), 'epoch')}",
     ]
     if header.step:
         lines.append(f"resuming   at step {header.step} of {header.total_steps}")
     return lines
+
+
+def _divided(header: RunHeader) -> str:
+    """How a step is shared out between workers and forward passes."""
+    size, workers, micro, passes = (
+        header.global_batch_size,
+        header.world_size,
+        header.micro_batch_size,
+        header.accumulation,
+    )
+    if (busy := -(-size // micro)) < workers:
+        return f", by {busy} of {workers} workers"
+    sign = " =" if size == workers * micro * passes else ", at most"
+    return f"{sign} {several(workers, 'worker')} x {micro} micro-batch x {passes} accumulation"
 
 
 @contextmanager

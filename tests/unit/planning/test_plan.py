@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from finray.checkpoint import CheckpointStore
+from finray.checkpoint.rundir import RunDir, open_run
+from finray.config.paths import with_absolute_paths
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError, DataError
 from finray.planning import placement
@@ -17,6 +23,7 @@ from finray.planning import plan as planning
 from finray.planning.memory import MARGIN
 from finray.planning.plan import Plan, make_plan
 from finray.planning.sample_data import DataReport
+from finray.records import RunSummary
 from tests.support import runs, tiny
 
 
@@ -52,11 +59,17 @@ def plan(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         gpu: str | None = None,
         model: Path | None = None,
         ask: Callable[[Config], Any] = planning.no_cluster,
+        fresh: bool = False,
         **sections: Any,
     ) -> Plan:
         plain = runs.tiny_run(model or tiny_model_dir, rows, tmp_path / "out", sections)
         return make_plan(
-            runs.config_of(plain), gpu=gpu, examine=lambda config: report or report_of(), ask=ask, environ={}
+            runs.config_of(plain),
+            gpu=gpu,
+            examine=lambda config: report or report_of(),
+            ask=ask,
+            environ={},
+            fresh=fresh,
         )
 
     return make
@@ -288,3 +301,55 @@ def test_a_plan_of_little_data_names_the_step_and_epochs_that_finray_chooses(pla
     named = plan(report_of(packs=5), train={"max_steps": None, "epochs": 1, "global_batch_size": 8})
     assert "the run is a single step" in named.warnings[0].message
     assert named.warnings[0].repair
+
+
+# --- a run directory that holds a run already ------------------------------------------------------------------------
+
+SUMMARY = RunSummary(10, 10, 9, 9, 1.0, 9.0, 1.0, 0.5, "eval_loss", 1.0)
+LEFT_OPEN = {"max_steps": None, "epochs": None, "global_batch_size": "auto"}
+
+
+@pytest.fixture
+def begun(plan: Planner, tiny_model_dir: Path, tmp_path: Path) -> RunDir:
+    """A run of :func:`plan` that chose steps of one pack, and was stopped at its fourth."""
+    plain = runs.tiny_run(tiny_model_dir, tmp_path / "rows.jsonl", tmp_path / "out", {"train": LEFT_OPEN})
+    plain["data"]["source"] = str(tiny.write_chat_rows(tmp_path, 12))
+    with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, say=print) as run:
+        chosen = plan(report_of(packs=5), fresh=True, train=LEFT_OPEN).resolved
+        assert chosen is not None
+        run.keep_resolved(replace(chosen, global_batch_size=1, epochs=2.0))
+    store = CheckpointStore(run.path)
+    store.commit(scratch := store.begin(4), 4, store.fill(scratch, 4, lambda folder: None), metrics={})
+    return run
+
+
+def test_a_plan_of_a_run_that_is_there_refuses_what_training_refuses(plan: Planner, begun: RunDir) -> None:
+    before = sorted(path.stat().st_mtime_ns for path in begun.path.parent.rglob("*"))
+    wrong = {"train": {**LEFT_OPEN, "learning_rate": 1.0}}
+    found = plan(report_of(packs=5), **wrong)
+    assert found.starts is False
+    assert "train.learning_rate: was 0.01, is now 1.0" in texts(found)
+    assert "--fresh" in texts(found)
+    assert plan(report_of(packs=5), fresh=True, **wrong).starts
+    assert sorted(path.stat().st_mtime_ns for path in begun.path.parent.rglob("*")) == before
+
+
+def test_a_plan_of_a_run_that_is_there_says_where_it_goes_on(plan: Planner, begun: RunDir) -> None:
+    def shown(**sections: Any) -> str:
+        console = Console(file=StringIO(), width=300)
+        found = plan(report_of(packs=5), train=LEFT_OPEN, **sections)
+        found.print(console)
+        assert found.starts, texts(found)
+        return console.file.getvalue()
+
+    # With the two epochs that it chose when it began; more data would now make other steps.
+    text = shown()
+    assert "goes on at step 4 of 10" in text
+    assert "there is little data" not in text
+    more = plan(report_of(packs=5), train=LEFT_OPEN, cluster={"num_workers": 2})
+    assert [one.repair for one in more.warnings] == [
+        "cluster.num_workers=1, or train.global_batch_size=2 or more in a run of another run.name"
+    ]
+    begun.finish({"chosen_step": 10, "summary": SUMMARY.json()})
+    assert "is finished already" in shown()
+    assert "goes on at step 4 of 15" in shown(**{"train.epochs": 3})

@@ -68,10 +68,9 @@ def test_packs_are_counted_where_their_number_matters() -> None:
 
 
 def test_odd_steps_are_warned_of_with_a_repair() -> None:
-    def said(size: int, packs: int | None, steps: int = 2, **sections: Any) -> str:
-        return "; ".join(
-            " | ".join(map(str, one)) for one in step_warnings(config(**sections), size, steps=steps, packs=packs)
-        )
+    def said(size: int, packs: int | None, steps: int = 2, continued: bool = False, **sections: Any) -> str:
+        found = step_warnings(config(**sections), size, steps=steps, packs=packs, continued=continued)
+        return "; ".join(" | ".join(map(str, one)) for one in found)
 
     assert said(8, 8) == said(8, None) == ""
     assert said(8, 5, 1) == (
@@ -85,6 +84,10 @@ def test_odd_steps_are_warned_of_with_a_repair() -> None:
         "a step has 1 micro-batch for 4 workers: the rest do nothing | train.global_batch_size | "
         "train.global_batch_size=8 or more, or cluster.num_workers=1"
     )
+    # A run that is continued with steps of another size is refused.
+    alone = said(1, 5, continued=True, cluster={"num_workers": 4})
+    assert alone.endswith("cluster.num_workers=1, or train.global_batch_size=4 or more in a run of another run.name")
+    assert said(8, 5, continued=True).endswith("or auto in a run of another run.name")
 
 
 def test_what_finray_chose_is_said_and_nothing_else() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from finray.records import EvalRecord, Metrics, Note, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Trackers, make_tracker
-from finray.tracking.console import ConsoleTracker, RunView, describe, duration
+from finray.tracking.console import ConsoleTracker, RunView, describe, duration, header_lines
 from finray.tracking.jsonl import JsonlTracker, read_records
 from finray.tracking.tensorboard import TensorBoardTracker
 from tests.support import damaged
@@ -45,6 +46,28 @@ def run_info(folder: Path, *, resume_step: int = 0) -> RunInfo:
 def started(tracker: Any, folder: Path, *, resume_step: int = 0) -> Any:
     tracker.start(run_info(folder, resume_step=resume_step))
     return tracker
+
+
+@pytest.mark.parametrize(
+    ("batch", "workers", "micro", "accumulation", "said"),
+    [
+        (8, 2, 2, 2, "8 packs = 2 workers x 2 micro-batch x 2 accumulation"),
+        (1, 2, 1, 1, "1 pack, by 1 of 2 workers"),
+        (5, 4, 2, 1, "5 packs, by 3 of 4 workers"),
+        (5, 2, 2, 2, "5 packs, at most 2 workers x 2 micro-batch x 2 accumulation"),
+    ],
+)
+def test_the_headers_batch_is_true_also_where_it_is_not_divided_evenly(
+    tmp_path: Path, batch: int, workers: int, micro: int, accumulation: int, said: str
+) -> None:
+    header = replace(
+        run_info(tmp_path).header,
+        world_size=workers,
+        global_batch_size=batch,
+        micro_batch_size=micro,
+        accumulation=accumulation,
+    )
+    assert f"batch      {said}" in header_lines(header)
 
 
 def test_records_come_back_and_those_after_the_resumed_step_are_gone(tmp_path: Path) -> None:
