@@ -147,8 +147,7 @@ class RunDir:
             content = manifest.verify(source)
         except CheckpointError as error:
             latest = store.latest()
-            if latest is None:
-                raise
+            assert latest is not None
             warn(f"step {latest.step} becomes final, not {chosen}: {error}")
             chosen, source, content = latest.step, latest.path, manifest.read(latest.path)
         scratch = self.path / f".tmp-final-{os.getpid()}"

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from finray.config.schema import FIELDS
 from finray.data.sources import pieces, readers
+from finray.data.sources.pieces import read
 from finray.data.sources.readers import ByteRange, Reading, read_array
+from finray.data.sources.resolve import resolve
 from finray.errors import DataError
 from tests.support import tiny
 from tests.support.preparing import Preparing, Write, bad_rows_of, ids, lines
@@ -411,3 +413,18 @@ def test_an_array_reads_the_same_through_any_window(
             assert "longer than" in value.message
         else:
             assert value == row
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said", "where"),
+    [
+        ("rows.csv", b'text\x00,"a\n', "the header is not CSV", "rows.csv"),
+        ("rows.json", b"[" + b'{"a":' * 60_000 + b"1" + b"}" * 60_000 + b"]", "nested too deeply", "rows.json:1"),
+        ("rows.json", b'[{"a": 1}, {"a": ' + b"1" * 5_000 + b"}]", "a number has too many digits", "rows.json:2"),
+    ],
+)
+def test_what_no_reader_takes_is_named(put: Write, name: str, content: bytes, said: str, where: str) -> None:
+    path = put(name, content)
+    with pytest.raises(DataError, match=said) as caught:
+        list(read(resolve(str(path), split="train")))
+    assert str(caught.value.where).endswith(where)

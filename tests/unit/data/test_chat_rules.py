@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from jinja2.exceptions import TemplateSyntaxError
 
 from finray.data.formats.convert import messages_of
 from finray.data.formats.examples import Chat, Message
+from finray.data.tokenize.chat import guarded
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import families
@@ -343,3 +345,21 @@ def test_a_template_that_only_separates_turns() -> None:
     with pytest.MonkeyPatch.context() as patch:
         with_template(patch, name, template)
         assert learned_texts(name, encode(name, *TURN)) == [" a dog</s>"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "repair"),
+    [
+        (DataError("mine", repair="do"), "mine", "do"),
+        (TemplateSyntaxError("no end of block", 7), "is not written right: no end of block (line 7)", "mend it"),
+        (RecursionError("deep"), "calls itself without an end", "mend it"),
+        (ValueError("no such role"), "refuses the prompt: no such role", "check the roles"),
+        (KeyError(), "refuses the prompt: KeyError", "check the roles"),
+    ],
+)
+def test_whatever_a_template_raises_is_one_error(error: Exception, message: str, repair: str) -> None:
+    with pytest.raises(DataError) as caught, guarded("the prompt", repair="check the roles"):
+        raise error
+    assert message in caught.value.message
+    assert repair in str(caught.value.repair)
+    assert (caught.value is error) is isinstance(error, DataError)

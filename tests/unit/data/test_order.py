@@ -87,3 +87,28 @@ def test_splits_are_exact_disjoint_and_complete(count: int, ratio: float, held_o
 def test_one_row_is_not_split() -> None:
     with pytest.raises(DataError, match="one row cannot be split"):
         hold_out(np.arange(1), eval_ratio=0.5, test_ratio=0.0, seed=3)
+
+
+def test_an_order_of_nothing_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="at least one item"):
+        Order(0, seed=1)
+    assert Order(1, seed=1).batch(0, 3) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "expected"),
+    [
+        (1.0, None, (3, 10)),
+        (None, None, (3, 10)),
+        (2.5, None, (7, 25)),
+        (0.01, None, (1, 1)),
+        (0.25, None, (1, 2)),
+        (1.2, None, (3, 12)),
+        (3.0, 5, (5, None)),
+        (None, 5, (5, None)),
+    ],
+)
+def test_the_steps_of_a_run_by_epochs_or_by_number(
+    epochs: float | None, max_steps: int | None, expected: tuple[int, int | None]
+) -> None:
+    assert total_steps(10, epochs=epochs, max_steps=max_steps, global_batch_size=4) == expected

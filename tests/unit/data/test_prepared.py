@@ -11,7 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ from finray.data.dataset.prepare import check_inputs, plan_preparation, prepare_
 from finray.data.dataset.prepared import PreparedDataset, Splits
 from finray.data.sampling.collate import collate
 from finray.data.storage import Digests, Folder
-from finray.errors import ClusterError, DataError
+from finray.errors import ClusterError, ConfigError, DataError
 from tests.support import damaged, runs, tiny
 from tests.support.preparing import Preparing
 from tests.support.preparing import preparing as preparing
@@ -572,3 +574,69 @@ def test_a_full_disk_is_one_error_whatever_it_fails_at(
     monkeypatch.setattr(Folder, "adopt", adopt)
     error = preparing.refused(tiny.write_chat_rows(tmp_path, 3))
     assert error.message == "the prepared data set cannot be written: No space left on device"
+
+
+def test_remote_files_are_asked_for_in_the_order_in_which_rows_will_be_read(
+    preparing: Preparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.data.sources.pieces.PIECE_BYTES", 1000)
+    split = preparing.dataset(tiny.write_chat_rows(tmp_path, 30)).all_rows("train")
+    assert split is not None
+    parts = [split._find(row)[0] for row in range(30)]
+    count = parts[-1] + 1
+    assert count > 3
+    asked: list[list[str]] = []
+    monkeypatch.setattr(split._files, "prefetch", lambda names: asked.append(list(names)))
+    taken: list[int] = []
+
+    def rows(*wanted: int) -> Iterator[int]:
+        for row in wanted:
+            taken.append(row)
+            yield row
+
+    last, first = parts.index(count - 1), 0
+    split.prefetch(rows(last, first, last, first))
+    assert asked == [[f"train/tokens-{count - 1:05d}.arrow", "train/tokens-00000.arrow"]]
+    # As soon as every file is asked for, no more rows are looked at.
+    taken.clear()
+    split.prefetch(rows(*range(29, -1, -1), 0, 0, 0))
+    assert asked[1] == [f"train/tokens-{number:05d}.arrow" for number in range(count - 1, -1, -1)]
+    assert taken == list(range(29, parts.index(0) + parts.count(0) - 2, -1))
+
+
+def test_a_split_without_a_source_says_what_to_set(preparing: Preparing, tmp_path: Path) -> None:
+    source = str(tiny.write_chat_rows(tmp_path, 3))
+    with pytest.raises((DataError, ConfigError), match=r"data\.source"):
+        preparing.dataset(mix=[{"source": source}], test_split="test")
+
+
+def test_batches_go_to_a_device_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+    sent: list[tuple[bool, Any, Any]] = []
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        return any(one is tensor for one in pinned)
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        assert not is_pinned(tensor)
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    def to(tensor: torch.Tensor, device: torch.device, **options: Any) -> torch.Tensor:
+        sent.append((is_pinned(tensor), device, options))
+        return tensor.clone()
+
+    rows = [
+        (np.array([1, 2, 3], np.int32), np.array([0, 1, 1], np.uint8)),
+        (np.array([4], np.int32), np.ones(1, np.uint8)),
+    ]
+    plain, cuda = collate(rows, [7, 9]), torch.device("cuda")
+    assert plain.to(torch.device("cpu")) is plain
+    for name, function in (("is_pinned", is_pinned), ("pin_memory", pin), ("to", to)):
+        monkeypatch.setattr(torch.Tensor, name, function)
+    for source in (plain, plain.pin_memory()):
+        moved = source.to(cuda)
+        assert (moved.lengths, moved.rows, moved.tokens) == ((3, 1), (7, 9), 4)
+        for field in ("tokens_1T", "positions_1T", "cu_seqlens", "target_positions_K", "targets_K"):
+            assert getattr(moved, field).tolist() == getattr(plain, field).tolist()
+    assert sent == [(True, cuda, {"non_blocking": True})] * 10

@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from finray.config.schema import ModelConfig
 from finray.errors import ModelError
+from finray.models import export as module
 from finray.models.artifacts import read_artifact
 from finray.models.export import Exported, convert_gguf, export
+from finray.pretrained.tokenizers import load_tokenizer
 from tests.unit.models.test_adapters import artifact as artifact
 
 
@@ -99,3 +102,27 @@ def test_a_file_in_the_way_is_refused(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="already exists"):
         convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="fp32")
     assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_a_gguf_file_is_written_as_an_ordinary_model(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reading itself is Transformers', and tested where the package gguf is installed."""
+    asked: list[Any] = []
+
+    def load(model: Any, **options: Any) -> Any:
+        asked.append((model.name, options))
+        return real(ModelConfig(name=str(tiny_model_dir)), **options)
+
+    real = module.load_model
+    monkeypatch.setattr(module, "load_model", load)
+    monkeypatch.setattr(module, "load_tokenizer", lambda model: load_tokenizer(ModelConfig(name=str(tiny_model_dir))))
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="needs the package gguf"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="bf16")
+    assert names(tmp_path) == set()
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="bf16")
+    assert asked == [(str(tmp_path / "x.gguf"), {"dtype": torch.bfloat16})]
+    assert {"model.safetensors", "tokenizer.json", "config.json"} <= names(tmp_path / "out")
+    assert names(tmp_path) == {"out"}

@@ -190,3 +190,10 @@ def test_an_index_that_points_out_of_the_directory_is_not_followed(folder: Path)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="outside of its directory"):
         load_model(ModelConfig(name=str(folder)), dtype=torch.float32)
+
+
+def test_what_is_sharded_is_built_with_plain_layers_where_the_files_are_quantised(folder: Path) -> None:
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    model = load_model(configure(folder, quantization_config=quantised), dtype=torch.float32, on_meta=True)
+    assert not hasattr(model.config, "quantization_config")
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint import Checkpoint, CheckpointStore, manifest
 from finray.checkpoint.pieces import PieceReader
 from finray.config.schema import CheckpointConfig
-from finray.errors import CheckpointError
+from finray.errors import CheckpointError, ModelError
 from finray.sharding import FlatShard
-from finray.training.checkpointing import CheckpointWriter, Saved, Snapshot, find_latest, take_snapshot
+from finray.training.checkpointing import CheckpointWriter, Saved, Snapshot, find_latest, restore, take_snapshot
 from finray.training.state import TrainState
 from tests.support import runs
 
@@ -313,3 +313,20 @@ def test_every_file_is_hashed_by_one_rank(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(manifest, "verify_files", spy)
     Group(2).run(lambda strategy: find_latest(CheckpointStore(tmp_path), strategy, lambda text: None, steps=[1]))
     assert sorted(hashed) == [f"part-{rank}.safetensors" for rank in range(3)]
+
+
+def test_weights_of_another_model_are_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "training_state").mkdir()
+    (tmp_path / "training_state" / "state.json").write_text(TrainState(step=3).text())
+    asked: list[Any] = []
+
+    def load(folder: Path, files: Any) -> None:
+        asked.append((folder, files))
+        raise ModelError("of another model", where="here", repair="name it")
+
+    layout: Any = SimpleNamespace(load=load)
+    found = Checkpoint(tmp_path, 3, ("model.safetensors",))
+    with pytest.raises(CheckpointError, match="of another model") as caught:
+        restore(found, layout, SimpleNamespace())  # type: ignore[arg-type]
+    assert (caught.value.where, caught.value.repair) == ("here", "name it")
+    assert asked == [(tmp_path, ("model.safetensors",))]

@@ -126,8 +126,6 @@ def prune(
                 # no harm.
                 if not folder.is_remote and not entry.name.startswith(_PARTIAL):
                     aside = _folder(root, f"{_PARTIAL}{entry.name}")
-                    if Path(aside.root).exists():
-                        aside.delete()
                     Path(folder.root).rename(aside.root)
                     folder = aside
                 folder.remove(MANIFEST)
