@@ -120,19 +120,7 @@ def assemble(
     on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
     dataset.trust()
     loader, evaluation, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
-    candidates = extending.by_preference(store, loader, dataset.content) if first else []
-    found = find_latest(store, strategy, warn, steps=candidates)
-    state = TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content)
-    said: list[str] = []
-    if found is not None:
-        state = on_all_ranks(strategy, lambda: restore(found, task.layout, optimizer))
-        on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
-        newest = strategy.broadcast_object(max(store.steps()) if first else 0)
-        steps, said = on_all_ranks(
-            strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=run_dir)
-        )
-        if first:
-            store.drop_after(state.step)
+    state, steps, said = _resume(config, task, optimizer, loader, dataset, steps, store, strategy, warn)
     state.total_steps = steps
     if dataset.folder.is_remote:
         loader.split.prefetch(loader.rows_from(state.position))
@@ -210,6 +198,34 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
     made = Optimizer(task.trainable(), train, lora_plus_ratio=ratio, roles=roles, seed=rounding)
     task.module, optimizer = strategy.prepare(task.module, made)
     return task, optimizer
+
+
+def _resume(
+    config: Config,
+    task: Task,
+    optimizer: NamedOptimizer,
+    loader: StepLoader,
+    dataset: PreparedDataset,
+    steps: int,
+    store: CheckpointStore,
+    strategy: Strategy,
+    warn: Warn,
+) -> tuple[TrainState, int, list[str]]:
+    """Where the run stands: its newest valid checkpoint, restored, or its begin; its steps, and what is to be said."""
+    first = strategy.rank == 0
+    candidates = extending.by_preference(store, loader, dataset.content) if first else []
+    found = find_latest(store, strategy, warn, steps=candidates)
+    if found is None:
+        return TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content), steps, []
+    state = on_all_ranks(strategy, lambda: restore(found, task.layout, optimizer))
+    on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
+    newest = strategy.broadcast_object(max(store.steps()) if first else 0)
+    steps, said = on_all_ranks(
+        strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
+    )
+    if first:
+        store.drop_after(state.step)
+    return state, steps, said
 
 
 def open_dataset(config: Config, prepared: str | Path, *, rank: int, world_size: int) -> PreparedDataset:
