@@ -93,9 +93,9 @@ def storage_errors(name: str) -> Iterator[None]:
         raise
 
 
-def _stream(name: str) -> io.BufferedReader:
+def _stream(name: str) -> IO[bytes]:
     if not is_url(name):
-        return io.BufferedReader(io.FileIO(name), _BUFFER)
+        return Path(name).open("rb", _BUFFER)
     fs, path = filesystem(name)
     # fsspec's own streams cannot read a line of limited length.
     return io.BufferedReader(fs.open(path, "rb", block_size=_AHEAD), _BUFFER)

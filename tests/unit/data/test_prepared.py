@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from finray import files
@@ -310,6 +310,8 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_noticed(data: st.DataObject, run: 
     content = file.read_bytes()
     damaged.draw(file, data)
     try:
+        # Without its last line end, JSON says the same.
+        assume(file.suffix != ".json" or file.read_bytes() != content.rstrip())
         with pytest.raises(DataError) as caught:
             PreparedDataset(folder).verify()
         assert caught.value.where == str(file)

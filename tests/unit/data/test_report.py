@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from finray.data.dataset.manifest import Manifest, SplitStats, StreamEntry
 from finray.data.dataset.report import report_lines
 
 
-def said(**counts: int) -> list[str]:
+def said(**counts: Any) -> list[str]:
     streams = tuple(StreamEntry(name, f"text ({name})", 10, 10, ()) for name in ("train-0", "train-1"))
     given = {"source_rows": 12_000, "rows": 9_876, "tokens": 40_000, "supervised": 10_000, **counts}
     split = SplitStats(**given, longest=1_234, kind="text", labels=(), streams=streams)
@@ -56,3 +58,8 @@ def test_what_the_converter_left_out_and_what_was_split_is_said() -> None:
 )
 def test_rows_that_lost_something_are_a_warning(counter: str, text: str) -> None:
     assert said(**{counter: 1_111}) == [*USUAL, f"warning: train: 1,111 of 12,000 rows {text}"]
+
+
+def test_rows_that_lost_their_answer_are_named() -> None:
+    lost = said(answers_lost=1_111, answers_lost_at=("a.jsonl:4", "b.jsonl:1"))[-1]
+    assert lost.endswith("rows lost their whole answer at data.max_length, such as a.jsonl:4, b.jsonl:1")

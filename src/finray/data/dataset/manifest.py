@@ -18,6 +18,8 @@ from finray.errors import DataError
 from finray.files import FileKind, sealed
 
 MANIFEST = "manifest.json"
+# Of rows that lost something, so many are named.
+NAMED_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class PartResult(RowCounts):
         pieces: the ranges of source files that it was made of, each with the file's name inside the source.
         passed: rows of each range, blank ones included.
         bad: rows that were left out.
+        lost: the first rows that lost their whole answer: number of the range, and number in it.
     """
 
     stream: str
@@ -97,6 +100,7 @@ class PartResult(RowCounts):
     pieces: tuple[ByteRange, ...]
     passed: tuple[int, ...]
     bad: tuple[BadRowNote, ...]
+    lost: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PartResult:
@@ -155,12 +159,14 @@ class SplitStats(RowCounts):
         kind: ``chat``, ``completion``, ``text`` or ``labelled``; None without rows.
         labels: all classes, whole numbers first.
         streams: its sources.
+        answers_lost_at: the first rows that lost their whole answer, as ``file:row``.
     """
 
     longest: int
     kind: str | None
     labels: tuple[str, ...]
     streams: tuple[StreamEntry, ...]
+    answers_lost_at: tuple[str, ...] = ()
 
     @property
     def parts(self) -> list[PartEntry]:
@@ -237,12 +243,20 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
         each = [part.counts() for part in parts]
         counts = {counter: sum(one[counter] for one in each) for counter in each[0]}
         labels = {label for part in parts for label in part.labels}
+        streams_of = tuple(_stream_entry(_parts_of(stream.name, results)) for stream in own)
+        entries = (entry for stream in streams_of for entry in stream.parts)
+        lost = [
+            f"{entry.pieces[piece].file}:{entry.pieces[piece].first + number}"
+            for entry, part in zip(entries, parts, strict=True)
+            for piece, number in part.lost
+        ]
         split = splits[name] = SplitStats(
             **counts,
             longest=max(part.longest for part in parts),
             kind=next((part.kind for part in parts if part.kind), None),
             labels=tuple(sorted(labels, key=lambda one: (not one.isdigit(), int(one) if one.isdigit() else 0, one))),
-            streams=tuple(_stream_entry(_parts_of(stream.name, results)) for stream in own),
+            streams=streams_of,
+            answers_lost_at=tuple(lost[:NAMED_ROWS]),
         )
         if not split.supervised and not split.labels:
             reasons = (

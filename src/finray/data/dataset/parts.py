@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from finray.data.dataset.manifest import BadRowNote, DataFile, PartResult, files_of, part_note
+from finray.data.dataset.manifest import NAMED_ROWS, BadRowNote, DataFile, PartResult, files_of, part_note
 from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
 from finray.data.formats.convert import column, converter_of
 from finray.data.formats.examples import Example
@@ -111,6 +111,7 @@ class PartWriter:
                 pieces=pieces,
                 passed=tuple(passed),
                 bad=tuple(bad),
+                lost=tuple(files.lost),
                 **files.counts,
             )
             self._folder.write(note, result.to_bytes())
@@ -182,6 +183,7 @@ class _ArrowFiles:
         kind: of the first example.
         longest: tokens of the longest row.
         labels: all labels seen.
+        lost: piece and number of the first rows that lost their whole answer.
     """
 
     def __init__(self, folder: Folder, number: int) -> None:
@@ -196,6 +198,7 @@ class _ArrowFiles:
         self.kind: str | None = None
         self.longest = 0
         self.labels: set[str] = set()
+        self.lost: list[tuple[int, int]] = []
 
     def close(self) -> None:
         """Leave nothing but what was finished."""
@@ -215,6 +218,8 @@ class _ArrowFiles:
             counts["dropped_tokens"] += one.dropped_tokens
             counts["truncated_tokens"] += one.truncated_tokens
             counts["answers_lost"] += one.answers_lost
+            if one.answers_lost and len(self.lost) < NAMED_ROWS:
+                self.lost.append((row.piece, row.number))
             # Rows that lost their answer have their own counter.
             counts["unlearnable"] -= one.answers_lost
             if "split_conversations" in one.notes:
