@@ -73,7 +73,7 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
     # Ray forks to start its processes. Unless told, tokenizers would warn at each and leave threads off from then on.
     set_default("TOKENIZERS_PARALLELISM", "true")
     # Ray Train asks workers for news every two seconds by default, and a report waits for that.
-    set_default("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    set_default("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.25")
     # Ray 2.60 warns about a change of defaults that does not concern us.
     set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:
