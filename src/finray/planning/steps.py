@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from finray.config.adapter_files import read_notes, read_settings
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, TrainConfig
 from finray.data.sampling.packing import plan_packs
+from finray.errors import FinrayError
 
 # A step as large as this, unless an epoch would then have fewer steps than that; and as many epochs, within limits, as
 # make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
@@ -107,6 +109,12 @@ def unlikely(config: Config, steps: int) -> Iterator[tuple[str, str, str | None]
     holds_out = data.eval_ratio or data.eval_split or data.eval_source or data.test_ratio or data.test_split
     if evaluation.max_rows is not None and not holds_out:
         yield "nothing is held out to evaluate on", "evaluation.max_rows", "set data.eval_ratio, or leave it out"
+    if config.adapter.start_from is not None and (base := _other_base(config)) is not None:
+        yield (
+            f"the adapter to go on from was trained on {base}: on the weights of another model it means nothing",
+            "model.name",
+            f"{base}, unless this is a copy of it",
+        )
     split = re.match(r"[^\[]*", data.train_split)
     if data.source is not None and Path(data.source).is_file() and split is not None and split[0] != "train":
         yield (
@@ -114,6 +122,18 @@ def unlikely(config: Config, steps: int) -> Iterator[tuple[str, str, str | None]
             "data.train_split",
             "leave it out, or write a slice of train, such as train[:10%]",
         )
+
+
+def _other_base(config: Config) -> str | None:
+    """The model of the adapter to go on from, where its name is none of this model; copies have the last part alike."""
+    folder, names = Path(str(config.adapter.start_from)), set()
+    try:
+        names = {read_settings(folder).base_model_name_or_path, read_notes(folder).get("base_model")} - {None, ""}
+    except FinrayError:
+        # Others say what is wrong with it.
+        return None
+    same = any(Path(str(name)).name.lower() == Path(config.model.name).name.lower() for name in names)
+    return None if same or not names else str(min(names, key=str))
 
 
 def step_note(train: TrainConfig, size: int, epochs: float) -> str | None:

@@ -66,7 +66,7 @@ class Watch:
         self._head = head
         self._head_patience_s = head_patience_s
         self._clock = clock
-        self._has_begun = self.is_lost = False
+        self._has_begun = self.is_lost = self._is_missed = False
         self._deadline: float | None = None
         self._answered = self._probe_at = clock()
         self._say_at, self._pause_s = clock() + SILENCE_S, SILENCE_S
@@ -92,8 +92,14 @@ class Watch:
         if now >= self._probe_at:
             self._probe_at = now + _PROBE_EVERY_S
             if self._head():
-                self._answered = now
+                if self._is_missed:
+                    self._handle(Note("Ray's head process answers again"))
+                self._answered, self._is_missed = now, False
             self.is_lost = now - self._answered >= self._head_patience_s
+            if not (self.is_lost or self._is_missed) and now - self._answered > _PROBE_EVERY_S:
+                self._is_missed = True
+                rest = f"the run goes on, and ends in order if that lasts {self._head_patience_s:g} s"
+                self._handle(Note(f"Ray's head process does not answer; {rest}", level="warning"))
         if self._ends():
             if not self._has_begun:
                 self.end()

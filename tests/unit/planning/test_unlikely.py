@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from tests.support import runs
 
 def said(steps: int = 4, **sections: Any) -> list[str]:
     config = build_config(
-        {"model": {"name": "m"}, "data": {"source": "d", **sections.pop("data", {})}, **sections}, source="x"
+        {"model": {"name": "m"}, "data": {"source": "d", **sections.pop("data", {})}} | sections, source="x"
     )
     return [where for _, where, _ in unlikely(config, steps)]
 
@@ -43,6 +45,26 @@ def test_nothing_is_said_of_what_is_usual() -> None:
         "data": {"eval_ratio": 0.1, "source": __file__, "train_split": "train[:10%]"},
     }
     assert said(**usual) == []
+
+
+@pytest.mark.parametrize(
+    ("base", "notes", "model", "expected"),
+    [
+        ("org/Llama-8B", {}, "org/Llama-8B", False),
+        ("org/Llama-8B", {}, "/models/llama-8b", False),
+        ("org/Llama-8B", {}, "org/Llama-8B-Instruct", True),
+        # PEFT writes the place where the base was then, finray its name.
+        ("/tmp/copy", {"base_model": "org/Llama-8B"}, "org/Llama-8B", False),
+        (None, {}, "m", False),
+    ],
+)
+def test_an_adapter_of_another_model_is_said(
+    tmp_path: Path, base: str | None, notes: dict[str, str], model: str, expected: bool
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+    (tmp_path / "finray.json").write_text(json.dumps(notes))
+    found = said(model={"name": model}, adapter={"start_from": str(tmp_path)})
+    assert found == (["model.name"] if expected else [])
 
 
 def test_a_rank_beyond_the_models_columns_is_said(tiny_run: Any) -> None:

@@ -22,7 +22,7 @@ HEADER = RunHeader(**{field.name: 1 for field in fields(RunHeader)})  # type: ig
 class Run:
     """A watched run with a clock and a head process of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, head_patience_s: float = 4.0) -> None:
         self.now, self.head, self.stops = 0.0, True, 0
         self.heard: list[Record] = []
         self.pending = Pending()
@@ -35,7 +35,7 @@ class Run:
             self.heard.append,
             grace_s=7.0,
             head=lambda: self.head,
-            head_patience_s=4.0,
+            head_patience_s=head_patience_s,
             clock=lambda: self.now,
         )
         self.has_workers = True
@@ -56,6 +56,22 @@ class Run:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(monkeypatch)
+
+
+def test_a_head_that_does_not_answer_is_said_at_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, head_patience_s=40.0)
+    run.watch.heard(HEADER)
+    assert run.at(3) == []
+    run.head = False
+    missed = "Ray's head process does not answer; the run goes on, and ends in order if that lasts 40 s"
+    assert run.at(7) == [missed]
+    assert run.at(30) == []
+    run.head = True
+    assert run.at(33) == ["Ray's head process answers again"]
+    run.head = False
+    assert run.at(70) == [missed]
+    (ends,) = run.at(76)
+    assert ends.startswith("Ray's head process is gone; saving a checkpoint")
 
 
 def test_a_signal_before_the_first_step_ends_the_run_at_once(run: Run) -> None:
