@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.data.dataset.prepare import check_inputs
 from finray.errors import ConfigError, FinrayError, ModelError, unmatched
 from finray.parallel.deepspeed import config as deepspeed_config
+from finray.planning.findings import refuse
 from finray.pretrained.weights import stored_weights
 
 # Scheme of a URL to the package that reads it, and the extra that brings that.
@@ -47,13 +49,18 @@ def require_startable(config: Config) -> None:
         )
 
 
-def quick_problems(config: Config) -> list[FinrayError]:
-    """Everything that the quick checks find; paths of the config must be absolute."""
+def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = refuse) -> list[FinrayError]:
+    """Everything that the quick checks find; paths of the config must be absolute.
+
+    Args:
+        config: the run's.
+        missing: as for :func:`check_extras`.
+    """
     problems: list[FinrayError] = []
     for check in (
         check_extensions,
         check_inputs,
-        check_extras,
+        partial(check_extras, missing=missing),
         check_output,
         check_stored_model,
         check_start,
@@ -87,9 +94,17 @@ def check_extensions(config: Config) -> None:
 
 
 def check_extras(
-    config: Config, *, installed: Callable[[str], bool] = lambda name: find_spec(name) is not None
+    config: Config,
+    *,
+    installed: Callable[[str], bool] = lambda name: find_spec(name) is not None,
+    missing: Callable[[ConfigError], None] = refuse,
 ) -> None:
     """See that the packages which the config needs beside the core are there.
+
+    Args:
+        config: the run's.
+        installed: whether a package is.
+        missing: told of those that are not.
 
     Raises:
         ConfigError: some are missing; the repair is the line that installs them all.
@@ -112,13 +127,15 @@ def check_extras(
         if url is not None and is_url(url) and url.split("://", 1)[0] in _STORAGE:
             package, extra = _STORAGE[url.split("://", 1)[0]]
             wanted.setdefault(extra, (package, where))
-    missing = {extra: where for extra, (package, where) in wanted.items() if not installed(package)}
-    if missing:
-        raise ConfigError(
-            f"{'packages' if len(missing) > 1 else 'a package'} for {', '.join(sorted(missing))} "
-            f"{'are' if len(missing) > 1 else 'is'} not installed",
-            where=", ".join(sorted(set(missing.values()))),
-            repair=f"pip install 'finray[{','.join(sorted(missing))}]'",
+    absent = {extra: where for extra, (package, where) in wanted.items() if not installed(package)}
+    if absent:
+        missing(
+            ConfigError(
+                f"{'packages' if len(absent) > 1 else 'a package'} for {', '.join(sorted(absent))} "
+                f"{'are' if len(absent) > 1 else 'is'} not installed",
+                where=", ".join(sorted(set(absent.values()))),
+                repair=f"pip install 'finray[{','.join(sorted(absent))}]'",
+            )
         )
 
 

@@ -21,6 +21,11 @@ class Finding:
         return cls("; ".join([error.message, *error.problems]), error.where, error.repair)
 
 
+def refuse(error: FinrayError) -> None:
+    """What to do about an error where nobody wants to go on."""
+    raise error
+
+
 @dataclass
 class Findings:
     """Problems, warnings and what was not checked, as they are found; each once."""

@@ -18,13 +18,13 @@ from finray.config.paths import run_path, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.data.sampling.order import total_steps
-from finray.errors import ClusterError, DataError, FinrayError
+from finray.errors import ClusterError, ConfigError, DataError, FinrayError
 from finray.planning.blueprint import Blueprint
 from finray.planning.checks import quick_problems
-from finray.planning.findings import Finding, Findings
+from finray.planning.findings import Finding, Findings, refuse
 from finray.planning.flops import SpeedPlan, plan_speed
 from finray.planning.memory import MemoryPlan, Rows, plan_memory
-from finray.planning.model import ModelPlan, check_context, plan_model
+from finray.planning.model import ModelPlan, PlannedModel, check_context, plan_model
 from finray.planning.placement import (
     GPUS,
     Device,
@@ -157,24 +157,14 @@ def make_plan(
     named = None if gpu is None else gpu_named(gpu)
     config = with_absolute_paths(config)
     found = Findings()
-    found.problem(*quick_problems(config))
-    earlier: Earlier | None = None
-    try:
-        earlier = None if fresh else earlier_of(config)
-    except FinrayError as error:
-        found.problem(error)
+    # GPUs that are named are those of another machine, about which nothing else is known, nor are its packages.
+    away = None if _address(config, environ) else named
+    missing = refuse if away is None else _note_missing(found, away)
+    found.problem(*quick_problems(config, missing=missing))
+    earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     model = plan_model(config, found, environ=environ, offline=offline)
-    report = data = None
-    try:
-        report = examine(config)
-    except OSError as error:
-        # A full disk, say.
-        found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
-    if report is not None and report.problems:
-        _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
-    elif report is not None:
-        data = _data(config, report, found, before)
+    report, data = _look_at_data(config, examine, found, before, model=model, offline=offline)
     if model is not None:
         longest = data.longest if data is not None and data.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
@@ -192,6 +182,7 @@ def make_plan(
                 shape=model.shape,
                 packs=_packs(report),
                 chose=choices.append,
+                missing=missing,
             )
         except FinrayError as error:
             found.problem(error)
@@ -214,6 +205,46 @@ def make_plan(
         speed,
         None if earlier is None else EarlierPlan(str(run_path(config)), earlier.step, earlier.is_finished),
     )
+
+
+def _address(config: Config, environ: Mapping[str, str]) -> str | None:
+    return config.cluster.address or environ.get("RAY_ADDRESS") or None
+
+
+def _note_missing(found: Findings, gpu: Gpu) -> Callable[[ConfigError], None]:
+    def note(error: ConfigError) -> None:
+        found.warn(f"{error.message} here: the machine with the {gpu.name} must have it", error.where, error.repair)
+
+    return note
+
+
+def _earlier(config: Config, found: Findings) -> Earlier | None:
+    try:
+        return earlier_of(config)
+    except FinrayError as error:
+        found.problem(error)
+        return None
+
+
+def _look_at_data(
+    config: Config,
+    examine: Callable[[Config], DataReport],
+    found: Findings,
+    before: Resolved | None,
+    *,
+    model: PlannedModel | None,
+    offline: bool,
+) -> tuple[DataReport | None, DataPlan | None]:
+    try:
+        report = examine(config)
+    except OSError as error:
+        # A full disk, say.
+        found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
+        return None, None
+    if not report.problems:
+        return report, _data(config, report, found, before)
+    _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
+    return report, None
 
 
 def _speed(
@@ -281,10 +312,9 @@ def _place(
     config: Config, named: Gpu | None, found: Findings, environ: Mapping[str, str], ask: Callable[[Config], Nodes]
 ) -> tuple[PlacementPlan | None, Placement | None, Device | None]:
     """Whether the workers can be placed, and what one of them runs on."""
-    address = config.cluster.address or environ.get("RAY_ADDRESS") or None
+    address = _address(config, environ)
     device = None if named is None else Device("cuda", named.name, named.memory, named.bf16)
     if named is not None and address is None:
-        # GPUs that are named are those of another machine, about which nothing else is known.
         return None, elsewhere(config.cluster), device
     try:
         nodes = [this_machine(local_gpus())] if address is None else ask(config)

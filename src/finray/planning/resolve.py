@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from finray.config.resolved import Packing, Precision, Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.errors import ConfigError
+from finray.planning.findings import refuse
 from finray.planning.placement import Device, Placement
 from finray.planning.steps import batch_and_epochs
 from finray.planning.strategy import StrategyChoice, estimated_choice
@@ -44,6 +45,7 @@ def resolve(
     shape: ModelShape | None = None,
     packs: int | None = None,
     chose: Callable[[StrategyChoice], None] = lambda choice: None,
+    missing: Callable[[ConfigError], None] = refuse,
 ) -> Resolved:
     """Decide everything that a config leaves open.
 
@@ -57,6 +59,7 @@ def resolve(
         shape: of the model, whose memory is estimated where the strategy is ``auto``; None builds it.
         packs: to train on; None where the data are not prepared yet.
         chose: told what the strategy is and why, where it is ``auto``.
+        missing: told of a package that is needed and not installed here. What it returns from is taken to be there.
 
     Raises:
         ConfigError: what is asked for, or what the run began with, cannot be had on this device.
@@ -82,10 +85,13 @@ def resolve(
         else:
             bits = 8 if device.kind == "cuda" and placement.num_workers == 1 else None
             if bits is not None and find_spec("bitsandbytes") is None:
-                raise ConfigError(
-                    "on a single GPU `auto` is 8bit, which needs the package bitsandbytes, and that is not installed",
-                    where="model.quantization=auto",
-                    repair="pip install 'finray[quantization]', or set model.quantization to none",
+                missing(
+                    ConfigError(
+                        "on a single GPU `auto` is 8bit, which needs the package bitsandbytes, and that is not "
+                        "installed",
+                        where="model.quantization=auto",
+                        repair="pip install 'finray[quantization]', or set model.quantization to none",
+                    )
                 )
     together = packing is None or packing.safe
     if before is not None and before.packs and packing is not None and not packing.safe:
@@ -96,7 +102,7 @@ def resolve(
     found = Resolved(
         precision=precision,
         bits=bits,
-        attention=_attention(config.model, device, precision, before) if together else None,
+        attention=_attention(config.model, device, precision, before, missing) if together else None,
         packs=together,
         strategy=config.parallel.strategy,
         world_size=placement.num_workers,
@@ -121,20 +127,32 @@ def needs_torch(config: Config) -> bool:
     return config.parallel.strategy == "auto" and config.cluster.num_workers > 1
 
 
-def _attention(model: ModelConfig, device: Device, precision: Precision, before: Resolved | None) -> str:
+def _attention(
+    model: ModelConfig,
+    device: Device,
+    precision: Precision,
+    before: Resolved | None,
+    missing: Callable[[ConfigError], None],
+) -> str:
     """Transformers' name of the attention over packed rows."""
     # FlashAttention 2 needs an Ampere GPU or a later one, as bf16 does. The driver's packages stand for the workers'.
-    works = device.kind == "cuda" and device.bf16 and precision != "fp32" and find_spec("flash_attn") is not None
+    able = device.kind == "cuda" and device.bf16 and precision != "fp32"
+    works = able and find_spec("flash_attn") is not None
     wanted = {"packed": PACKED, FLASH: FLASH}.get(model.attention)
     if wanted is None and before is not None:
         wanted = before.attention
     if wanted == FLASH and not works:
-        reason = "FlashAttention 2 needs a GPU of compute capability 8.0, bf16 or fp16, and the package flash-attn"
-        if model.attention != FLASH:
-            raise _lost("FlashAttention 2", "model.attention=auto", reason)
-        raise ConfigError(
+        reason = "FlashAttention 2 needs a GPU of compute capability 8.0, and bf16 or fp16"
+        if able:
+            reason = "FlashAttention 2 needs the package flash-attn, which is not installed"
+        error = ConfigError(
             reason, where="model.attention", repair="`pip install flash-attn`, or set model.attention to auto"
         )
+        if model.attention != FLASH:
+            error = _lost("FlashAttention 2", "model.attention=auto", reason)
+        if not able:
+            raise error
+        missing(error)
     return wanted or (FLASH if works else PACKED)
 
 

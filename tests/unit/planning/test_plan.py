@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -301,6 +302,37 @@ def test_a_plan_of_little_data_names_the_step_and_epochs_that_finray_chooses(pla
     named = plan(report_of(packs=5), train={"max_steps": None, "epochs": 1, "global_batch_size": 8})
     assert "the run is a single step" in named.warnings[0].message
     assert named.warnings[0].repair
+
+
+OPTIONAL = ("bitsandbytes", "flash_attn", "liger_kernel", "deepspeed")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model.quantization": "4bit", "train.optimizer": "paged_adamw_8bit"},
+        {"model.quantization": "auto"},
+        {"model.attention": "flash_attention_2", "train.precision": "bf16"},
+        {"train.liger": True},
+        {"parallel": {"strategy": "deepspeed", "zero_stage": 3}, "adapter.method": "none"},
+    ],
+)
+def test_packages_that_are_missing_here_are_no_problem_of_a_gpu_that_is_elsewhere(
+    plan: Planner, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any]
+) -> None:
+    for name in OPTIONAL:
+        monkeypatch.setitem(sys.modules, name, None)
+    found = plan(gpu="h100-80gb", **sections)
+    assert found.starts, texts(found)
+    assert found.memory is not None
+    missing = [one for one in found.warnings if "must have it" in one.message]
+    assert len(missing) == 1
+    assert "pip install" in str(missing[0].repair)
+    # On a cluster that is asked, or on this machine, `finray train` refuses.
+    here = plan(
+        gpu="h100-80gb", cluster={"address": "10.0.0.1:1"}, ask=lambda config: [{"CPU": 8.0, "GPU": 1.0}], **sections
+    )
+    assert "pip install" in texts(here)
 
 
 # --- a run directory that holds a run already ------------------------------------------------------------------------
