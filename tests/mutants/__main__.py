@@ -103,13 +103,18 @@ def key_of(mutant: Mutant) -> dict[str, str]:
     return {"file": mutant.file, "source": mutant.source, "change": f"{mutant.old} -> {mutant.text}"}
 
 
-def judged() -> list[dict[str, str]]:
-    """Survivors that a person has judged harmless, each with the reason."""
+def judged() -> list[dict[str, Any]]:
+    """What a person has judged harmless, each with the reason; without a `change` it is any of the line."""
     return list(tomllib.loads((HERE / "harmless.toml").read_text(encoding="utf-8")).get("harmless", []))
 
 
 def is_harmless(result: dict[str, Any]) -> bool:
-    return any(all(result[key] == one[key] for key in ("file", "source", "change")) for one in judged())
+    def is_of(one: dict[str, Any]) -> bool:
+        changes = one.get("change", result["change"])
+        known = result["change"] in ([changes] if isinstance(changes, str) else changes)
+        return known and all(result[key] == one[key] for key in ("file", "source"))
+
+    return any(map(is_of, judged()))
 
 
 def mutant_jobs(chosen: list[Mutant], texts: dict[str, str], cap: float, write: Callable[..., None]) -> Iterator[Job]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.mutants import reach
-from tests.mutants.__main__ import ROOMS, judged, known_errors
+from tests.mutants.__main__ import ROOMS, is_harmless, judged, known_errors
 from tests.mutants.operators import all_mutants, mutants
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +167,18 @@ def test_what_is_judged_harmless_still_stands_in_the_source_and_has_a_reason() -
     for one in judged():
         assert one["source"] in texts[one["file"]], one
         assert len(one["why"]) > 10, one
+
+
+def test_a_judgement_is_of_a_line_and_of_its_changes_or_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"file": "a.py", "source": "x = 1"}
+    result = {**line, "change": "1 -> 2", "outcome": "survived"}
+    for change, expected in (("1 -> 2", True), ("1 -> 0", False), (["1 -> 0", "1 -> 2"], True), (["1 -> 0"], False)):
+        monkeypatch.setattr("tests.mutants.__main__.judged", lambda change=change: [{**line, "change": change}])
+        assert is_harmless(result) is expected
+    monkeypatch.setattr("tests.mutants.__main__.judged", lambda: [line])
+    assert is_harmless(result)
+    assert not is_harmless({**result, "file": "b.py"})
+    assert not is_harmless({**result, "source": "y = 1"})
 
 
 # --- a run ----------------------------------------------------------------------------------------------------------
