@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from finray.api import evaluate, export, generate, inspect, load_config, plan, prepare, train
     from finray.config.schema import Config
     from finray.errors import FinrayError
-    from finray.runtime.driver import TrainResult
+    from finray.reporting.run import TrainResult
 
 _HOMES = {
     "Config": "finray.config.schema",
     "FinrayError": "finray.errors",
-    "TrainResult": "finray.runtime.driver",
+    "TrainResult": "finray.reporting.run",
     "evaluate": "finray.api",
     "export": "finray.api",
     "generate": "finray.api",

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from finray.inspection.measure import Inspection
     from finray.models.export import Exported
     from finray.planning.plan import Plan
-    from finray.runtime.driver import TrainResult
-    from finray.runtime.prepare import PreparedData
+    from finray.reporting.run import PreparedData, TrainResult
 
 # tqdm would ask a notebook to install ipywidgets, for bars that finray does not show.
 warnings.filterwarnings("ignore", message="IProgress not found")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import finray
 from finray.checkpoint.rundir import RunDir
 from finray.records import RunSummary
-from finray.runtime.driver import TrainResult
+from finray.reporting.run import TrainResult
 from finray.tracking.jsonl import read_records
 from tests.support import runs
 

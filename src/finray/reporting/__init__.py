@@ -1,1 +1,1 @@
-"""Pages that a person opens in a browser: their shell, and plots that can be zoomed and read off."""
+"""What people look at: results that show themselves, and pages for a browser with plots that can be zoomed."""

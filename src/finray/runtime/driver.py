@@ -18,11 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from rich.console import Console
-from rich.table import Table
-
 from finray.checkpoint import CheckpointStore
-from finray.checkpoint.rundir import RunDir, open_run, saved_config
+from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.environment import secrets_of
 from finray.config.identity import settled
 from finray.config.paths import local_dir_of, with_absolute_paths
@@ -39,7 +36,7 @@ from finray.planning.placement import Placement, device_of, place, worker_enviro
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
 from finray.planning.steps import batch_and_epochs, count_packs, step_note, step_warnings
 from finray.records import Note, Record, RunSummary
-from finray.results import Result
+from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.preload import PRELOAD
@@ -47,12 +44,8 @@ from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
 from finray.runtime.signals import deferred
 from finray.runtime.watch import Watch, refusal
-from finray.tracking.console import duration
-from finray.tracking.jsonl import metrics_table
 
 if TYPE_CHECKING:
-    import pandas
-
     from finray.runtime.trainer import Trainer
     from finray.runtime.worker import Outcome
 
@@ -94,77 +87,6 @@ class Fitted:
     summary: RunSummary
     seconds: float
     prepare_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult(Result):
-    """A finished run.
-
-    Attributes:
-        run_dir: the run directory.
-        final: the finished model.
-        chosen_step: the checkpoint that became final.
-        summary: losses, seconds by phase, tokens/s, peak memory.
-    """
-
-    run_dir: Path
-    final: Path
-    chosen_step: int
-    summary: RunSummary
-
-    @property
-    def metrics(self) -> pandas.DataFrame:
-        """A row for each step that was recorded: loss, learning rate, tokens/s, and the evaluations beside them."""
-        return metrics_table(self.run_dir)
-
-    def model(self) -> tuple[Any, Any]:
-        """The tuned model, on the GPU if there is one, and its tokenizer, as plain Transformers or PEFT have them.
-
-        Raises:
-            FinrayError: it is gone or damaged.
-        """
-        from finray.evaluation.artifacts import load_trained
-
-        return load_trained(self.final)
-
-    def plain(self) -> dict[str, Any]:
-        """The result as JSON types."""
-        paths = {"run_dir": str(self.run_dir), "final": str(self.final)}
-        return {**paths, "chosen_step": self.chosen_step, "summary": self.summary.json()}
-
-    def print(self, console: Console) -> None:
-        """What came out, how long each phase took, and what to do next."""
-        numbers = self.summary
-        phases = numbers.phases
-        table = Table(title="run finished", show_header=False, title_justify="left")
-        table.add_row("steps", f"{numbers.step:,}")
-        if numbers.final_loss is not None:
-            first = (
-                "the first step" if numbers.first_step == 1 else f"step {numbers.first_step}, the first of this start"
-            )
-            table.add_row("loss", f"{numbers.first_loss:.4f} at {first}, {numbers.final_loss:.4f} at the last")
-        if numbers.best is not None:
-            table.add_row(f"best {numbers.best_metric.replace('_', ' ')}", f"{numbers.best:.4f}")
-        table.add_row("tokens", f"{numbers.tokens:,} ({numbers.tokens_per_s:,.0f} tokens/s)")
-        table.add_row(
-            "peak memory", ", ".join(f"{peak / 2**30:.2f} GiB" for peak in numbers.peak_memory_bytes) + " by worker"
-        )
-        shown = ("start_ray", "prepare", "start_workers", "load", "train", "evaluate", "checkpoint", "total")
-        table.add_row("time", ", ".join(f"{name.replace('_', ' ')} {duration(phases[name])}" for name in shown))
-        table.add_row("waiting for data", f"{phases['data_wait']:.2f} s")
-        table.add_row("final model", f"{self.final} (step {self.chosen_step})")
-        console.print(table)
-        config = saved_config(RunDir(self.run_dir))
-        holds_out = numbers.best is not None or config.data.test_split or config.data.test_ratio
-        # What only answers prompts and scores text knows no other task.
-        speaks = config.model.task in SPECS
-        for line, works in (
-            (f'generate {self.run_dir} "your prompt"', speaks),
-            (f"evaluate {self.run_dir}", speaks and holds_out),
-            (f"export {self.run_dir} --output DIR", True),
-        ):
-            if works:
-                console.print(f"next: finray {line}", highlight=False, soft_wrap=True)
 
 
 def train(

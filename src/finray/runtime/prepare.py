@@ -12,14 +12,11 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from finray.config.environment import accept, secrets_of
 from finray.config.load import build_config
@@ -37,7 +34,7 @@ from finray.errors import ClusterError, DataError, FinrayError, from_dict
 from finray.planning.placement import worker_environment
 from finray.pretrained.tokenizers import load_tokenizer, without_torch
 from finray.records import Note
-from finray.results import Result
+from finray.reporting.run import PreparedData
 from finray.runtime import cluster as clusters
 from finray.runtime.failures import last_line, lost_process
 from finray.runtime.watch import SILENCE_S, waiting_for
@@ -79,26 +76,6 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
                     env = worker_environment(config.cluster, threads=1)
                     return prepare_on_ray(ray, preparation, env=env, handle=handle)
         return preparation.result()
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedData(Result):
-    """A prepared dataset: the directory or URL where it is, and what is said of it."""
-
-    location: str
-    splits: Mapping[str, Mapping[str, int]]
-    notes: tuple[str, ...]
-    exported: Mapping[str, int]
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON types."""
-        return asdict(self)
-
-    def print(self, console: Console) -> None:
-        """In lines."""
-        wrote = (f"wrote {rows:,} rows to {path}" for path, rows in self.exported.items())
-        for line in (f"prepared: {self.location}", *self.notes, *wrote):
-            console.print(line, highlight=False, soft_wrap=True)
 
 
 def prepare_and_report(
