@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from finray.data.dataset.prepare import prepare_here
@@ -64,6 +65,18 @@ def test_blocks_are_the_layers_and_nothing_inside_them(kind: str, layers: int) -
     assert len(blocks) == layers
     assert len({type(block) for block in blocks}) == 1
     assert not any(other in block.modules() for block in blocks for other in blocks if other is not block)
+
+
+@pytest.mark.parametrize(("tied", "method"), [(False, "none"), (True, "none"), (False, "lora")])
+def test_an_embedding_is_summed_by_itself_where_it_is_trained_and_not_the_head_too(
+    tied: bool, method: str, tiny_run: Callable[..., Plain], tokenizer: Any, tmp_path: Path, group: None
+) -> None:
+    tiny.save_model("llama", tmp_path / "model", tokenizer, tie_word_embeddings=tied)
+    changes = {"parallel.strategy": "fsdp", "model.name": str(tmp_path / "model"), "adapter.method": method}
+    task = alone(tiny_run(changes, rows=20), tmp_path / "run").loop.task
+    inner = getattr(task.model, "base_model", task.model)
+    assert isinstance(inner.get_input_embeddings(), FSDPModule) == (not tied and method == "none")
+    assert isinstance(task.module, FSDPModule)
 
 
 def test_copies_of_the_shards_and_kept_weights_change_nothing(tmp_path: Path, plain: Plain) -> None:

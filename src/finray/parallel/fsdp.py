@@ -53,6 +53,10 @@ class FSDPStrategy(ProcessGroup):
         }
         for block in blocks:
             fully_shard(block, reshard_after_forward=reshard, **options)
+        # By itself, because gradients of a group are copied into one tensor before they are summed: the largest tensor
+        # of a step, if it were for embedding and head together.
+        if (table := _own_table(module, blocks)) is not None:
+            fully_shard(table, reshard_after_forward=False, **options)
         fully_shard(module, reshard_after_forward=False, **options)
         for part in module.modules():
             if isinstance(part, FSDPModule):
@@ -66,3 +70,14 @@ class FSDPStrategy(ProcessGroup):
         if max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+
+def _own_table(module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> torch.nn.Embedding | None:
+    """The largest embedding outside of the blocks, if it is trained, and no other module has its weights."""
+    inside = {id(part) for block in blocks for part in block.modules()}
+    tables = [part for part in module.modules() if isinstance(part, torch.nn.Embedding) and id(part) not in inside]
+    table = max(tables, key=lambda part: part.weight.numel(), default=None)
+    if table is None or not table.weight.requires_grad:
+        return None
+    holders = sum(one is table.weight for _, one in module.named_parameters(remove_duplicate=False))
+    return table if holders == 1 else None

@@ -276,9 +276,12 @@ def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
     """Flat copies of gradients on their way; in data parallelism gradients lie in the buckets themselves."""
     full = blueprint.adapter == 0
     if setup.strategy == "fsdp":
-        # Whole gradients of what is shared at once, and their flat copy: last those of embedding and head.
+        # Whole gradients of what is shared at once, and their flat copy: last those of embedding and head, which are
+        # copied one after the other.
         layer = blueprint.layer if full else blueprint.adapter / max(1, blueprint.layers)
-        return 2 * FP32 * max(layer, blueprint.base - blueprint.layer * blueprint.layers if full else 0)
+        others = blueprint.base - blueprint.layer * blueprint.layers if full else 0
+        copied = others if blueprint.tied else max(blueprint.embedding, others - blueprint.embedding)
+        return FP32 * (max(layer, others) + max(layer, copied if full else 0))
     # ZeRO-3 updates from a flat fp32 copy of a worker's gradients, of so many at a time.
     flat = FP32 * min(blueprint.trainable / setup.sharers, ZERO_GROUP) if setup.strategy == "zero3" else 0
     if setup.optimizer_offload:

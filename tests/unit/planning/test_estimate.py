@@ -144,6 +144,14 @@ def test_buckets_and_gathered_weights() -> None:
     assert gathered_bytes(FULL, fsdp) < gathered_bytes(FULL, replace(fsdp, reshard=False)) == 2 * BASE
 
 
+def test_fsdp_sums_an_embedding_and_a_head_that_are_not_tied_one_after_the_other() -> None:
+    fsdp, table = replace(GPU, strategy="fsdp"), 128_000 * H
+    tied = replace(FULL, parameters=LAYERS * LAYER + table + H, embedding=table, vocabulary=128_000)
+    untied = replace(tied, parameters=tied.parameters + table, tied=False)
+    assert bucket_bytes(tied, fsdp) == 4 * 2 * (table + H)
+    assert bucket_bytes(untied, fsdp) == 4 * (2 * table + H) + 4 * (table + H)
+
+
 def test_quantised_storage_leaves_embeddings_and_norms_as_they_are() -> None:
     linear = LAYERS * (4 * H * H + 3 * H * WIDE)
     assert weight_bytes(LORA, replace(GPU, storage_bits=4)) == linear * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 2 * (
