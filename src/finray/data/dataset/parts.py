@@ -244,7 +244,7 @@ class _ArrowFiles:
         self._flush()
         self._tokens.close()
         self._sink.close()
-        batches = self._index or [pa.record_batch([pa.array([], field.type) for field in INDEX], schema=INDEX)]
+        batches = self._index or [pa.record_batch([_array([], field.type) for field in INDEX], schema=INDEX)]
         index = pa.BufferOutputStream()
         with pa.ipc.new_file(index, batches[0].schema) as writer:
             for batch in batches:
@@ -272,7 +272,10 @@ class _ArrowFiles:
             ids[start:stop] = tokens.ids
             for low, high in tokens.spans:
                 mask[start + low : start + high] = 1
-        lists = [pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)) for values in (ids, mask)]
+        lists = [
+            pa.ListArray.from_arrays(_array(offsets, pa.int32()), _array(values, field.type.value_type))
+            for values, field in zip((ids, mask), TOKENS, strict=True)
+        ]
         self._tokens.write_batch(pa.record_batch(lists, schema=TOKENS))
         self.longest = max(self.longest, int(lengths.max()))
         columns: dict[str, Any] = {
@@ -294,8 +297,16 @@ class _ArrowFiles:
             self.labels.update(columns["label"])
             schema = schema.append(pa.field("label", pa.string()))
         self._index.append(
-            pa.record_batch([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+            pa.record_batch([_array(columns[field.name], field.type) for field in schema], schema=schema)
         )
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    """A column; one of numbers without `pa.array`, which imports pandas where that is installed."""
+    if not pa.types.is_integer(kind):
+        return pa.array(values, kind)
+    numbers = np.asarray(values, dtype=kind.to_pandas_dtype())
+    return pa.Array.from_buffers(kind, len(numbers), [None, pa.py_buffer(numbers)])
 
 
 def _hash64(content: bytes) -> int:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from finray import compat
 from finray.data.formats.examples import Chat, Message
+from finray.data.tokenize.outline import Outlines
 from finray.data.tokenize.tools import TOOL_FORMATS
 from finray.errors import DataError, FinrayError
 from finray.limits import TEMPLATE_S, cut, within
@@ -89,6 +90,7 @@ class ChatRenderer:
         self._tool_format = TOOL_FORMATS[tool_format]
         self._shapes: dict[Any, frozenset[int] | None] = {}
         self._compiled: dict[bool, Any] = {}
+        self._outlines: Outlines | None = None
         self._variables = {**tokenizer.special_tokens_map, **(arguments or {})}
         # Longest first, because one special token may begin with another.
         self._any_special = re.compile(
@@ -231,21 +233,37 @@ class ChatRenderer:
         *,
         add_generation_prompt: bool = False,
     ) -> str:
+        key, contents = None, [message.content for message in messages]
+        if not tools and not any(message.extra for message in messages):
+            key = (add_generation_prompt, *[message.role for message in messages])
+            if self._outlines is not None and (known := self._outlines.fill(key, contents)) is not None:
+                return known
+        plain = [message.plain() for message in messages]
+        offered = [dict(tool) for tool in tools] or None
+
+        def render(template: Any, contents: Sequence[Any]) -> Any:
+            said = [{**message, "content": content} for message, content in zip(plain, contents, strict=True)]
+            return template.render(
+                messages=said,
+                tools=offered,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._variables,
+            )
+
         with guarded("the conversation", repair="check the order and names of the roles"):
             template = self._compiled.get(bool(tools))
             if template is None:
                 # Compiled as Transformers does; its own way to the template costs as much again as a rendering.
                 source = self._tokenizer.get_chat_template(None, [{}] if tools else None)
-                template = compat.compile_chat_template(_dated(source) if self._dated else source)
-                self._compiled[bool(tools)] = template
-            text = template.render(
-                messages=[message.plain() for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._variables,
-            )
-        return str(text)
+                source = _dated(source) if self._dated else source
+                template = self._compiled[bool(tools)] = compat.compile_chat_template(source)
+                if not tools:
+                    self._outlines = Outlines(template, source)
+            text = str(render(template, contents))
+            if key is not None and self._outlines is not None:
+                self._outlines.learn(key, contents, text, render)
+        return text
 
     def _within_the_template(self, chat: Chat) -> tuple[Chat, set[str], list[int]]:
         """The conversation without what the template cannot write (tools and their calls become text), notes, and where
