@@ -14,7 +14,7 @@ import datetime
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -261,7 +261,9 @@ class ChatRenderer:
                 if not tools:
                     self._outlines = Outlines(template, source)
             text = str(render(template, contents))
-            if key is not None and self._outlines is not None:
+        if key is not None and self._outlines is not None:
+            # With limits of its own: what a row may take is the rendering's.
+            with suppress(DataError), guarded("the conversation", repair=""):
                 self._outlines.learn(key, contents, text, render)
         return text
 

@@ -1,14 +1,14 @@
 """Examples as token ids with a loss mask.
 
-Text is tokenised once and masks are read off token offsets. Where one token would straddle the border between prompt
-and answer, the two sides are tokenised apart, because that is what a server does: it tokenises the prompt alone.
+Text is tokenised once, and masks follow from where its tokens lie. Where one token would straddle the border between
+prompt and answer, the two sides are tokenised apart, because that is what a server does: it tokenises the prompt alone.
 """
 
 from __future__ import annotations
 
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Text
 from finray.data.tokenize.chat import ChatRenderer, Span
+from finray.data.tokenize.widths import Widths
 from finray.errors import DataError
 
 TrainOn = Literal["completion", "assistant", "last_assistant", "all"]
@@ -24,6 +25,8 @@ OnTooLong = Literal["truncate", "drop", "error"]
 # Characters before white space that may decide how it is tokenised, and how many such endings are remembered.
 _TAIL = 48
 _MOST_TAILS = 4096
+# Texts for which it is worth while to learn the widths of a vocabulary.
+_MANY_TEXTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,11 @@ class _Job:
     spans: tuple[Span, ...]
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+
+    @property
+    def has_borders(self) -> bool:
+        """Whether learning begins or ends within the text."""
+        return any(0 < border < len(self.text) for span in self.spans for border in span)
 
 
 class Tokenizer:
@@ -147,6 +155,16 @@ class Tokenizer:
             tool_format=self._tool_format,
         )
 
+    @cached_property
+    def _widths(self) -> Widths | None:
+        return Widths.of(self._backend)
+
+    @cached_property
+    def _trims(self) -> bool:
+        """Whether offsets leave out the spaces of a token."""
+        offsets = self._backend.encode("a  b", add_special_tokens=False).offsets
+        return bool(sum(stop - start for start, stop in offsets) < len("a  b"))
+
     def encode(self, examples: Sequence[Example]) -> list[Encoded]:
         """Tokenise a batch.
 
@@ -155,15 +173,26 @@ class Tokenizer:
         """
         planned = [self._jobs(example) for example in examples]
         jobs = [job for own, _ in planned for job in own]
+        labelled = [example.text for example in examples if isinstance(example, Labelled)]
+        without_offsets = not any(job.has_borders for job in jobs) or (
+            len(jobs) >= _MANY_TEXTS and self._widths is not None
+        )
+        encode_batch = self._backend.encode_batch_fast if without_offsets else self._backend.encode_batch
         try:
-            encodings = iter(self._backend.encode_batch([job.text for job in jobs], add_special_tokens=False))
+            encodings = iter(encode_batch([job.text for job in jobs], add_special_tokens=False))
+            # With the special tokens that classifiers are trained with, such as [CLS] and [SEP].
+            uncut = iter(self._tokenizer(labelled)["input_ids"] if labelled else ())
         except (TypeError, UnicodeEncodeError):
             raise DataError(
                 "the text holds half of a surrogate pair, which is no character",
                 repair="write the row again from clean text",
             ) from None
         return [
-            self._encoded(example, [(job, next(encodings)) for job in own], notes)
+            self._labelled(example, next(uncut))
+            if isinstance(example, Labelled)
+            else self._encoded(
+                [self._tokens(job, next(encodings), without_offsets) for job in own], notes, isinstance(example, Text)
+            )
             for example, (own, notes) in zip(examples, planned, strict=True)
         ]
 
@@ -173,7 +202,7 @@ class Tokenizer:
         if isinstance(example, Text):
             return [_Job(example.text, ((0, len(example.text)),), self._bos, self._eos())], frozenset()
         if isinstance(example, Labelled):
-            return [_Job(example.text, ())], frozenset()
+            return [], frozenset()
         if isinstance(example, Completion):
             text = example.prompt + example.completion
             start = 0 if self._train_on == "all" else len(example.prompt)
@@ -214,18 +243,11 @@ class Tokenizer:
 
     # --- from encodings to rows -------------------------------------------------------------------------------------
 
-    def _encoded(self, example: Example, encoded: list[tuple[_Job, Any]], notes: frozenset[str]) -> Encoded:
+    def _encoded(self, found: list[Tokens], notes: frozenset[str], chunked: bool) -> Encoded:
         rows: list[Tokens] = []
         dropped = dropped_tokens = cut = lost = 0
-        for job, encoding in encoded:
-            if isinstance(example, Labelled):
-                # With the special tokens that classifiers are trained with, such as [CLS] and [SEP].
-                ids = self._tokenizer(job.text, truncation=True, max_length=self._max_length)["input_ids"]
-                uncut = self._tokenizer(job.text)["input_ids"] if len(ids) == self._max_length else ids
-                rows.append(Tokens(list(ids), (), truncated=len(uncut) > len(ids), label=example.label))
-                continue
-            whole = self._tokens(job, encoding)
-            pieces = self._fit(whole, chunked=isinstance(example, Text))
+        for whole in found:
+            pieces = self._fit(whole, chunked=chunked)
             dropped += not pieces
             dropped_tokens += 0 if pieces else len(whole.ids)
             cut += sum(len(whole.ids) - len(piece.ids) for piece in pieces if piece.truncated)
@@ -233,11 +255,24 @@ class Tokenizer:
             rows += pieces
         return Encoded(rows, notes, dropped, dropped_tokens, cut, lost)
 
-    def _tokens(self, job: _Job, encoding: Any) -> Tokens:
-        spans = _token_spans(encoding, job, self._special_ids)
+    def _labelled(self, example: Labelled, ids: list[int]) -> Encoded:
+        is_cut = len(ids) > self._max_length
+        if is_cut:
+            ids = self._tokenizer(example.text, truncation=True, max_length=self._max_length)["input_ids"]
+            self._backend.no_truncation()
+        return Encoded([Tokens(list(ids), (), truncated=is_cut, label=example.label)])
+
+    def _tokens(self, job: _Job, encoding: Any, without_offsets: bool) -> Tokens:
         ids: list[int] = encoding.ids
-        if spans is None or any(self._differs_alone(job.text, start, encoding) for start, _ in job.spans):
-            ids, spans = self._apart(job)
+        spans = self._spans_by_width(job, ids) if without_offsets else None
+        if spans is None:
+            if without_offsets:
+                encoding = self._backend.encode(job.text, add_special_tokens=False)
+            spans = _token_spans(encoding, job, self._special_ids)
+            if spans is None or any(
+                self._differs_alone(job.text, start, ids, encoding.char_to_token) for start, _ in job.spans
+            ):
+                ids, spans = self._apart(job)
         before, end = len(job.prefix), len(job.prefix) + len(ids)
         spans = [(start + before, stop + before) for start, stop in spans]
         if job.suffix:
@@ -268,16 +303,36 @@ class Tokenizer:
             )
         return ids, spans
 
-    def _differs_alone(self, text: str, start: int, encoding: Any) -> bool:
+    def _spans_by_width(self, job: _Job, ids: list[int]) -> list[Span] | None:
+        """As :func:`_token_spans`; None where that takes offsets, or where a text must be cut at a border."""
+        text = job.text
+        if not job.has_borders:
+            return [(0, len(ids)) for start, stop in job.spans if start < stop]
+        places = self._widths.places(text, ids) if self._widths is not None else None
+        if places is None:
+            return None
+        spans = []
+        for start, stop in job.spans:
+            if start < len(text) and (run := _run_before(text, start)):
+                if self._trims and " " in text[start - run : start + 1]:
+                    return None
+                if self._differs_alone(text, start, ids, places.token_at):
+                    return None
+            if start < stop:
+                first, last = places.border(start), places.border(stop)
+                if first is None or last is None:
+                    return None
+                spans.append((first, last))
+        return spans
+
+    def _differs_alone(self, text: str, start: int, ids: Sequence[int], token_at: Callable[[int], int | None]) -> bool:
         """Whether the end of a prompt is tokenised otherwise when nothing follows, as in serving.
 
         The rules by which tokenizers cut text into words look ahead in runs of white space only; so the tokens of that
         run are compared with those of the same run at the end of a text.
         """
-        if start < 2 or not text[start - 2 : start].isspace():
-            return False
-        run = start - len(text[:start].rstrip())
-        if run == start:
+        run = _run_before(text, start)
+        if not run:
             return False
         tail = text[max(0, start - run - _TAIL) : start]
         special = max((tail.rfind(token) for token in self._special_texts), default=-1)
@@ -288,8 +343,8 @@ class Tokenizer:
             if len(self._tails) > _MOST_TAILS:
                 self._tails.clear()
             self._tails[tail] = alone.ids[begin:] if begin is not None else []
-        low, high = encoding.char_to_token(start - run), encoding.char_to_token(start)
-        return low is not None and high is not None and encoding.ids[low:high] != self._tails[tail]
+        low, high = token_at(start - run), token_at(start)
+        return low is not None and high is not None and ids[low:high] != self._tails[tail]
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))
@@ -324,6 +379,14 @@ class Tokenizer:
             )
         kept = tuple((start, min(stop, limit)) for start, stop in row.spans if start < limit)
         return [Tokens(row.ids[:limit], kept, truncated=True)]
+
+
+def _run_before(text: str, start: int) -> int:
+    """Characters of the white space that a prompt ends with; 0 where they are fewer than two, or all of it."""
+    if start < 2 or not text[start - 2 : start].isspace():
+        return 0
+    run = start - len(text[:start].rstrip())
+    return run if run < start else 0
 
 
 def _joins_words(before: str, after: str) -> bool:
