@@ -11,6 +11,7 @@ import lzma
 import os
 import posixpath
 import shutil
+import stat
 import tempfile
 import time
 import zlib
@@ -24,6 +25,7 @@ import fsspec
 from finray.config.paths import is_url
 from finray.errors import DataError
 from finray.files import FileKind, digest_of, first_line
+from finray.pretrained import hub
 
 COMPRESSION: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
@@ -150,6 +152,11 @@ def find(url: str) -> list[str]:
         DataError: the storage cannot be reached.
     """
     if url.startswith(("http://", "https://")):
+        # The library that reads it would wait for minutes, twice.
+        if hub.unreachable(url) == hub.no_answer():
+            raise DataError(
+                f"the server gives {hub.no_answer()}", where=url, repair="check the address and the network"
+            )
         # No directories there, and `?` is no pattern.
         return [url]
     with storage_errors(url):
@@ -207,6 +214,9 @@ class Digests:
 
     def _of_local(self, path: Path) -> str:
         before = path.stat()
+        if not stat.S_ISREG(before.st_mode):
+            # A device may have no end.
+            raise DataError("is not a file", where=str(path), repair="name a file")
         # A link to somewhere else has the size, times and inode of another file.
         key = str(path.absolute())
         signature = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]

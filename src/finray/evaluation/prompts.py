@@ -11,6 +11,7 @@ from finray import compat
 from finray.config.schema import NO_TEXT
 from finray.data.formats.convert import messages_of, tools_of
 from finray.data.sources.pieces import read_file
+from finray.data.sources.resolve import Row
 from finray.data.tokenize.chat import ChatRenderer, guarded
 from finray.errors import DataError, ModelError
 from finray.files import FileKind
@@ -68,8 +69,7 @@ def read_prompts(
     if file is not None and file.suffix.lower() in (".jsonl", ".json"):
         for row in read_file(file):
             if isinstance(row.value.get("messages"), list):
-                own = tools_of(row.value.get("tools"))
-                prompts.append(Prompt(messages=_question(row.value["messages"], row.where), tools=own))
+                prompts.append(_question(row))
             elif isinstance(row.value.get("prompt"), str):
                 prompts.append(Prompt.of(row.value["prompt"], system))
             else:
@@ -94,20 +94,20 @@ def read_prompts(
     return [replace(prompt, tools=prompt.tools or tools) for prompt in prompts]
 
 
-def _question(messages: list[Any], where: str) -> tuple[dict[str, str], ...]:
+def _question(row: Row) -> Prompt:
     """A row of training data up to its last user message, as a question."""
-    asked = list(messages)
+    asked = list(row.value["messages"])
     while asked and isinstance(asked[-1], Mapping) and asked[-1].get("role") == "assistant":
         asked.pop()
     try:
-        read = messages_of(asked, "messages")
+        read, tools = messages_of(asked, "messages"), tools_of(row.value.get("tools"))
     except DataError as error:
         raise DataError(
             error.message,
-            where=where,
+            where=row.where,
             repair=error.repair or 'write {"messages": [{"role": "user", "content": "..."}]}',
         ) from None
-    return tuple(message.plain() for message in read)
+    return Prompt(messages=tuple(message.plain() for message in read), tools=tools)
 
 
 def prompt_ids(

@@ -74,6 +74,8 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
         words = list(notes.get("new_tokens") or [])
         return Artifact(folder, ModelConfig(name=name, revision=revision, task=task_of(notes), new_tokens=words), notes)
     if (folder / "config.json").is_file():
+        if base is not None:
+            raise ModelError("it is a whole model, which has no base", where=str(folder), repair="leave out --base")
         return Artifact(folder, None, notes)
     raise ModelError(
         "the directory holds neither an adapter nor a model",

@@ -27,16 +27,22 @@ def refusal() -> str | None:
 
 
 def _ask() -> str | None:
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    reason = unreachable(endpoint)
+    return None if reason is None else f"the Hub was tried at {endpoint}: {reason}"
+
+
+def unreachable(url: str) -> str | None:
+    """Why a web server cannot be reached, or :func:`no_answer`; None where it answers, whatever that is."""
     # Not at the start of every command.
     import urllib.error
     import urllib.request
 
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    outcome = [f"no answer within {TIMEOUT_S:g} s"]
+    outcome: list[str | None] = [no_answer()]
 
     def ask() -> None:
         try:
-            request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": "finray"})
+            request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "finray"})
             urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
         except urllib.error.HTTPError:
             pass  # An answer.
@@ -45,13 +51,18 @@ def _ask() -> str | None:
             if not isinstance(reason, TimeoutError):
                 outcome[0] = str(getattr(reason, "strerror", None) or reason).lower()
             return
-        outcome[0] = ""
+        outcome[0] = None
 
     # Looking a name up knows no limit of time.
     thread = threading.Thread(target=ask, name="finray-hub", daemon=True)
     thread.start()
     thread.join(TIMEOUT_S)
-    return f"the Hub was tried at {endpoint}: {outcome[0]}" if outcome[0] else None
+    return outcome[0]
+
+
+def no_answer() -> str:
+    """What is said of a server that lets one wait."""
+    return f"no answer within {TIMEOUT_S:g} s"
 
 
 def _go_offline() -> None:

@@ -213,7 +213,8 @@ def test_a_scheme_that_nothing_installed_can_read_names_what_to_install(
     assert extra in str(caught.value.repair)
 
 
-def test_files_behind_a_url_by_name_pattern_and_directory() -> None:
+def test_files_behind_a_url_by_name_pattern_and_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.hub, "unreachable", lambda url: None)
     folder = Folder(f"memory:///{uuid.uuid4()}/a")
     for name in ("b.jsonl", "a.jsonl", "deep/c.csv", "d[1].jsonl"):
         folder.write(name, b"{}")
@@ -354,3 +355,10 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path: Path, number: int, monk
     with pytest.raises(DataError, match="cannot be read: ") as caught:
         Digests(None).of(file)
     assert caught.value.where == str(file)
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "/"])
+def test_what_is_no_file_has_no_digest(name: str) -> None:
+    with pytest.raises(DataError, match="is not a file") as caught:
+        Digests(None).of(name)
+    assert caught.value.where == name

@@ -212,3 +212,10 @@ def test_answers_that_cannot_be_written_are_not_generated(
     code, _, err = runs.finray("generate", tiny_model_dir, "hello", "--output", tmp_path / place)
     assert code == 2
     assert "repair" in err
+
+
+def test_a_whole_model_has_no_base(tiny_model_dir: Path) -> None:
+    assert find_artifact(tiny_model_dir).base is None
+    with pytest.raises(ModelError, match="a whole model, which has no base") as caught:
+        find_artifact(tiny_model_dir, base="other")
+    assert caught.value.repair == "leave out --base"

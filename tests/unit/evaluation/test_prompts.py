@@ -75,6 +75,10 @@ def test_what_is_no_prompt_is_an_error_that_says_where(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"columns: text, messages") as caught:
         read_prompts([], rows, system=None)
     assert str(caught.value.where).endswith("rows.jsonl:2")
+    rows.write_text('{"messages": [{"role": "user", "content": "a"}], "tools": 5}\n')
+    with pytest.raises(DataError, match="`tools` must be a list") as caught:
+        read_prompts([], rows, system=None)
+    assert str(caught.value.where).endswith("rows.jsonl:1")
     with pytest.raises(DataError, match="there is no prompt"):
         read_prompts([], None, system=None, lines=["\n"])
 
