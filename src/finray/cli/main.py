@@ -9,12 +9,14 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from finray.cli import config as config_commands
 from finray.cli import data, failure, look, show
+from finray.config.load import suggest_owner
 from finray.config.redact import redact_text
 from finray.errors import ConfigError
 from finray.files import require_writable
@@ -23,8 +25,26 @@ from finray.results import PlainConsole
 from finray.runtime import signals
 from finray.tracking.console import steps
 
+
+class _Commands(TyperGroup):
+    """The commands; one that is given a field as an option says how fields are set."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # Typer keeps the class of this error to itself.
+            told: Any = error
+            if type(error).__name__ == "NoSuchOption" and any(p.name == "overrides" for p in told.ctx.command.params):
+                name = told.option_name.lstrip("-").replace("-", "_")
+                told.message += f"; fields are set as words, section.field=value{suggest_owner(name)}"
+            raise
+
+
 app = typer.Typer(
     name="finray",
+    cls=_Commands,
     help="Fine-tune language models on Ray.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path, PurePath
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finray.config.names import called_here
+from finray.config.names import NAMES, asks_nothing, called_here, value_here
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
 from finray.errors import ConfigError, did_you_mean
 from finray.limits import cut, shown
@@ -270,7 +271,7 @@ def _apply_override(data: dict[str, Any], override: str) -> list[str]:
     if not equals:
         return [f"`{override}` is not an override: write section.field=value"]
     if "." not in path and path.strip() != PRESET_KEY:
-        return [f"`{override}` names no section: write section.field=value{_suggest_owner(path.strip())}"]
+        return [f"`{override}` names no section: write section.field=value{suggest_owner(path.strip())}"]
     try:
         value = parse_yaml(text, name=path)
     except ConfigError as error:
@@ -320,6 +321,7 @@ def _plain(value: Any) -> Any:
 def _problems(error: ValidationError) -> list[str]:
     """One line per field, with its dotted path and a suggestion for an unknown key."""
     reasons: dict[str, list[str]] = {}
+    nothing: list[str] = []
     for item in error.errors():
         # Pydantic's location also names the branch of a union that failed; a user wrote only the fields in it.
         kind: type[Section] = Config
@@ -337,7 +339,11 @@ def _problems(error: ValidationError) -> list[str]:
                 key = str(item["loc"][-1])
                 path = ".".join([*keys, key])
                 near = did_you_mean(key, kind.model_fields, cutoff=_ALIKE)
-                reason = f"unknown key{called_here(key) or near or _suggest_owner(key)}"
+                hint = called_here(key, item["input"]) or near or suggest_owner(key)
+                if asks_nothing(key, item["input"]) and (key in NAMES or not hint):
+                    nothing.append(path)
+                    continue
+                reason = f"unknown key{hint}"
             case "missing":
                 reason = f"missing ({field.description})" if field is not None and len(keys) > 1 else "missing"
             case "model_type" | "dict_type":
@@ -347,14 +353,28 @@ def _problems(error: ValidationError) -> list[str]:
                 # A rule over several fields names the field itself.
                 path = "" if reason.startswith(f"{path}.") else path
             case _:
-                reason = f"{reason[0].lower()}{reason[1:]}, got {shown(item['input'])}"
+                reason = f"{reason[0].lower()}{reason[1:]}, got {shown(item['input'])}{_suggest_value(path, item)}"
         if reason not in reasons.setdefault(path, []):
             reasons[path].append(reason)
     # The branches of a union fail one by one.
-    return [f"{path}: {', or '.join(found)}" if path else ", or ".join(found) for path, found in reasons.items()]
+    found = [f"{path}: {', or '.join(each)}" if path else ", or ".join(each) for path, each in reasons.items()]
+    return found + ([f"unknown keys that ask for nothing, and can go: {', '.join(nothing)}"] if nothing else [])
 
 
-def _suggest_owner(name: str) -> str:
+def _suggest_value(path: str, item: Mapping[str, Any]) -> str:
+    """What to write instead of a value that a field does not take, where that is known."""
+    value = item["input"]
+    match item["type"]:
+        case "literal_error":
+            return value_here(value, re.findall(r"'([^']+)'", item["ctx"]["expected"]))
+        case "list_type" if isinstance(value, str):
+            return f" (write [{value}])"
+        case "string_type" if isinstance(value, list) and path == "data.source":
+            return " (several sources are `data.mix: [{source: ...}, {source: ...}]`)"
+    return ""
+
+
+def suggest_owner(name: str) -> str:
     """A suggestion of ``section.field`` for another system's name, or the name of a field that only one section has."""
     if known := called_here(name):
         return known

@@ -6,6 +6,10 @@ docs/guide/coming-from.md has this table.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from finray.errors import did_you_mean
+
 _BATCH = "`train.global_batch_size` counts the rows of a step, `train.micro_batch_size` those of a forward pass"
 _FOLLOWS = "it follows from `train.global_batch_size`, `train.micro_batch_size` and `cluster.num_workers`"
 _SAME_COMMAND = "not needed: the same command continues a run, `--fresh` starts over"
@@ -17,6 +21,8 @@ _PLACED = "not needed: Ray Train places the workers and connects them"
 _TOKENIZERS = "not needed: Transformers finds the class by the model's files"
 _PUBLISHED = "not here: publish what `finray export` writes"
 _NOT_HERE = "not here: `docs/guide/extending.md` shows how a task has a loss of its own"
+_FLASH = "not needed: `model.attention: auto` takes FlashAttention where it is installed"
+_TRACKERS = "W&B and MLflow are not here: `tracking.trackers` takes a tracker of your own (`docs/guide/extending.md`)"
 _LIGER = "`train.liger` turns all of Liger's kernels on"
 _SCHEDULED = "set `{path}` to a number of steps"
 
@@ -31,7 +37,7 @@ NAMES: dict[str, str] = {
     "tokenizer_config": "not needed: the tokenizer is the model's",
     "attn_implementation": "model.attention",
     "flash_attn": "model.attention",
-    "flash_attention": "model.attention",
+    "flash_attention": _FLASH,
     "template": "model.chat_template",
     "chat_template_jinja": "model.chat_template",
     "chat_template_path": "model.chat_template",
@@ -41,7 +47,7 @@ NAMES: dict[str, str] = {
     "quantization_method": "model.quantization",
     "add_tokens": "model.new_tokens",
     "new_special_tokens": "model.new_tokens",
-    "special_tokens": "model.new_tokens",
+    "special_tokens": "not needed: the model's own are taken; `model.new_tokens` adds more",
     "tokens": "model.new_tokens",
     "eager_attention": "model.attention",
     "sdp_attention": "model.attention",
@@ -90,7 +96,7 @@ NAMES: dict[str, str] = {
     "dataset_path": "data.source",
     "dataset_dir": "data.source",
     "train_file": "data.source",
-    "datasets": "`data.source` is one source, `data.mix` several",
+    "datasets": "`data.source` is the path of one source, `data.format` its type; several are `data.mix`",
     "dataset_config": "data.subset",
     "dataset_config_name": "data.subset",
     "dataset_train_split": "data.train_split",
@@ -210,8 +216,8 @@ NAMES: dict[str, str] = {
     "max_eval_samples": "evaluation.max_rows",
     "early_stopping_patience": "evaluation.early_stopping",
     "logging_steps": "tracking.log_every",
-    "report_to": "tracking.trackers",
-    "wandb_project": "tracking.trackers",
+    "report_to": _TRACKERS,
+    "wandb_project": _TRACKERS,
     "evaluation_strategy": _SCHEDULED.format(path="evaluation.every_steps"),
     "do_eval": _SCHEDULED.format(path="evaluation.every_steps"),
     "eval_on_start": "evaluation.on_start",
@@ -224,7 +230,7 @@ NAMES: dict[str, str] = {
     "plot_loss": "not needed: TensorBoard shows every step of a run",
     "wandb_name": "run.name",
     "wandb_run_id": "run.name",
-    "use_wandb": "tracking.trackers",
+    "use_wandb": _TRACKERS,
     "use_tensorboard": "tracking.tensorboard",
     "save_safetensors": _SAFE,
     "save_only_model": _SAME_COMMAND,
@@ -252,9 +258,73 @@ NAMES: dict[str, str] = {
 }
 
 
-def called_here(name: str) -> str:
+# What `false` asks for, where it is not what finray does without the setting.
+OFF: dict[str, str] = {
+    "bf16": "train.precision: fp32",
+    "bfloat16": "train.precision: fp32",
+    "flash_attention": "model.attention: packed",
+    "flash_attn": "model.attention: packed",
+    "sample_packing": "data.packing: false",
+    "neat_packing": "data.packing: false",
+    "assistant_only_loss": "data.train_on: all",
+    "completion_only_loss": "data.train_on: all",
+    "use_peft": "adapter.method: none",
+    "use_lora": "adapter.method: none",
+    "use_wandb": "",
+    "use_tensorboard": "tracking.tensorboard: false",
+}
+
+# Values of other systems, of settings that have the same name, and what they are called here.
+_VALUES: dict[str, str] = {
+    "adam": "adamw",
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_torch_8bit": "adamw_8bit",
+    "adamw_hf": "adamw",
+    "adamw_apex_fused": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw": "paged_adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw_8bit",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "wsd",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int8": "8bit",
+    "int4": "4bit",
+    "nf4": "4bit",
+    "8": "8bit",
+    "4": "4bit",
+    "sdpa": "packed",
+    "eager": "packed",
+    "fa2": "flash_attention_2",
+    "unsloth": "full",
+    "chat_template": "messages",
+    "openai": "messages",
+    "completion": "text",
+}
+
+
+def value_here(value: object, known: Iterable[str]) -> str:
+    """What a value of another system, or one that is misspelt, is here, as a hint; empty where it is like none."""
+    names = [*known]
+    found = _VALUES.get(str(value), "")
+    return f" (here: `{found}`)" if found in names else did_you_mean(str(value), names)
+
+
+def asks_nothing(name: str, value: object) -> bool:
+    """Whether a setting of another system may be left out, because what it says is nothing, or off as it is here."""
+    if value is False:
+        target = NAMES.get(name, "")
+        return OFF.get(name) == "" or (name not in OFF and (not target or ": " in target or target.startswith("not ")))
+    return value is None or value in ("", [], {})
+
+
+def called_here(name: str, value: object = None) -> str:
     """What a setting of another system is here, as a hint behind a message; empty where it is not known."""
-    found = NAMES.get(name, "")
+    found = OFF.get(name) if value is False else None
+    found = found or NAMES.get(name, "")
     return f" (here: `{found}`)" if _is_field(found) else f" ({found})" if found else ""
 
 

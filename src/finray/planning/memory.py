@@ -105,7 +105,7 @@ def plan_memory(
         found.problem(
             ConfigError(
                 f"a worker needs about {needed.total / GIB:.1f} GiB, {device.name} has {has}",
-                where="train.micro_batch_size",
+                where=changes[0].partition("=")[0] if changes else "model.name",
                 repair=repair,
             )
         )

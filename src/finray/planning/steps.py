@@ -20,6 +20,9 @@ from finray.errors import FinrayError
 # make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
 _LARGEST_STEP, _EPOCH_STEPS = 8, 32
 _RUN_STEPS, _MOST_EPOCHS = 100, 3
+# Above it, full fine-tuning forgets more than it learns.
+_FULL_RATE = 1e-4
+_ANOTHER = " in a run of another run.name"
 # More packs than this change nothing.
 _ENOUGH_PACKS = _LARGEST_STEP * _RUN_STEPS
 
@@ -70,7 +73,7 @@ def step_warnings(
     """
     train, workers, where = config.train, config.cluster.num_workers, "train.global_batch_size"
     unit = "packs" if config.data.packing else "rows"
-    another = " in a run of another run.name" if continued else ""
+    another = _ANOTHER if continued else ""
     if packs is not None and size > packs:
         what = "the run is a single step" if steps == 1 else "it sees some of them again"
         smaller, _ = batch_and_epochs(TrainConfig(), packs=packs)
@@ -82,15 +85,16 @@ def step_warnings(
         larger = f"{where}={workers * train.micro_batch_size} or more{another}"
         fewer = f"cluster.num_workers={shares}"
         yield text, where, f"{fewer}, or {larger}" if continued else f"{larger}, or {fewer}"
-    yield from unlikely(config, steps)
+    yield from unlikely(config, steps, continued=continued)
 
 
-def unlikely(config: Config, steps: int) -> Iterator[tuple[str, str, str | None]]:
+def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator[tuple[str, str, str | None]]:
     """Settings that can be had, and are hardly meant: what they come to, the field, and what would be usual.
 
     Args:
         config: the run's.
         steps: of the whole run.
+        continued: whether the run began before.
     """
     train, evaluation, data = config.train, config.evaluation, config.data
     if train.learning_rate > 0.1:
@@ -98,6 +102,13 @@ def unlikely(config: Config, steps: int) -> Iterator[tuple[str, str, str | None]
             f"{train.learning_rate:g} is far more than models learn with",
             "train.learning_rate",
             "1e-5 to 1e-3 is usual",
+        )
+    elif config.adapter.method == "none" and "adamw" in train.optimizer and train.learning_rate > _FULL_RATE:
+        yield (
+            f"{train.learning_rate:g} is a learning rate for adapters; with adapter.method=none all weights are "
+            "trained, usually with 1e-5 to 5e-5",
+            "train.learning_rate",
+            "train.learning_rate=2e-5" + (_ANOTHER if continued else ""),
         )
     for where, at, what in (
         ("train.warmup_steps", train.warmup_steps, "the learning rate never comes to its peak"),

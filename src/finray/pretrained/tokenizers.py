@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finray.config.schema import ModelConfig
-from finray.errors import ModelError
+from finray.errors import DataError, ModelError
 from finray.files import FileKind
 from finray.limits import cut, shown
 from finray.pretrained import hub
@@ -237,9 +237,20 @@ def _plain_tokenizer(model: ModelConfig) -> Any:
     except Exception as error:
         # Its files are anybody's, and what is wrong with them shows as any kind of error.
         raise not_loaded("tokenizer", model, error) from None
-    if model.chat_template is not None:
-        tokenizer.chat_template = _TEMPLATES.text(Path(model.chat_template).expanduser())
+    if (template := _template_file(model)) is not None:
+        tokenizer.chat_template = _TEMPLATES.text(template)
     return tokenizer
+
+
+def _template_file(model: ModelConfig) -> Path | None:
+    path = None if model.chat_template is None else Path(model.chat_template).expanduser()
+    if path is not None and not path.exists():
+        raise DataError(
+            "the chat template does not exist",
+            where=f"model.chat_template={model.chat_template}",
+            repair="name a file with a Jinja template, or leave it out: the tokenizer's own is then taken",
+        )
+    return path
 
 
 def tokenizer_files(model: ModelConfig) -> list[Path] | None:
@@ -248,7 +259,7 @@ def tokenizer_files(model: ModelConfig) -> list[Path] | None:
     With these, and the versions of the libraries that read them, a tokenizer is known without loading it.
     """
     path = Path(model.name).expanduser()
-    template = [Path(model.chat_template)] if model.chat_template is not None else []
+    template = [one for one in [_template_file(model)] if one is not None]
     if path.suffix == ".gguf" and path.is_file():
         return [path, *template]
     if not path.is_dir():

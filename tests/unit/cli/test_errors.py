@@ -142,3 +142,19 @@ def test_a_secret_in_an_error_is_masked(tmp_path: Path) -> None:
     code, out, err = runs.finray("plan", tmp_path / f"{token}.yaml")
     assert (code, token in out + err) == (2, False)
     assert "***" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--max_steps", "did you mean `train.max_steps`?"),
+        ("--num-train-epochs", "here: `train.epochs`"),
+        ("--train.max_steps=4", "section.field=value"),
+    ],
+)
+def test_a_field_that_is_given_as_an_option_is_told_how_fields_are_set(option: str, hint: str) -> None:
+    code, _, said = runs.finray("train", "run.yaml", option, "4")
+    assert code == 2
+    assert "fields are set as words" in " ".join(said.replace("│", " ").split())
+    assert hint in " ".join(said.replace("│", " ").split())
+    assert "fields are set" not in runs.finray("version", option)[2]

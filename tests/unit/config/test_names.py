@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from finray.config.load import load_config
-from finray.config.names import NAMES, names_markdown
+from finray.config.names import NAMES, OFF, names_markdown
 from finray.config.schema import sections
 from finray.errors import ConfigError
 
@@ -65,6 +65,9 @@ saves_per_epoch: 1
 """
 
 
+NOTHING = "unknown keys that ask for nothing, and can go"
+
+
 def problems(**written: object) -> dict[str, str]:
     """What is said of each key."""
     with pytest.raises(ConfigError) as caught:
@@ -76,9 +79,10 @@ def problems(**written: object) -> dict[str, str]:
 def test_every_key_of_another_systems_file_is_told_what_it_is_here(text: str) -> None:
     file = yaml.safe_load(text)
     found = problems(**{key: value for key, value in file.items() if key != "adapter"})
-    assert found.keys() == file.keys() - {"adapter"}
+    nothing = found.pop(NOTHING, "").split(", ")
+    assert found.keys() | {*nothing} - {""} == file.keys() - {"adapter"}
     for key, said in found.items():
-        hint = re.search(r"\((here: `|`|not needed|it follows|set `|did you mean `(train|run)\.)", said)
+        hint = re.search(r"\((here: `|`|W&B and|not needed|it follows|set `|did you mean `(train|run)\.)", said)
         assert hint, f"{key}: {said}"
 
 
@@ -121,7 +125,7 @@ def test_names_that_are_like_nothing_get_no_hint() -> None:
 
 
 def test_what_the_table_names_is_there_and_takes_the_value() -> None:
-    for name, found in NAMES.items():
+    for name, found in (*NAMES.items(), *OFF.items()):
         for path in re.findall(r"`([a-z_]+\.[a-z_0-9]+)`", found) or re.findall(r"^([a-z]+\.[a-z_0-9]+)", found):
             section, field = path.split(".")
             assert field in sections()[section].model_fields, f"{name}: {found}"
@@ -134,3 +138,58 @@ def test_what_the_table_names_is_there_and_takes_the_value() -> None:
 def test_the_guide_has_the_table() -> None:
     page = (ROOT / "docs" / "guide" / "coming-from.md").read_text(encoding="utf-8")
     assert names_markdown() in page, "put what finray.config.names.names_markdown() gives into the page"
+
+
+def test_what_asks_for_nothing_is_one_line_and_what_off_asks_for_is_not() -> None:
+    found = problems(
+        load_in_8bit=False,
+        load_in_4bit=False,
+        fp16=False,
+        tf32=False,
+        wandb_entity=None,
+        resume_from_checkpoint=None,
+        special_tokens={},
+        bf16=False,
+        sample_packing=False,
+        flash_attention=False,
+        assistant_only_loss=False,
+        strange=False,
+        **{"train.max_stps": None, "train.lr": None},
+    )
+    asked = "load_in_8bit, load_in_4bit, fp16, tf32, wandb_entity, resume_from_checkpoint, special_tokens, strange"
+    assert {*found.pop(NOTHING).split(", ")} == {*asked.split(", "), "train.lr"}
+    assert found == {
+        "bf16": "unknown key (here: `train.precision: fp32`)",
+        "sample_packing": "unknown key (here: `data.packing: false`)",
+        "flash_attention": "unknown key (here: `model.attention: packed`)",
+        "assistant_only_loss": "unknown key (here: `data.train_on: all`)",
+        "train.max_stps": "unknown key (did you mean `max_steps`?)",
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "hint"),
+    [
+        ("train.optimizer", "adamw_bnb_8bit", "(here: `adamw_8bit`)"),
+        ("train.optimizer", "adamw_torch", "(here: `adamw`)"),
+        ("train.schedule", "cosin", "(did you mean `cosine`?)"),
+        ("train.schedule", "constant_with_warmup", "(here: `constant`)"),
+        ("train.precision", "bfloat16", "(here: `bf16`)"),
+        ("model.quantization", 8, "(here: `8bit`)"),
+        ("model.attention", "sdpa", "(here: `packed`)"),
+        ("data.source", ["a", "b"], "(several sources are `data.mix: [{source: ...}, {source: ...}]`)"),
+        ("tracking.trackers", "tensorboard", "(write [tensorboard])"),
+    ],
+)
+def test_a_value_of_another_system_or_a_misspelt_one_is_told_what_it_is_here(
+    path: str, value: object, hint: str
+) -> None:
+    assert problems(**{path: value})[path].endswith(f", got {value!r} {hint}")
+    assert "(" not in problems(**{"train.schedule": "xyzzy"})["train.schedule"]
+
+
+def test_hints_of_what_has_no_field_say_what_there_is() -> None:
+    found = problems(wandb_project="p", datasets=[{"path": "a", "type": "alpaca"}], special_tokens={"pad_token": "x"})
+    assert "a tracker of your own" in found["wandb_project"]
+    assert "`data.format` its type" in found["datasets"]
+    assert "the model's own are taken" in found["special_tokens"]

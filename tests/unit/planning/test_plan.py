@@ -243,6 +243,14 @@ def test_a_model_that_does_not_exist_is_said_once(plan: Planner, tmp_path: Path)
     assert found.data is not None
 
 
+def test_a_chat_template_that_does_not_exist_is_said_once(plan: Planner) -> None:
+    found = plan(**{"model.chat_template": "chatml"})
+    assert [(one.message, one.where) for one in found.problems] == [
+        ("the chat template does not exist", "model.chat_template=chatml")
+    ]
+    assert "leave it out" in str(found.problems[0].repair)
+
+
 def test_files_that_lack_weights(plan: Planner, tiny_model_dir: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

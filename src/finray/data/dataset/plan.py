@@ -206,10 +206,7 @@ def tokenizer_identity(config: ModelConfig, digests: Digests) -> str:
         digest.update(json.dumps(tokenizer.chat_template, sort_keys=True).encode())
         digest.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
         return digest.hexdigest()
-    try:
-        contents = [[file.name, digests.of(file)] for file in files]
-    except FileNotFoundError as error:
-        raise DataError("the chat template does not exist", where=f"model.chat_template={error.filename}") from None
+    contents = [[file.name, digests.of(file)] for file in files]
     # New tokens only where there are some, so that what is prepared already stays good.
     added = [config.new_tokens] if config.new_tokens else []
     return _sha256([contents, [version("transformers"), version("tokenizers")], *added])
