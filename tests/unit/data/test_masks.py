@@ -187,6 +187,19 @@ def test_what_a_tokenizer_puts_in_front_of_every_text_is_there_once_and_is_no_ta
     assert bos not in chat.ids
 
 
+def test_half_a_surrogate_pair_is_no_text(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match="half of a surrogate pair"):
+        make(tokenizer).encode([Text("one \ud800")])
+
+
+def test_a_prompt_of_white_space_alone_is_served_as_it_is_trained(tokenizer: Any) -> None:
+    for prompt in ("  ", " \n", "\n\n\n"):
+        (row,) = rows_of(make(tokenizer), Completion(prompt, "yes"))
+        served = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert row.ids[: len(served)] == served
+        assert mask_of(row)[len(served) - 1 :][:2] == [0, 1]
+
+
 def test_truncation_and_padding_that_a_tokenizers_file_asks_for_do_not_happen() -> None:
     tokenizer = tiny.train_tokenizer()
     (expected,) = rows_of(make(tokenizer), Text("one two three"))

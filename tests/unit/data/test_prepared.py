@@ -478,10 +478,16 @@ def test_what_helpers_write_is_what_one_process_writes(held: Held, preparing: Pr
 def test_parts_that_are_taken_back_are_written_after_all(held: Held) -> None:
     while held.take():
         pass
+    # What a helper that was killed has left of one.
+    left = Path(held.writer._folder.root) / "train" / ".tokens-00001.arrow.77"
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.touch()
     held.go.set()
     while held.taken:
         held.answer(held.preparation.take_back)
-    assert len(PreparedDataset(held.preparation.result()).splits(DataConfig(source="x"), seed=0).train) == 40
+    folder = Path(held.preparation.result())
+    assert len(PreparedDataset(folder).splits(DataConfig(source="x"), seed=0).train) == 40
+    assert list(folder.rglob(".*")) == []
 
 
 def test_after_an_error_nothing_is_removed_while_a_helper_writes(held: Held, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from finray.data.sources import hub, pieces
+from finray.data.sources.memory import write_rows
 from finray.data.sources.pieces import plan_parts, read, read_piece
 from finray.data.sources.readers import Reading
 from finray.data.sources.resolve import Source, resolve
@@ -108,6 +109,13 @@ def saved(tmp_path: Path) -> str:
 )
 def test_slices_of_a_saved_data_set(saved: str, split: str, wanted: list[str]) -> None:
     assert texts(saved, split=split) == wanted
+
+
+def test_rows_in_memory_that_cannot_be_written_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DataError, match="the rows cannot be written: ") as caught:
+        write_rows(ROWS, tmp_path / "file" / "rows")
+    assert caught.value.where == str(tmp_path / "file" / "rows")
 
 
 @pytest.mark.parametrize(
