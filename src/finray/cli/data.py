@@ -11,7 +11,7 @@ from rich.table import Table
 
 from finray.cli import show
 from finray.config.load import DEFAULT_FILE, is_preset, load_config
-from finray.config.paths import prepared_dir
+from finray.config.paths import PREPARED, prepared_dir
 from finray.errors import DataError
 
 cache = typer.Typer(help="List, verify and remove prepared datasets.", no_args_is_help=True)
@@ -108,4 +108,8 @@ def prune(
 def _root(where: str) -> str:
     if Path(where).suffix in (".yaml", ".yml") or is_preset(where):
         return prepared_dir(load_config(where))
-    return str(Path(where).expanduser()) if "://" not in where else where
+    if "://" in where:
+        return where
+    # Where runs are, what they prepared lies beside them.
+    folder = Path(where).expanduser()
+    return str(folder / PREPARED if (folder / PREPARED).is_dir() else folder)

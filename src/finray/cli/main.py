@@ -111,7 +111,8 @@ def generate(
     model: RunPath,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
     file: Annotated[
-        Path | None, typer.Option(help="File of prompts: one per line, or JSONL with prompt or messages.")
+        Path | None,
+        typer.Option(help="File of prompts: one per line, or JSONL with prompt or messages; - is stdin."),
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="System message put before each prompt, instead of that of the training.")
@@ -138,6 +139,8 @@ def generate(
         require_writable(output.parent)
     offered = () if tools is None else read_tools(tools)
     lines = () if sys.stdin.isatty() else sys.stdin
+    if file == Path("-"):
+        prompts, file = [*(prompts or []), *(line.rstrip("\n") for line in sys.stdin if line.strip())], None
     asked = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     answers = generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)

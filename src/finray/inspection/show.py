@@ -12,6 +12,7 @@ from rich.text import Text
 
 from finray.inspection.checks import findings, verdict
 from finray.inspection.tokens import segments, shortened
+from finray.tracking.console import several
 
 if TYPE_CHECKING:
     from finray.inspection.measure import Histogram, Inspection
@@ -52,8 +53,9 @@ def print_inspection(console: Console, found: Inspection) -> None:
         console.print(_bars(split.histogram, bar="█" if unicode else "#"))
         if split.packing is not None:
             console.print(
-                f"{split.packing.packs:,} packs, {split.packing.fill:.1%} full: {split.packing.tokens_per_pack:,.0f} "
-                f"of {split.packing.capacity:,} tokens and {split.packing.rows_per_pack:.1f} rows in each",
+                f"{several(split.packing.packs, 'pack')}, {split.packing.fill:.1%} full: "
+                f"{split.packing.tokens_per_pack:,.0f} of {split.packing.capacity:,} tokens and "
+                f"{split.packing.rows_per_pack:.1f} rows in each",
                 highlight=False,
             )
     console.print(Text("\nchecks", style="bold"))
@@ -128,7 +130,7 @@ def _bars(lengths: Histogram, *, bar: str) -> Table:
     for number, count in enumerate(counts):
         width = lengths.width * joined
         size = max(1, round(count / max(counts) * _BAR_WIDTH)) if count else 0
-        table.add_row(
-            f"{number * width + 1:,} to {(number + 1) * width:,}", f"{count:,}", Text(bar * size, style="green")
-        )
+        first, last = number * width + 1, (number + 1) * width
+        lengths_here = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+        table.add_row(lengths_here, f"{count:,}", Text(bar * size, style="green"))
     return table

@@ -116,7 +116,8 @@ class Gpu:
     tflops: float | None = None  # dense products of 16-bit matrices by its data sheet, in 10^12 operations a second
 
 
-# MiB as nvidia-smi shows them (with error correction on, where it is by default).
+# MiB as nvidia-smi shows them (with error correction on, where it is by default); of MI300X and B300 the gigabytes of
+# the data sheet.
 GPUS: dict[str, Gpu] = {
     name: Gpu(name, mib * 2**20, bf16, tflops)
     for name, mib, bf16, tflops in (
@@ -137,6 +138,8 @@ GPUS: dict[str, Gpu] = {
         ("gh200-96gb", 97_871, True, 989),
         ("h200-141gb", 143_771, True, 989),
         ("b200-180gb", 183_359, True, 2250),
+        ("mi300x-192gb", 183_105, True, 1307),
+        ("b300-288gb", 274_658, True, 2250),
     )
 }
 
@@ -153,6 +156,8 @@ _ACCELERATORS = {
     "H100": "h100-80gb",
     "H200": "h200-141gb",
     "B200": "b200-180gb",
+    "B300": "b300-288gb",
+    "AMD-Instinct-MI300X-OAM": "mi300x-192gb",
 }
 _ACCELERATOR_KEY = "accelerator_type:"
 

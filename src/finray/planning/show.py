@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from finray.planning.plan import DataPlan, EarlierPlan, Plan
 
 _GIB = 2**30
+# Parameters below which a GPU is far from its rate, because its kernels are too short.
+_SMALL = 10**9
 
 
 def show_plan(target: Console, result: Plan) -> None:
@@ -88,7 +90,7 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         yield (
             "data",
             f"{data.rows:,} rows, {data.tokens:,} tokens ({data.supervised / max(1, data.tokens):.0%} learned){part}, "
-            f"{data.packs:,} packs, longest row {data.longest:,}; read in {duration(data.seconds)}",
+            f"{several(data.packs, 'pack')}, longest row {data.longest:,}; read in {duration(data.seconds)}",
         )
         for note in data.notes:
             yield "", note
@@ -111,7 +113,10 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         cluster = f"{several(place.nodes, 'node')}, {place.cpus} CPUs, {place.gpus} GPUs"
         yield "placement", f"{several(place.workers, 'worker')} with {each} on {place.cluster} ({cluster})"
     elif resolved is not None and result.memory is not None:
-        yield "placement", f"{several(resolved.world_size, 'worker')} with a {result.memory.device} each, not here"
+        yield (
+            "placement",
+            f"{several(resolved.world_size, 'worker')} with one {result.memory.device} each, on another machine",
+        )
     if result.memory is not None:
         memory = result.memory
         needed = (
@@ -130,6 +135,9 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         speed = result.speed
         took = ""
         if speed.seconds is not None and speed.step_seconds is not None:
-            took = f": a step in {speed.step_seconds:.2g} s, all of them in {duration(speed.seconds)}"
+            whole = duration(speed.seconds) if speed.seconds >= 1 else "less than a second"
+            took = f": a step in {speed.step_seconds:.2g} s, all of them in {whole}"
         rate = f"about {rounded(speed.tokens_per_s):,} tokens/s"
         yield "speed", f"{rate}, computed at {UTILISATION:.0%} of the data sheet's rate{took}"
+        if model is not None and model.parameters < _SMALL:
+            yield "", "a model as small as this waits for kernels to be launched: expect a fraction of that rate"

@@ -158,3 +158,24 @@ def test_a_field_that_is_given_as_an_option_is_told_how_fields_are_set(option: s
     assert "fields are set as words" in " ".join(said.replace("│", " ").split())
     assert hint in " ".join(said.replace("│", " ").split())
     assert "fields are set" not in runs.finray("version", option)[2]
+
+
+def test_a_dash_for_the_file_of_prompts_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    from finray.evaluation import generate
+
+    asked: list[str] = []
+
+    def answer(model: Path, prompts: Any, **options: Any) -> Any:
+        asked.extend(prompt.text for prompt in prompts)
+        return generate.Answers(tuple(prompts), tuple("ok" for _ in prompts))
+
+    monkeypatch.setattr(generate, "generate_text", answer)
+    monkeypatch.setattr("sys.stdin", StringIO("two\n\nthree\n"))
+    code, out, said = runs.finray("generate", "model", "one", "--file", "-")
+    assert (code, out.split(), asked) == (0, ["ok"] * 3, ["one", "two", "three"]), said
+
+
+def test_the_cache_of_a_directory_of_runs_is_the_one_beside_them(tmp_path: Path) -> None:
+    (tmp_path / ".prepared").mkdir()
+    assert f"0 in {tmp_path / '.prepared'}" in runs.finray("cache", "list", str(tmp_path))[1]
+    assert f"0 in {tmp_path / '.prepared'}" in runs.finray("cache", "list", str(tmp_path / ".prepared"))[1]

@@ -70,6 +70,9 @@ def test_names_tell_the_memory() -> None:
         assert 0.89 < gpu.memory / (advertised * 2**30) < 1.03
     assert gpu_named("H100-80GB") is GPUS["h100-80gb"]
     assert gpu_named("h100") is GPUS["h100-80gb"]
+    assert gpu_named("MI300X").tflops == 1307
+    assert gpu_named("b300").memory > gpu_named("b200").memory
+    assert gpu_of([{"GPU": 8, "accelerator_type:AMD-Instinct-MI300X-OAM": 1}]) == GPUS["mi300x-192gb"]
     with pytest.raises(ConfigError, match=r"(?s)`a100` comes with several.*a100-40gb, a100-80gb$"):
         gpu_named("a100")
     with pytest.raises(ConfigError, match="no GPU is called `h101`"):

@@ -393,3 +393,13 @@ def test_a_plan_of_a_run_that_is_there_says_where_it_goes_on(plan: Planner, begu
     begun.finish({"chosen_step": 10, "summary": SUMMARY.json()})
     assert "is finished already" in shown()
     assert "goes on at step 4 of 15" in shown(**{"train.epochs": 3})
+
+
+def test_the_speed_of_a_small_model_is_not_promised_and_no_time_is_nought(plan: Planner) -> None:
+    console = Console(file=StringIO(), width=300)
+    plan(report_of(packs=1), gpu="h100").print(console)
+    text = console.file.getvalue()
+    assert "all of them in less than a second" in text
+    assert "expect a fraction of that rate" in text
+    assert "1 worker with one h100-80gb each, on another machine" in text
+    assert "1 pack, longest row" in text
