@@ -16,7 +16,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.support import s3, tiny
+from tests.support import forks, s3, tiny
 
 ROOT = Path(__file__).parent.parent
 
@@ -105,7 +105,15 @@ def bucket(s3_server: s3.Server) -> s3.Bucket:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(s3_socket: socket.socket, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def hub_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of the Hub, empty at first, of every process that a session starts with its shared Ray or later."""
+    folder = tmp_path_factory.mktemp("hub")
+    os.environ["HF_HUB_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """One local Ray for all tests of a session; its address, which `finray` processes join through RAY_ADDRESS.
 
     It has four CPUs by its own account, so that three workers can be placed on a machine with two cores.
@@ -121,19 +129,20 @@ def ray_cluster(s3_socket: socket.socket, tmp_path_factory: pytest.TempPathFacto
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
     import ray
 
-    context = ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=128 * 2**20,
-        log_to_driver=False,
-        # It would kill workers for memory that others on this machine use.
-        _system_config={"memory_monitor_refresh_ms": 0},
-    )
-    address = context.address_info["gcs_address"]
-    os.environ["RAY_ADDRESS"] = address
-    yield address
-    ray.shutdown()
+    with forks.server(tmp_path_factory.mktemp("forks")):
+        context = ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=128 * 2**20,
+            log_to_driver=False,
+            # It would kill workers for memory that others on this machine use.
+            _system_config={"memory_monitor_refresh_ms": 0},
+        )
+        address = context.address_info["gcs_address"]
+        os.environ["RAY_ADDRESS"] = address
+        yield address
+        ray.shutdown()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,7 +40,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
         if any(done >= step for done in runs.values(run_dir, "step")):
             return
         assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
+        time.sleep(0.02)
     raise AssertionError(f"step {step} was not reached")
 
 

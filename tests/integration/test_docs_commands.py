@@ -7,18 +7,16 @@ block that cannot run here says why in a comment above it: `<!-- needs: network 
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.support import tiny
+from tests.support import forks, tiny
 from tests.support.documents import PAGES, ROOT, blocks
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -33,10 +31,10 @@ FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTAL
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: object, ray_cluster: str) -> Path:
-    """Files that every page's directory has, and the cache of the Hub."""
+def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: object, hub_cache: Path, ray_cluster: str) -> Path:
+    """Files that every page's directory has; and the model in the cache of the Hub."""
     folder = tmp_path_factory.mktemp("documents")
-    cached = folder / "hub" / f"models--{MODEL.replace('/', '--')}"
+    cached = hub_cache / f"models--{MODEL.replace('/', '--')}"
     snapshot = cached / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (cached / "refs").mkdir()
@@ -56,24 +54,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: object, ray_clus
     return folder
 
 
-def run(command: str, folder: Path, hub: Path) -> None:
+def run(command: str, folder: Path) -> None:
     """Run one command in a page's directory.
 
     Raises:
         AssertionError: it fails.
     """
-    words = shlex.split(command, comments=True)
-    env = {**os.environ, "HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    if Path(words[0]).name == "finray":
-        words[:1] = [sys.executable, "-m", "finray.cli.main"]
-    if "plan" in words:
-        # A plan asks the cluster that it is given, and the tests' one has no GPU.
-        env.pop("RAY_ADDRESS", None)
-    elif "train" in words:
-        # Ray's workers have the environment that Ray was started in.
-        words += [*SHORT, f"cluster.env.HF_HUB_CACHE={hub}"]
-    done = subprocess.run(words, cwd=folder, env=env, text=True, capture_output=True, timeout=100)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    name, *words = shlex.split(command, comments=True)
+    assert Path(name).name == "finray", "which other commands are there?"
+    # A plan asks the cluster that it is given, and the tests' one has no GPU.
+    env = {"RAY_ADDRESS": None} if "plan" in words else {}
+    code, out, err = forks.finray(*words, *(SHORT if "train" in words else ()), env=env, cwd=folder)
+    assert code == 0, f"{command}\n{out}{err}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
@@ -105,7 +97,7 @@ def test_the_commands_of_a_page_run(page: Path, shared: Path, capsys: pytest.Cap
             beside = words[1] in READERS or any(word.startswith("run.name=") for word in words)
             if not beside:
                 finish(waiting)
-            waiting.append(pool.submit(run, command, folder, shared / "hub"))
+            waiting.append(pool.submit(run, command, folder))
             if not beside:
                 finish(waiting)
             if "init" in words and words[2] in written:
@@ -122,4 +114,4 @@ def finish(waiting: list[Future[None]]) -> None:
 def test_a_command_that_fails_is_seen(shared: Path) -> None:
     """The negative control."""
     with pytest.raises(AssertionError, match="no-such-file"):
-        run("finray plan no-such-file.yaml", shared, shared)
+        run("finray plan no-such-file.yaml", shared)

@@ -12,7 +12,7 @@ import pytest
 
 from finray.runtime import cluster as clusters
 from finray.runtime import driver
-from tests.support import runs
+from tests.support import forks, runs
 
 NAMES = ("HF_TOKEN", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS")
 
@@ -59,14 +59,14 @@ def test_a_cluster_that_asks_for_a_token_is_shown_the_users_own(
     tiny_run: Callable[..., runs.Plain], ray_cluster: str, tmp_path: Path
 ) -> None:
     config = runs.write_config(tiny_run(rows=8), tmp_path / "run.yaml")
-    code, out, err = runs.cli("plan", str(config), env={"RAY_AUTH_MODE": None})
+    code, out, err = forks.finray("plan", str(config), env={"RAY_AUTH_MODE": None})
     assert (code, err) == (0, "")
     assert f"on {ray_cluster}" in out
     without = {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None, "HOME": str(tmp_path)}
-    code, out, _ = runs.cli("plan", str(config), env=without)
+    code, out, _ = forks.finray("plan", str(config), env=without)
     assert code == 2
     assert f"the cluster at {ray_cluster} asks for a token, and none is shown" in out
     assert "export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=" in out
-    code, out, _ = runs.cli("plan", str(config), env={"RAY_AUTH_TOKEN": "0" * 64})
+    code, out, _ = forks.finray("plan", str(config), env={"RAY_AUTH_TOKEN": "0" * 64})
     assert code == 2
     assert "the one that is shown is another" in out
