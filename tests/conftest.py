@@ -129,16 +129,19 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
     import ray
 
+    from finray.runtime import cluster
+
     with forks.server(tmp_path_factory.mktemp("forks")):
-        context = ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=128 * 2**20,
-            log_to_driver=False,
-            # It would kill workers for memory that others on this machine use.
-            _system_config={"memory_monitor_refresh_ms": 0},
-        )
+        with cluster._without_observers():
+            context = ray.init(
+                address="local",
+                num_cpus=4,
+                include_dashboard=False,
+                object_store_memory=128 * 2**20,
+                log_to_driver=False,
+                # It would kill workers for memory that others on this machine use.
+                _system_config={"memory_monitor_refresh_ms": 0},
+            )
         address = context.address_info["gcs_address"]
         os.environ["RAY_ADDRESS"] = address
         yield address

@@ -170,10 +170,12 @@ def _command(words: list[str], env: dict[str, str], folder: str) -> None:
 def _become(words: list[str], env: dict[str, str], folder: str, *, path: Path) -> None:
     read = [{name: value for name, value in one.items() if name.startswith("HF_H")} for one in (os.environ, env)]
     assert read[0] == read[1], "huggingface_hub reads these when it is imported"
+    before, after = (one.get("PYTHONPATH", "").split(os.pathsep) for one in (os.environ, env))
+    sys.path[:] = [str(path), *filter(None, after), *(one for one in sys.path[1:] if one not in before)]
+    sys.argv = words
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    sys.argv, sys.path[0] = words, str(path)
 
 
 if __name__ == "__main__":
