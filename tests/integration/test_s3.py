@@ -275,7 +275,9 @@ finray.data.sources.pieces.PIECE_BYTES = 4096
 from pathlib import Path
 from finray.config.load import load_config
 from finray.data.dataset.prepare import prepare_here
-prepare_here(load_config(Path(sys.argv[1]), []))
+config = load_config(Path(sys.argv[1]), [])
+print("ready", flush=True)
+prepare_here(config)
 """
 
 
@@ -286,7 +288,12 @@ def test_a_killed_preparation_leaves_nothing_that_is_accepted_and_is_gone_on_wit
     config = runs.config_of(plain)
     name = Path(prepare_here(config, root=tmp_path / "undisturbed")).name
     file = runs.write_config(plain, tmp_path / "run.yaml")
-    process = subprocess.Popen([sys.executable, "-c", _PREPARE, str(file)], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PREPARE, str(file)], start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    # Asking the server all the time would keep this process's imports waiting.
+    assert process.stdout.readline() == "ready\n"
     prefix = f"prepared/{name}/"
     deadline = time.monotonic() + 60
     while len(done := finished(bucket, prefix)) < 2:
