@@ -2,10 +2,11 @@
 
 From one file of rows (a prompt and a completion, as messages) to tokens on disk, for growing numbers of rows. All use
 the same tokenizer and chat template, the same cores, and cut at the same length; caches are new for every run.
-Seconds are those from the file to the finished data: imports and the parent's loading of the tokenizer are left out
-for all, and so is Ray's start, which a column of its own has; finray's workers, which start within its seconds,
-import and load theirs. finray's seconds include masks, checksums and the plan of the packs; `Dataset.map` does none
-of these.
+`Dataset.map` renders the chat template, tokenizes and makes labels, in batches and in as many processes as there are
+cores; finray's tokenizer runs in as many threads, as its commands leave it. Seconds are those from the file to the
+finished data. The peers' imports and their loading of the tokenizer are left out, and so is Ray's start, which a column
+of its own has; finray imports and loads within its seconds, beside the rest. From the start of the process to the end
+is a column for all. finray's seconds also include checksums and the plan of the packs; `Dataset.map` does neither.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from rows import count_tokens
 
 GIB = 2**30
 GROWTH = 4
+# The peers' processes have a thread each, as `datasets` leaves them when it forks.
+AS_COMMANDS_DO = {"TOKENIZERS_PARALLELISM": "true"}
 MAP, MAP_PACK, TRL, TOKENIZER = "datasets.map", "datasets.map + TRL's packing", "TRL's trainer", "the tokenizer alone"
 
 
@@ -84,7 +87,7 @@ def _prepared(bench: Bench, count: int, ran: Ran) -> Result:
 
 def run_finray_prepare(bench: Bench, count: int, *, source: Path = SOURCE) -> Result:
     """finray, on Ray."""
-    rows, env = rows_file(bench, count), caches(bench, source=source)
+    rows, env = rows_file(bench, count), caches(bench, source=source) | AS_COMMANDS_DO
     config: dict[str, Any] = {
         "run": {"name": "benchmark", "output_dir": str(bench.folder / "run"), "seed": bench.seed},
         "model": {"name": str(bench.model)},
@@ -258,7 +261,7 @@ PACKER = case.Case(
 
 def _first_finray(bench: Bench, pair: int) -> Result:
     """The command line as it is; ended when the first step's record is there."""
-    rows, env = rows_file(bench, bench.first_rows), caches(bench)
+    rows, env = rows_file(bench, bench.first_rows), caches(bench) | AS_COMMANDS_DO
     folder = bench.folder / "run"
     config = {
         "run": {"name": "first", "output_dir": str(folder), "seed": bench.seed},
