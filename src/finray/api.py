@@ -267,12 +267,19 @@ def generate(
     return generate_text(_directory(model), asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
 
 
-def evaluate(run: str | Path | TrainResult, *, max_rows: int | None = None, quiet: bool = False) -> Comparison:
+def evaluate(
+    run: str | Path | TrainResult,
+    *,
+    max_rows: int | None = None,
+    max_new_tokens: int | None = None,
+    quiet: bool = False,
+) -> Comparison:
     """Compare a run's model with its base on the held-out rows.
 
     Args:
         run: run directory, or what :func:`train` gave.
         max_rows: evaluate at most this many rows; None takes ``evaluation.max_rows``.
+        max_new_tokens: of each answer; None takes ``evaluation.max_new_tokens``.
         quiet: show no progress.
 
     Raises:
@@ -282,7 +289,7 @@ def evaluate(run: str | Path | TrainResult, *, max_rows: int | None = None, quie
     from finray.tracking.console import steps
 
     with steps(_console(), quiet=quiet) as update:
-        return compare(_directory(run), max_rows=max_rows, progress=update)
+        return compare(_directory(run), max_rows=max_rows, max_new_tokens=max_new_tokens, progress=update)
 
 
 def export(

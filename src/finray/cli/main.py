@@ -156,13 +156,14 @@ def generate(
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     max_rows: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many rows.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
     samples: Annotated[int, typer.Option(min=0, help="Number of answers shown side by side.")] = 3,
 ) -> None:
     """Compare the tuned model with its base on the held-out rows."""
     from finray.evaluation.compare import evaluate as run_evaluation
 
     with steps(show.console(), quiet=show.mode().quiet) as update:
-        comparison = run_evaluation(run, max_rows=max_rows, progress=update)
+        comparison = run_evaluation(run, max_rows=max_rows, max_new_tokens=max_new_tokens, progress=update)
     show.result(comparison, samples=samples)
 
 

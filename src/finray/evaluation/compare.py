@@ -109,7 +109,11 @@ class Comparison(Result):
 
 
 def evaluate(
-    run_path: str | Path, *, max_rows: int | None = None, progress: Progress = lambda what, done, *, total: None
+    run_path: str | Path,
+    *,
+    max_rows: int | None = None,
+    max_new_tokens: int | None = None,
+    progress: Progress = lambda what, done, *, total: None,
 ) -> Comparison:
     """Score a run's held-out rows with the base and the tuned model: their losses, and answers to their prompts.
 
@@ -119,6 +123,7 @@ def evaluate(
     Args:
         run_path: a run directory.
         max_rows: score at most this many rows; None takes ``evaluation.max_rows``.
+        max_new_tokens: of each answer; None takes ``evaluation.max_new_tokens``.
         progress: told how far each part has come.
 
     Raises:
@@ -141,6 +146,8 @@ def evaluate(
     # A run of a version that kept no resolved.json may still name its precision.
     dtype = inference_dtype(config.train.precision if resolved is None else resolved.precision, device)
 
+    sampling = Sampling(config.evaluation.max_new_tokens if max_new_tokens is None else max_new_tokens)
+
     def score(name: str, model: Any) -> tuple[float, list[str]]:
         """Mean loss and answers."""
         told = partial(progress, total=len(rows))
@@ -151,7 +158,7 @@ def evaluate(
             model,
             tokenizer,
             [one.prompt or [] for one in asked],
-            sampling=Sampling(max_new_tokens=config.evaluation.max_new_tokens),
+            sampling=sampling,
             batch_size=config.evaluation.batch_size,
             progress=partial(told, f"{name} answers"),
         )

@@ -15,9 +15,10 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finray.checkpoint.rundir import RunDir
+from finray.checkpoint.rundir import RunDir, saved_config
 from finray.errors import DataError, FinrayError, ModelError
 from finray.evaluation.compare import Comparison, evaluate
+from finray.evaluation.generate import Sampling
 from finray.evaluation.metrics import Scores
 from tests.support import runs
 
@@ -201,6 +202,22 @@ def test_at_most_as_many_rows_as_asked_for(
     rest = rest.replace("max_rows: null", f"max_rows: {configured or 'null'}", 1)
     (copy / "config.yaml").write_text(f"{section}evaluation:\n{rest}")
     assert evaluate(copy, max_rows=asked).rows == expected
+
+
+def test_answers_are_as_long_as_asked_for(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    lengths: list[int] = []
+
+    def answer(
+        model: Any, tokenizer: Any, prompts: list[list[int]], *, sampling: Sampling, **options: Any
+    ) -> list[str]:
+        lengths.append(sampling.max_new_tokens)
+        return ["" for _ in prompts]
+
+    monkeypatch.setattr("finray.evaluation.compare.generate", answer)
+    evaluate(copy, max_rows=1, max_new_tokens=3)
+    evaluate(copy, max_rows=1)
+    assert lengths == [3, 3, *[saved_config(RunDir(copy)).evaluation.max_new_tokens] * 2]
 
 
 def test_a_test_split_is_taken_before_the_evaluation_split(train: Train) -> None:
