@@ -210,7 +210,9 @@ class TrainConfig(Section):
         description="Packs (without packing: rows) per forward pass of a worker. Gradient accumulation follows from "
         "it.",
     )
-    learning_rate: float = Field(2e-4, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(
+        2e-4, gt=0, description="Peak learning rate. For `adapter.method: none` 1e-5 to 5e-5 is usual."
+    )
     min_learning_rate: float = Field(0.0, ge=0, description="Learning rate at the end of the schedule.")
     schedule: Literal["cosine", "linear", "constant", "wsd", "polynomial", "cosine_with_restarts", "inverse_sqrt"] = (
         Field(
