@@ -131,6 +131,7 @@ def test_rows_in_memory_that_cannot_be_written_are_one_error(tmp_path: Path) -> 
         ("train[:-2]", "train[-2:]", False),
         ("train[:5]", "test[:1]", False),
         ("train", "train[9:]", True),
+        ("train", "train[:1]", True),
         # Slices of sums are taken for the whole.
         ("train[:5]+train[6:]", "train[5:6]", True),
         ("test[:1]+test[1:]", "train", False),

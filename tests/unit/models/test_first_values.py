@@ -104,3 +104,16 @@ def test_dora_begins_with_the_norms_of_the_rows_and_pissa_with_the_principal_par
     assert torch.equal(value("m.lora_A.pissa_residual.weight", torch.Size((2, 5))), down)
     # A table has no principal parts.
     assert value("m.lora_embedding_B.default.weight", torch.Size((7, 2))).any()
+
+
+@pytest.mark.parametrize(
+    ("method", "scaling", "dora"),
+    [("lora", 12 / 9, False), ("rslora", 12 / 3, False), ("dora", 12 / 9, True), ("pissa", 12 / 9, False)],
+)
+def test_a_method_is_what_its_name_says(method: str, scaling: float, dora: bool) -> None:
+    section = AdapterConfig(method=method, rank=9, alpha=12, target_modules=["wide"])
+    made = adapters.add_lora(Net(), section, seed=3, task_type="FEATURE_EXTRACTION")
+    layer = made.get_base_model().wide
+    assert layer.scaling["default"] == pytest.approx(scaling)
+    assert any("magnitude" in name for name in first(made)) is dora
+    assert ("pissa_residual" in layer.lora_A) is (method == "pissa")

@@ -137,6 +137,22 @@ def test_a_bad_step_changes_neither_weights_nor_state(kind: str) -> None:
     assert not all(torch.equal(parameters[name], weights[name]) for name in weights)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_first_step_is_as_if_there_had_been_none(kind: str) -> None:
+    parameters, optimizer = moved(kind, range(0))
+    before = {name: one.detach().clone() for name, one in parameters.items()}
+    push(optimizer, 0, bad=1.0, poison=True)
+    assert all(torch.equal(parameters[name], before[name]) for name in before)
+    # The rounding of bf16 weights is drawn anew for each update, the bad one included.
+    if kind == "bf16-true":
+        push(optimizer, 0)
+        assert all(bool(one.isfinite().all()) for one in parameters.values())
+        return
+    push(optimizer, 0)
+    undisturbed, _ = moved(kind, range(1))
+    assert all(torch.equal(parameters[name], undisturbed[name]) for name in undisturbed)
+
+
 def written(optimizer: Optimizer, folder: Path) -> PieceReader:
     pieces = [Piece(name, value, 0, tuple(value.shape)) for name, value in optimizer.sharded_state().items()]
     write_pieces(folder / file_name("optimizer", rank=0, world_size=1), pieces)
