@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from finray.data.formats.examples import Chat, Completion, Labelled, Message, Text
+from finray.data.tokenize.chat import ChatRenderer
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError
 from tests.support import tiny
@@ -185,6 +186,14 @@ def test_what_a_tokenizer_puts_in_front_of_every_text_is_there_once_and_is_no_ta
     # Rendered conversations have their own.
     (chat,) = rows_of(encoder, conversation(("user", "one"), ("assistant", "two")))
     assert bos not in chat.ids
+
+
+def test_without_special_tokens_no_turn_is_ended_by_one(tokenizer: Any) -> None:
+    chat = conversation(("user", "one"), ("assistant", "two"))
+    for special, ended in (((), False), (("<|im_end|>",), True)):
+        (rendered,), _ = ChatRenderer(tokenizer, special_tokens=special).rows(chat, [1])
+        assert rendered.ends == (ended,)
+        assert rendered.text[slice(*rendered.spans[0])] == "two<|im_end|>"
 
 
 def test_half_a_surrogate_pair_is_no_text(tokenizer: Any) -> None:
