@@ -58,6 +58,11 @@ def test_globs_and_directories_are_read_in_the_order_of_names(tmp_path: Path) ->
     assert len(texts(tmp_path / "*.jsonl")) == 3
 
 
+def test_a_directory_that_is_called_like_a_file_is_none(tmp_path: Path) -> None:
+    write(tmp_path / "d" / "odd.jsonl" / "a.jsonl")
+    assert [Path(file).name for file in resolve(str(tmp_path / "d"), split="train").files] == ["a.jsonl"]
+
+
 def test_named_splits_in_a_directory(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl")
     write(tmp_path / "validation-00000.jsonl")
