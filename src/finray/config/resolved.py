@@ -27,6 +27,7 @@ class Resolved:
         global_batch_size: packs (or rows) per optimizer step.
         epochs: passes over the data, where ``train.max_steps`` is not set.
         weights: dtype in which weights that are trained are kept.
+        pack_length: tokens that a pack holds at most; None for ``data.max_length``.
     """
 
     precision: Precision
@@ -42,6 +43,7 @@ class Resolved:
     global_batch_size: int = 8
     epochs: float = 1.0
     weights: Literal["fp32", "bf16"] = "fp32"
+    pack_length: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

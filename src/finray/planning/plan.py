@@ -297,10 +297,11 @@ def _data(config: Config, report: DataReport, found: Findings, before: Resolved 
     passes = (items or steps * size) / max(1, report.packs)
     for warning in step_warnings(config, size, steps=steps, packs=_packs(report), continued=before is not None):
         found.warn(*warning)
+    note = None if before else step_note(train, size, epochs, pack_length=report.pack_length)
     same = ("rows", "tokens", "supervised", "packs", "longest", "complete", "seconds")
     return DataPlan(
         **{name: getattr(report, name) for name in same},
-        notes=(*report.notes, *train.replaced, *filter(None, [None if before else step_note(train, size, epochs)])),
+        notes=(*report.notes, *train.replaced, *filter(None, [note])),
         global_batch_size=size,
         steps=steps,
         epochs=passes,

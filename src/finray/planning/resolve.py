@@ -110,6 +110,7 @@ def resolve(
         liger=device.kind == "cuda" and find_spec("liger_kernel") is not None if liger == "auto" else liger,
         global_batch_size=global_batch_size,
         epochs=epochs,
+        pack_length=None if before is None else before.pack_length,
         weights="bf16" if config.train.precision == "bf16-true" else "fp32",
     )
     if found.strategy != "auto":

@@ -21,6 +21,7 @@ from finray.data.dataset.report import report_lines
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
 from finray.errors import FinrayError
+from finray.planning.steps import pack_length_of
 from finray.pretrained.tokenizers import load_tokenizer
 
 # Seconds after which no further part of a large source is read.
@@ -39,6 +40,7 @@ class DataReport:
     tokens: int = 0
     supervised: int = 0  # targets in those rows
     packs: int = 0  # that they fill, or rows where packing is off
+    pack_length: int | None = None  # tokens that a pack holds; None for data.max_length
     longest: int = 0  # tokens of the longest row
     lengths: list[int] = field(default_factory=list)  # of rows, sorted; a regular sample where there are many
     complete: bool = True  # False where only the first parts of a large source were read
@@ -77,6 +79,7 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
     splits = dataset.splits(config.data, seed=config.run.seed)
     lengths = np.sort(splits.train.lengths)
     make_plan = plan_packs if config.data.packing else one_row_each
+    pack_length = pack_length_of(config, lengths) if complete else None
     lines = report_lines(dataset.manifest)
     problems: list[FinrayError] = []
     try:
@@ -90,7 +93,8 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
         rows=len(lengths),
         tokens=int(lengths.sum()),
         supervised=int(splits.train.supervised.sum()),
-        packs=len(make_plan(lengths, config.data.max_length)),
+        packs=len(make_plan(lengths, pack_length or config.data.max_length)),
+        pack_length=pack_length,
         longest=int(lengths[-1]) if len(lengths) else 0,
         lengths=lengths[:: max(1, len(lengths) // _LENGTHS)].tolist(),
         complete=complete,

@@ -20,6 +20,8 @@ from finray.errors import FinrayError
 # make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
 _LARGEST_STEP, _EPOCH_STEPS = 8, 32
 _RUN_STEPS, _MOST_EPOCHS = 100, 3
+# Fewer packs than these are made shorter: a hundred short rows would all fit into one.
+_FEWEST_PACKS = 16
 # Above it, full fine-tuning forgets more than it learns.
 _FULL_RATE = 1e-4
 _ANOTHER = " in a run of another run.name"
@@ -27,14 +29,24 @@ _ANOTHER = " in a run of another run.name"
 _ENOUGH_PACKS = _LARGEST_STEP * _RUN_STEPS
 
 
-def count_packs(config: Config, lengths: npt.NDArray[np.int64]) -> int:
+def pack_length_of(config: Config, lengths: npt.NDArray[np.int64]) -> int | None:
+    """Tokens that a pack holds where ``train.global_batch_size`` is ``auto`` and full packs would be very few; None for
+    ``data.max_length``."""
+    if config.train.global_batch_size != "auto" or not config.data.packing or not len(lengths):
+        return None
+    shorter = max(int(lengths.max()), -(-int(lengths.sum()) // _FEWEST_PACKS))
+    return shorter if shorter < config.data.max_length else None
+
+
+def count_packs(config: Config, lengths: npt.NDArray[np.int64], *, pack_length: int | None = None) -> int:
     """Packs (or rows) that rows of these lengths fill. Of very many it is a lower bound, which changes nothing."""
     data, size = config.data, config.train.global_batch_size
-    least = -(-int(lengths.sum()) // data.max_length)
+    capacity = pack_length or data.max_length
+    least = -(-int(lengths.sum()) // capacity)
     if not data.packing:
         return len(lengths)
     enough = least >= max(_ENOUGH_PACKS, 0 if size == "auto" else size)
-    return least if enough else len(plan_packs(lengths, data.max_length))
+    return least if enough else len(plan_packs(lengths, capacity))
 
 
 def batch_and_epochs(train: TrainConfig, *, packs: int | None, before: Resolved | None = None) -> tuple[int, float]:
@@ -147,9 +159,10 @@ def _other_base(config: Config) -> str | None:
     return None if same or not names else str(min(names, key=str))
 
 
-def step_note(train: TrainConfig, size: int, epochs: float) -> str | None:
+def step_note(train: TrainConfig, size: int, epochs: float, *, pack_length: int | None = None) -> str | None:
     """What to say where little data made steps smaller, or passes more."""
-    chosen = [f"train.global_batch_size={size}"] if train.global_batch_size == "auto" else []
+    unit = "" if pack_length is None else f", with packs of {pack_length:,} tokens,"
+    chosen = [f"train.global_batch_size={size}{unit}"] if train.global_batch_size == "auto" else []
     chosen += [f"train.epochs={epochs:g}"] if train.epochs is None and train.max_steps is None else []
     usual, once = batch_and_epochs(train, packs=None)
     if not chosen or (size == usual and (epochs == once or train.max_steps is not None)):

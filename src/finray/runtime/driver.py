@@ -34,7 +34,7 @@ from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
-from finray.planning.steps import batch_and_epochs, count_packs, step_note, step_warnings
+from finray.planning.steps import batch_and_epochs, count_packs, pack_length_of, step_note, step_warnings
 from finray.records import Note, Record, RunSummary
 from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
@@ -340,15 +340,17 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
         handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
     train = config.train
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
-    packs = count_packs(config, dataset.splits(config.data, seed=config.run.seed).train.lengths)
+    lengths = dataset.splits(config.data, seed=config.run.seed).train.lengths
     before = run.resolved()
+    pack_length = pack_length_of(config, lengths) if before is None else before.pack_length
+    packs = count_packs(config, lengths, pack_length=pack_length)
     size, epochs = batch_and_epochs(train, packs=packs, before=before)
     steps, _ = total_steps(max(1, packs), epochs=epochs, max_steps=train.max_steps, global_batch_size=size)
-    if before is None and (note := step_note(train, size, epochs)) is not None:
+    if before is None and (note := step_note(train, size, epochs, pack_length=pack_length)) is not None:
         handle(Note(note))
     for message, where, repair in step_warnings(config, size, steps=steps, packs=packs, continued=before is not None):
         handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
-    known = Settled(location, replace(resolved, global_batch_size=size, epochs=epochs))
+    known = Settled(location, replace(resolved, global_batch_size=size, epochs=epochs, pack_length=pack_length))
     run.keep_resolved(known.resolved)
     return known
 

@@ -270,7 +270,7 @@ def _data(
     data, train = config.data, config.train
     splits = dataset.splits(data, seed=config.run.seed)
     rows, held_out = splits.train, splits.eval
-    plan = (plan_packs if data.packing else one_row_each)(rows.lengths, data.max_length)
+    plan = (plan_packs if data.packing else one_row_each)(rows.lengths, resolved.pack_length or data.max_length)
     steps, total = total_steps(
         len(plan), epochs=resolved.epochs, max_steps=train.max_steps, global_batch_size=resolved.global_batch_size
     )

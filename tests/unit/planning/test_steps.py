@@ -12,7 +12,7 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config, TrainConfig
 from finray.data.sampling.order import total_steps
 from finray.data.sampling.packing import plan_packs
-from finray.planning.steps import batch_and_epochs, count_packs, step_note, step_warnings
+from finray.planning.steps import batch_and_epochs, count_packs, pack_length_of, step_note, step_warnings
 
 BEGAN = Resolved("fp32", None, None, True, "ddp", 1, False, global_batch_size=3, epochs=2.0)
 
@@ -65,6 +65,19 @@ def test_packs_are_counted_where_their_number_matters() -> None:
     assert count_packs(config(train={"global_batch_size": 2000}), lengths) == exact
     assert count_packs(config(), lengths[:1000]) == 1000
     assert count_packs(config(data={"source": "d", "packing": False}), lengths) == 3000
+
+
+def test_packs_of_little_data_are_shorter_so_that_a_run_has_tens_of_steps() -> None:
+    short, long = np.full(100, 20), np.full(16, 1024)
+    assert pack_length_of(config(), short) == 125
+    assert count_packs(config(), short, pack_length=125) == 17
+    assert batch_and_epochs(TrainConfig(), packs=17) == (1, 3.0)
+    # No shorter than the longest row, and as ever where there is enough, or where the config says how large a step is.
+    assert pack_length_of(config(), np.array([*short, 700])) == 700
+    assert pack_length_of(config(), long) is None
+    assert pack_length_of(config(train={"global_batch_size": 1}), short) is None
+    assert pack_length_of(config(data={"source": "d", "packing": False}), short) is None
+    assert "with packs of 1,250 tokens," in str(step_note(TrainConfig(), 1, 3.0, pack_length=1250))
 
 
 def test_odd_steps_are_warned_of_with_a_repair() -> None:
