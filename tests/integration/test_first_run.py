@@ -44,4 +44,4 @@ def test_a_hundred_rows_and_the_defaults_make_a_model_that_beats_its_base(
     base, *_, tuned = runs.records(output / "run", "eval")
     assert (base["step"], tuned["step"]) == (0, steps)
     assert tuned["eval_loss"] < base["eval_loss"] - 1.0
-    assert f"step 0/3  eval loss {base['eval_loss']:.4f}" in out
+    assert f"step 0/{steps}  eval loss {base['eval_loss']:.4f}" in out
