@@ -67,7 +67,9 @@ def test_evaluate_gives_the_document_of_its_command(result: TrainResult) -> None
     assert finray.evaluate(str(result.run_dir), max_rows=2, quiet=True) == own
     code, out, _ = runs.finray("evaluate", result.run_dir, "--max-rows", 2, "--json")
     assert code == 0
-    assert json.loads(out) == json.loads(json.dumps(own.plain()))
+    document = json.loads(out)
+    assert document == json.loads(json.dumps(own.plain()))
+    assert [row["tuned"] for row in document["predictions"]] == [one.tuned for one in own.predictions]
     assert own.rows == 2
     assert own._repr_mimebundle_()["text/plain"].startswith("2 held-out rows")
 
