@@ -18,8 +18,8 @@ STATE = ROOT / ".mutants"
 # Nothing of the rooms depends on what these see, or they take minutes.
 LEFT_OUT = (
     *("tests/unit/docs", "tests/unit/benchmarks", "tests/unit/reporting"),
-    # Exceptions that are thrown into a thread do not get past a trace function: it never ends.
-    "tests/unit/data/test_limits_of_outside_code.py",
+    # Exceptions that are thrown into a thread do not get past a trace function: they never end.
+    *("tests/unit/data/test_limits_of_outside_code.py", "tests/unit/test_limits.py"),
 )
 FOLDERS = ("tests/unit", "tests/training", "tests/distributed")
 INTEGRATION = tuple(
