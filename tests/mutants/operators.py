@@ -30,7 +30,8 @@ IDLE_KEYWORDS = {"encoding", "strict", "stacklevel", "daemon", "doc", "desc", "t
 SYMMETRIC = {"isinstance", "min", "max"}
 KEYED = {"get", "pop", "setdefault"}
 # The names of scratch files are random: how many letters of them are taken does not matter.
-IDLE = re.compile(r"uuid4|__slots__|__all__|__name__ ==|TYPE_CHECKING|filterwarnings")
+# A type that is named by a Literal is an annotation.
+IDLE = re.compile(r"uuid4|^\w+ = Literal\[|__slots__|__all__|__name__ ==|TYPE_CHECKING|filterwarnings")
 
 
 @dataclass(frozen=True, slots=True)

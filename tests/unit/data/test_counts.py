@@ -173,6 +173,12 @@ def test_conversations_that_are_split_are_counted_with_their_rows_and_tokens(
     tokens = 2 * (length(preparing, first) + length(preparing, whole))
     assert (stats.split_conversations, stats.split_rows, stats.split_tokens) == (2, 4, tokens)
     assert (stats.source_rows, stats.rows) == (4, 6)
+    assert stats.truncated_tokens == 0
+    # Of both rows of a conversation something is cut off.
+    limit = min(length(preparing, first), length(preparing, whole)) - 1
+    config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": limit})})
+    stats = PreparedDataset(prepare_here(config, root=tmp_path / "c")).manifest.splits["train"]
+    assert stats.truncated_tokens == tokens - 4 * limit + sum(length(preparing, row) - limit for row in SHORT[:2])
 
 
 def test_rows_with_a_label_and_rows_without_are_no_data_set(

@@ -177,6 +177,14 @@ def test_modules_to_save_that_match_nothing_are_an_error() -> None:
     assert len([name for name in names if ".lora_" not in name]) == 2
 
 
+def test_modules_to_save_of_a_bf16_model_are_trained_in_fp32() -> None:
+    model = tiny.build_model("llama").to(torch.bfloat16)
+    saved = adapters.add_lora(model, AdapterConfig(rank=4, modules_to_save=["lm_head"]), seed=1)
+    assert {parameter.dtype for parameter in trained(saved).values()} == {torch.float32}
+    frozen = {one.dtype for one in saved.parameters() if not one.requires_grad}
+    assert frozen == {torch.bfloat16}
+
+
 _SETTINGS_OF_A_PROCESS = """
 import sys
 from pathlib import Path

@@ -217,6 +217,11 @@ def test_every_size_becomes_small_and_nothing_else_changes() -> None:
         "num_key_value_heads": 4,
     }
     assert vars(shrunk(Config(num_kv_heads=0, hidden_size="large"))) == {"num_kv_heads": 0, "hidden_size": "large"}
+    # Without a window, the small model has none either.
+    assert vars(shrunk(Config(sliding_window=False, window_size=None))) == {
+        "sliding_window": False,
+        "window_size": None,
+    }
 
 
 @pytest.mark.parametrize(

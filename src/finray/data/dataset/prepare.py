@@ -287,7 +287,7 @@ class Preparation:
             began, written = time.perf_counter(), 0
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._left or not self._helped or self._failure or self._cancelled)
+                    self._changed.wait_for(lambda: self._left or not self._helped or self._cancelled)
                     if self._cancelled:
                         raise _Cancelled
                     if not self._left or self._failure is not None:

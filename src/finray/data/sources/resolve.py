@@ -150,7 +150,7 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
         return _of_files(name, [str(path)], split)
     if path.is_dir():
         if subset is not None or is_datasets_directory(path):
-            return Source(name, subset=subset, revision=revision, split=split)
+            return Source(name, subset=subset, split=split)
         below = list(_below(str(path)))
         lost = [one.path for one in below if one.is_symlink() and not Path(one.path).exists()]
         if lost := [file for file in lost if file_suffix(file) in (*TABLES, *TEXTS)]:
