@@ -82,3 +82,19 @@ def test_bf16_weights_move_as_fp32_weights_do_in_the_mean() -> None:
         ratio = float((got * wanted[large]).sum() / wanted[large].square().sum())
         assert ratio == pytest.approx(1, abs=0.05), name
     assert not all(torch.equal(draws[0][name], draws[1][name]) for name in SHAPES)
+
+
+def lowbias32(number: int) -> int:
+    """Wellons' hash of 32 bits with the constants of his list of the best, in Python's own integers."""
+    mask = 2**32 - 1
+    number = (number ^ number >> 16) * 0x21F0AAAD & mask
+    number = (number ^ number >> 15) * 0xD35A2D97 & mask
+    return number ^ number >> 15
+
+
+@pytest.mark.parametrize("start", [0, 77, 2**31 - 5, 2**32 + 9])
+def test_random_bits_are_those_that_the_formats_page_specifies(start: int) -> None:
+    mask = 2**32 - 1
+    key = 0x9E3779B97F4A7C15
+    expected = [lowbias32(lowbias32((key + start + n) & mask) ^ (key >> 32)) for n in range(20)]
+    assert [bits & mask for bits in random_bits(key, start, 20, CPU).tolist()] == expected
