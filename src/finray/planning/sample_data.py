@@ -18,9 +18,10 @@ from finray.data.dataset.plan import plan
 from finray.data.dataset.prepare import plan_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines
-from finray.data.sampling.packing import one_row_each, pack_length_of, plan_packs
+from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
 from finray.errors import FinrayError
+from finray.planning.steps import pack_length_of
 from finray.pretrained.tokenizers import load_tokenizer
 
 # Seconds after which no further part of a large source is read.

@@ -20,11 +20,22 @@ from finray.errors import FinrayError
 # make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
 _LARGEST_STEP, _EPOCH_STEPS = 8, 32
 _RUN_STEPS, _MOST_EPOCHS = 100, 3
+# Fewer packs than these are made shorter: a hundred short rows would all fit into one.
+_FEWEST_PACKS = 16
 # Above it, full fine-tuning forgets more than it learns.
 _FULL_RATE = 1e-4
 _ANOTHER = " in a run of another run.name"
 # More packs than this change nothing.
 _ENOUGH_PACKS = _LARGEST_STEP * _RUN_STEPS
+
+
+def pack_length_of(config: Config, lengths: npt.NDArray[np.int64]) -> int | None:
+    """Tokens that a pack holds where ``train.global_batch_size`` is ``auto`` and full packs would be very few; None for
+    ``data.max_length``."""
+    if config.train.global_batch_size != "auto" or not config.data.packing or not len(lengths):
+        return None
+    shorter = max(int(lengths.max()), -(-int(lengths.sum()) // _FEWEST_PACKS))
+    return shorter if shorter < config.data.max_length else None
 
 
 def count_packs(config: Config, lengths: npt.NDArray[np.int64], *, pack_length: int | None = None) -> int:

@@ -30,12 +30,11 @@ from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import preparation_report
 from finray.data.sampling.order import total_steps
-from finray.data.sampling.packing import pack_length_of
 from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
-from finray.planning.steps import batch_and_epochs, count_packs, step_note, step_warnings
+from finray.planning.steps import batch_and_epochs, count_packs, pack_length_of, step_note, step_warnings
 from finray.records import Note, Record, RunSummary
 from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters

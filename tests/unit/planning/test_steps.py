@@ -11,8 +11,8 @@ from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, TrainConfig
 from finray.data.sampling.order import total_steps
-from finray.data.sampling.packing import pack_length_of, plan_packs
-from finray.planning.steps import batch_and_epochs, count_packs, step_note, step_warnings
+from finray.data.sampling.packing import plan_packs
+from finray.planning.steps import batch_and_epochs, count_packs, pack_length_of, step_note, step_warnings
 
 BEGAN = Resolved("fp32", None, None, True, "ddp", 1, False, global_batch_size=3, epochs=2.0)
 

@@ -12,11 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from finray.config.schema import Config
-
 IntArray = npt.NDArray[np.int64]
-# Fewer packs than these are made shorter: a hundred short rows would all fit into one.
-_FEWEST_PACKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +42,6 @@ class PackPlan:
     def fill(self) -> float:
         """Share of the packs' positions that hold a token."""
         return self.tokens / (len(self) * self.capacity) if len(self) else 0.0
-
-
-def pack_length_of(config: Config, lengths: IntArray) -> int | None:
-    """Tokens that a pack holds where ``train.global_batch_size`` is ``auto`` and full packs would be very few; None for
-    ``data.max_length``."""
-    if config.train.global_batch_size != "auto" or not config.data.packing or not len(lengths):
-        return None
-    shorter = max(int(lengths.max()), -(-int(lengths.sum()) // _FEWEST_PACKS))
-    return shorter if shorter < config.data.max_length else None
 
 
 def plan_packs(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
