@@ -17,10 +17,10 @@ help:
 	@echo "make quickstart   fine-tune a small chat model on this machine and compare it with its base"
 	@echo "make test         run all tests"
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
-	@echo "make unit         run the unit tests, under 90 s"
+	@echo "make unit         run the unit tests, some two minutes"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
-	@echo "make mutants      put small errors into the code and see which the tests notice, up to 90 minutes (tests/MUTANTS.md)"
+	@echo "make mutants      put small errors into the code and see which the tests notice, some 20 minutes (tests/MUTANTS.md)"
 	@echo "make bench        benchmarks side by side with peers, some 70 minutes (benchmarks/RESULTS.md)"
 
 $(VENV)/.created:

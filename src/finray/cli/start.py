@@ -6,6 +6,7 @@ import os
 import signal
 from types import FrameType
 
+# As in finray.runtime.signals, which takes too long to import first.
 _SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
 
 

@@ -193,8 +193,8 @@ def _early(config: Config) -> dict[str, str]:
 def fit(connected: Connected, preparation: Preparation, config: Config, run: RunDir, handle: Handle) -> Fitted:
     """Train under Ray Train on what a preparation comes to, from the run's newest checkpoint if there is one.
 
-    On a Ray of the run's own, workers start and load the model while the data are prepared. On a cluster they would
-    hold what others could use, so the data come first.
+    On a Ray of the run's own, workers without GPUs start and load the model while the data are prepared. No GPU is held
+    before it is known that the data are right, and nothing of a cluster that others could use.
 
     Raises:
         FinrayError: the data are not right, or the training failed, and another attempt would fail alike.
@@ -207,24 +207,25 @@ def fit(connected: Connected, preparation: Preparation, config: Config, run: Run
     started = time.perf_counter()
     handle = _one_at_a_time(handle)
     # DeepSpeed's engine is made with the size of a step, which the data may decide.
-    early = connected.is_own and connected.resolved.strategy != "deepspeed"
+    is_early = connected.is_own and not connected.placement.use_gpu and connected.resolved.strategy != "deepspeed"
     # No other run's begins alike, also where many are at work in this process.
     group = f"finray {run.path.name} {uuid4().hex[:8]}"
     prepared_at = 0.0
 
-    def known() -> Settled:
+    def settled_now() -> Settled:
         nonlocal prepared_at
         location = preparation.result(handle=handle)
         prepared_at = time.perf_counter()
         return settle(connected.resolved, location, config, run, handle)
 
     with (
-        Helpers(connected.ray, preparation, env=connected.env, cpus=0 if early else 1, handle=handle) as helpers,
+        Helpers(connected.ray, preparation, env=connected.env, cpus=0 if is_early else 1, handle=handle) as helpers,
         ExitStack() as stack,
     ):
-        if not early:
+        known = None
+        if not is_early:
             helpers.wait()
-        settled_first = None if early else known()
+            known = settled_now()
         pending = stack.enter_context(deferred())
         watch = Watch(
             connected.ray,
@@ -241,10 +242,10 @@ def fit(connected: Connected, preparation: Preparation, config: Config, run: Run
 
         def look() -> None:
             watch.look()
-            if early and not listener.is_settled and helpers.look(0):
-                listener.settle(known())
+            if is_early and not listener.is_settled and helpers.look(0):
+                listener.settle(settled_now())
 
-        trainer = _trainer(connected, settled_first, config, run, group=group, look=look, listener=listener.address)
+        trainer = _trainer(connected, known, config, run, group=group, look=look, listener=listener.address)
         handle(Note(f"starting {watch.workers}"))
         with listener:
             outcome: Outcome | None = None
@@ -273,7 +274,7 @@ def fit(connected: Connected, preparation: Preparation, config: Config, run: Run
 
 
 def _one_at_a_time(handle: Handle) -> Handle:
-    """Both this thread and the listener's have records to show."""
+    """The handler, for this thread and the listener's, which both have records to show."""
     lock = threading.RLock()
 
     def shown(record: Record) -> None:
@@ -293,7 +294,17 @@ def _trainer(
     look: Callable[[], None],
     listener: Address,
 ) -> Trainer:
-    """Ray's trainer for a run; None for what its workers will ask the listener for."""
+    """Ray's trainer for a run.
+
+    Args:
+        connected: to Ray.
+        known: what was settled; None where the data are still prepared, and the workers ask for it.
+        config: the run's.
+        run: its directory.
+        group: begin of the name of its placement group.
+        look: called again and again while it is at work.
+        listener: where its workers send records, and ask.
+    """
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
     from finray.runtime.trainer import Trainer

@@ -1,7 +1,7 @@
-"""Carries records from the workers to the driver's console, and its wish that they stop, without slowing a step.
+"""Carries records from the workers to the driver's console, and back what it settles late and its wish that they stop.
 
 A socket of the driver's, because an actor that holds records until they are fetched is one more process to start, and
-``ray.train.report`` is a barrier of all workers. No worker waits for the driver: if it cannot be reached, the console
+``ray.train.report`` is a barrier of all workers. No step waits for the driver: if it cannot be reached, the console
 goes quiet, and training and ``metrics.jsonl`` continue.
 """
 

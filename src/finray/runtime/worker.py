@@ -32,8 +32,8 @@ class WorkerSpec:
     Attributes:
         config: the run's, plain.
         resolved: what every ``auto`` of it comes to.
-        prepared: directory or URL of the prepared dataset; None where the driver is asked, because workers start while
-            the data are prepared.
+        prepared: directory or URL of the prepared dataset; None where it is still being made, and the driver is
+            asked.
         run_dir: the run directory.
         threads: of this worker.
         listener: where the driver takes records.

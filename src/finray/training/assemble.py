@@ -78,7 +78,7 @@ def assemble(
 
     Args:
         resolved: what every ``auto`` of the config comes to.
-        prepared: directory or URL of the prepared dataset; or waits for it, while the model is loaded.
+        prepared: directory or URL of the prepared dataset, or a function that waits for it while the model is loaded.
         notify: shown records (header, warnings, metrics), on rank 0.
         reported: called on every rank after each checkpoint.
         asked: whether this rank has been asked to stop.

@@ -97,13 +97,19 @@ class Slow(Future[str]):
 
 
 def fitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str | DataError, *, is_own: bool, strategy: str = "ddp"
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: str | DataError,
+    *,
+    is_own: bool,
+    strategy: str = "ddp",
+    use_gpu: bool = False,
 ) -> list[str]:
     """What a fit does, in its order, with workers that ask as soon as they start."""
     did: list[str] = []
     asked = config(tmp_path)
-    resolved = Resolved("fp32", None, None, True, strategy, 1, use_gpu=False)
-    place = Placement(1, 1, use_gpu=False)
+    resolved = Resolved("fp32", None, None, True, strategy, 1, use_gpu=use_gpu)
+    place = Placement(1, 1, use_gpu=use_gpu)
     context = SimpleNamespace(gcs_address="127.0.0.1:1")
     ray = SimpleNamespace(
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"), get_runtime_context=lambda: context
@@ -140,13 +146,19 @@ def fitted(
 
 
 @pytest.mark.parametrize(
-    ("is_own", "strategy", "early"), [(True, "ddp", True), (False, "ddp", False), (True, "deepspeed", False)]
+    ("is_own", "use_gpu", "strategy", "early"),
+    [
+        (True, False, "ddp", True),
+        (True, True, "ddp", False),
+        (False, False, "ddp", False),
+        (True, False, "deepspeed", False),
+    ],
 )
-def test_workers_start_before_the_data_are_prepared_where_that_holds_nobody_elses_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool, strategy: str, early: bool
+def test_workers_start_before_the_data_are_prepared_where_that_holds_no_gpu_and_nothing_of_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool, use_gpu: bool, strategy: str, early: bool
 ) -> None:
     first = ["workers start", "settled there"] if early else ["settled there", "workers start"]
-    assert fitted(tmp_path, monkeypatch, "there", is_own=is_own, strategy=strategy) == [
+    assert fitted(tmp_path, monkeypatch, "there", is_own=is_own, use_gpu=use_gpu, strategy=strategy) == [
         *first,
         "steps of 5",
         "cancelled",
