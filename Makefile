@@ -64,7 +64,7 @@ unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(JOBS) tests/unit $(ARGS)
 
 # Several processes share the cores here: threads that wait for each other must not keep one busy.
-test: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
+test: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6 browser
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # `===` takes the build with CUDA even where a CPU build of the same version is at hand.
@@ -104,7 +104,7 @@ bench: $(VENV)/.dev .models/SmolLM2-135M-Instruct
 # Not part of CI: tests/MUTANTS.md. KNOWN=1 puts only the errors in that once went unnoticed.
 SEED  ?= 1
 COUNT ?= 200
-mutants: $(VENV)/.dev .models/SmolLM2-135M-Instruct
+mutants: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6
 	$(BIN)/python -m tests.mutants known --processes $(JOBS)
 ifndef KNOWN
 	$(BIN)/python -m tests.mutants sample --seed $(SEED) --count $(COUNT) --processes $(JOBS) $(ARGS)
