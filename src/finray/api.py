@@ -250,7 +250,8 @@ def generate(
         FinrayError: the model cannot be loaded, or there is no prompt.
     """
     from finray.data.formats.convert import tools_of
-    from finray.evaluation.generate import Sampling, generate_text
+    from finray.evaluation.engines.sampling import Sampling
+    from finray.evaluation.generate import generate_text
     from finray.evaluation.prompts import Prompt, read_prompts, read_tools
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)

@@ -130,7 +130,8 @@ def generate(
     base: BaseModel = None,
 ) -> None:
     """Answer prompts with a trained model."""
-    from finray.evaluation.generate import Sampling, generate_text
+    from finray.evaluation.engines.sampling import Sampling
+    from finray.evaluation.generate import generate_text
     from finray.evaluation.prompts import read_prompts, read_tools
 
     if output is not None:

@@ -32,6 +32,7 @@ TABLES: dict[str, dict[str, str]] = {
         "pissa": "finray.models.adapter_methods:PISSA",
     },
     "finray.trackers": {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"},
+    "finray.engines": {"transformers": "finray.evaluation.engines.transformers:TransformersEngine"},
     "finray.metrics": {"exact_match": "finray.evaluation.metrics:exact_match"},
 }
 

@@ -20,7 +20,8 @@ from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.errors import CheckpointError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
-from finray.evaluation.generate import Sampling, generate
+from finray.evaluation.engines.sampling import Sampling
+from finray.evaluation.generate import generate
 from finray.evaluation.metrics import Row, Scores, is_exact, mean_loss
 from finray.files import require_writable
 from finray.models.artifacts import load_artifact

@@ -13,42 +13,13 @@ import torch
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
-from finray.errors import ConfigError, DataError
+from finray.errors import DataError
 from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
+from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.prompts import Prompt, prompt_ids
-from finray.limits import shown
 from finray.models.artifacts import load_artifact
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are chosen: greedily when ``temperature`` is 0.
-
-    Raises:
-        ConfigError: a number is one that nothing can be sampled with.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        # Logits are divided by the temperature.
-        for name, ok, wanted in (
-            ("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0, or from 0.001 to 1000"),
-            ("top_p", 0 < self.top_p <= 1, "above 0, and at most 1"),
-            ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-            ("max_new_tokens", 1 <= self.max_new_tokens < 2**31, "from 1 to 2**31 - 1"),
-        ):
-            if not ok:
-                raise ConfigError(
-                    f"{shown(getattr(self, name))} cannot be used",
-                    where=f"--{name.replace('_', '-')}",
-                    repair=f"take a value {wanted}",
-                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from finray.errors import ConfigError, DataError
-from finray.evaluation.generate import Answers, Sampling, generate, generate_text
+from finray.evaluation.engines.sampling import Sampling
+from finray.evaluation.generate import Answers, generate, generate_text
 from finray.evaluation.prompts import Prompt
 from tests.support import tiny
 

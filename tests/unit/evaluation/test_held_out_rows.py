@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.errors import DataError, FinrayError, ModelError
 from finray.evaluation.compare import Comparison, evaluate
-from finray.evaluation.generate import Sampling
+from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.metrics import Scores
 from tests.support import runs
 

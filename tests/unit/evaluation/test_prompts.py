@@ -12,7 +12,7 @@ from finray.data.formats.convert import tools_of
 from finray.data.formats.examples import Chat
 from finray.data.tokenize.encode import Tokenizer as Tokens
 from finray.errors import ConfigError, DataError, ModelError
-from finray.evaluation.generate import Sampling
+from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.prompts import Prompt, prompt_ids, read_prompts, read_tools
 from tests.support import families, tiny
 from tests.support.talk import assistant, calling, result, user

@@ -1,0 +1,43 @@
+"""Engines that answer prompts and score continuations: one file each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from finray.config.extensions import load_named
+from finray.evaluation.engines.base import Answer, Continuation, Engine, Likelihood, Loading, OnToken
+from finray.evaluation.engines.sampling import Sampling
+from finray.models.artifacts import Artifact
+
+__all__ = ["Answer", "Continuation", "Engine", "Likelihood", "Loading", "OnToken", "Sampling", "make_engine"]
+
+
+def make_engine(
+    name: str,
+    artifact: Artifact,
+    *,
+    batch_size: int = 32,
+    merge: bool = False,
+    dtype: torch.dtype | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Engine:
+    """Load a model into an engine.
+
+    Args:
+        name: of the engine, or ``auto``: vLLM where it is installed, else finray's own.
+        artifact: the weights; :func:`finray.evaluation.artifacts.find_artifact` finds them.
+        batch_size: rows at work at the same time, at most.
+        merge: fold an adapter into the weights, for speed.
+        dtype: of weights and arithmetic; None for that of inference on this machine.
+        tell: is told in one line what a user should know, such as which engine ``auto`` has taken.
+
+    Raises:
+        FinrayError: there is no such engine, it is not installed, or the model cannot be loaded.
+    """
+    loading = Loading.of(artifact, batch_size=batch_size, merge=merge, dtype=dtype, tell=tell)
+    make: Callable[[Loading], Engine] = load_named(
+        "finray.engines", "transformers" if name == "auto" else name, where="--engine"
+    )
+    return make(loading)

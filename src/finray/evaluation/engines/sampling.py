@@ -1,0 +1,77 @@
+"""How the next token is chosen from logits: by a row's own random numbers, whatever is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from finray.errors import ConfigError
+from finray.limits import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen: greedily when ``temperature`` is 0.
+
+    Temperature, then ``top_k``, then ``top_p`` change the logits as Transformers' warpers of these names do. An answer
+    ends before the first of the strings ``stop``.
+
+    Raises:
+        ConfigError: a number is one that nothing can be sampled with.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Logits are divided by the temperature.
+        for name, ok, wanted in (
+            ("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0, or from 0.001 to 1000"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, and at most 1"),
+            ("top_k", 0 <= self.top_k < 2**31, "0 for all tokens, or from 1 to 2**31 - 1"),
+            ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+            ("max_new_tokens", 1 <= self.max_new_tokens < 2**31, "from 1 to 2**31 - 1"),
+            ("stop", all(self.stop), "of one character or more"),
+        ):
+            if not ok:
+                raise ConfigError(
+                    f"{shown(getattr(self, name))} cannot be used",
+                    where=f"--{name.replace('_', '-')}",
+                    repair=f"take a value {wanted}",
+                )
+
+    def uniform(self, row: int, step: int) -> float:
+        """The number in [0, 1) that chooses token ``step`` of a row, whatever is beside it."""
+        bits = np.random.Philox(key=self.seed << 64 | row, counter=step)
+        return float(np.random.Generator(bits).random())
+
+    def choose(self, logits_BV: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
+        """The next token of each row (B, int64).
+
+        Args:
+            logits_BV: of any float dtype.
+            rows: number of each row.
+            steps: how many tokens each row has already been given.
+        """
+        if not self.temperature:
+            return logits_BV.argmax(-1)
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        unused = torch.empty(0)
+        scores = TemperatureLogitsWarper(self.temperature)(unused, logits_BV.float())
+        if self.top_k:
+            scores = TopKLogitsWarper(self.top_k)(unused, scores)
+        if self.top_p < 1:
+            scores = TopPLogitsWarper(self.top_p)(unused, scores)
+        # The first token at which the distribution function passes the random number.
+        below_BV = scores.double().softmax(-1).cumsum(-1)
+        drawn = [self.uniform(row, step) for row, step in zip(rows, steps, strict=True)]
+        drawn_B1 = torch.tensor(drawn, dtype=torch.float64, device=scores.device)[:, None] * below_BV[:, -1:]
+        return torch.searchsorted(below_BV, drawn_B1, right=True)[:, 0]
