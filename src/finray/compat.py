@@ -187,3 +187,17 @@ def allow_fp16_on_cpu() -> None:
     import deepspeed
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+
+
+# --- sacrebleu 2.6.0 ------------------------------------------------------------------------------------------------
+
+
+def sacrebleu_counts(metric: Any, answers: list[str], references: list[str]) -> list[list[int]]:
+    """What a corpus score of sacrebleu counts in each row; sums over rows are what the score is made of."""
+    counts: list[list[int]] = metric._extract_corpus_statistics(answers, [references])
+    return counts
+
+
+def sacrebleu_score(metric: Any, sums: list[int]) -> float:
+    """The score that summed counts come to."""
+    return float(metric._aggregate_and_compute([sums]).score)

@@ -33,7 +33,23 @@ TABLES: dict[str, dict[str, str]] = {
     },
     "finray.trackers": {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"},
     "finray.engines": {"transformers": "finray.evaluation.engines.transformers:TransformersEngine"},
-    "finray.metrics": {"exact_match": "finray.evaluation.metrics:exact_match"},
+    "finray.metrics": {
+        "exact_match": "finray.evaluation.scores.match:ExactMatch",
+        "normalised_match": "finray.evaluation.scores.match:NormalisedMatch",
+        "numeric_answer": "finray.evaluation.scores.match:NumericAnswer",
+        "multiple_choice": "finray.evaluation.scores.match:MultipleChoice",
+        "multiple_choice_by_length": "finray.evaluation.scores.match:MultipleChoiceByLength",
+        "json_valid": "finray.evaluation.scores.fields:JSONValid",
+        "json_f1": "finray.evaluation.scores.fields:JSONFields",
+        "rouge1": "finray.evaluation.scores.ngrams:Rouge",
+        "rouge2": "finray.evaluation.scores.ngrams:Rouge2",
+        "rougeL": "finray.evaluation.scores.ngrams:RougeL",
+        "rougeLsum": "finray.evaluation.scores.ngrams:RougeLsum",
+        "bleu": "finray.evaluation.scores.ngrams:BLEU",
+        "chrf": "finray.evaluation.scores.ngrams:ChrF",
+        "bertscore": "finray.evaluation.scores.bertscore:BERTScore",
+        "pass_at_k": "finray.evaluation.scores.code:PassAtK",
+    },
 }
 
 

@@ -23,6 +23,7 @@ from finray.config.data_schema import PrepareConfig as PrepareConfig
 from finray.config.data_schema import SourceConfig as SourceConfig
 from finray.config.extensions import named
 from finray.config.redact import is_secret_name, redact_text
+from finray.config.scoring import ScoringConfig
 from finray.config.section import NO_TEXT as NO_TEXT
 from finray.config.section import PositiveInt, Ratio
 from finray.config.section import Section as Section
@@ -401,6 +402,7 @@ class EvaluationConfig(Section):
         default_factory=lambda: ["exact_match"],
         description="Scores of the answers in `finray evaluate`, by name or as `package.module:function`.",
     )
+    scoring: ScoringConfig | None = Field(None, description="Settings of single scores: `{encoder: roberta-large}`.")
     max_rows: PositiveInt | None = Field(None, description="Evaluate at most this many rows.")
     max_new_tokens: PositiveInt = Field(128, description="`finray evaluate`: maximum tokens generated per answer.")
     batch_size: PositiveInt = Field(16, description="`finray evaluate`: prompts per batch.")

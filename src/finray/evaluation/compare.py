@@ -22,7 +22,8 @@ from finray.errors import CheckpointError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.generate import generate
-from finray.evaluation.metrics import Row, Scores, is_exact, mean_loss
+from finray.evaluation.metrics import Row, Scores, mean_loss
+from finray.evaluation.scores.match import is_exact
 from finray.files import require_writable
 from finray.models.artifacts import load_artifact
 from finray.models.loading import load_model

@@ -12,16 +12,13 @@ import numpy.typing as npt
 import torch
 
 from finray import compat
-from finray.config.extensions import load_named
+from finray.config.scoring import ScoringConfig
 from finray.data.sampling.collate import collate
+from finray.evaluation.scores.base import Answered, score_named, short_name
 from finray.models import attention
 from finray.tasks.causal_lm import CausalLM
 
 Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
-
-
-# Score of answers against references, in the same order. A metric is a function and a line in config/extensions.py.
-Metric = Callable[[Sequence[str], Sequence[str]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +38,13 @@ class Scores:
         """
         found: dict[str, float] = {}
         for name in metrics:
-            metric: Metric = load_named("finray.metrics", name, where="evaluation.metrics")
-            found[name.rpartition(":")[2]] = float(metric(answers, references))
+            rows = [Answered((said,), right) for said, right in zip(answers, references, strict=True)]
+            found[short_name(name)] = score_named(name, ScoringConfig()).value(rows)
         return cls(found, loss, math.exp(min(loss, 700.0)))
 
     def json(self) -> dict[str, float]:
         """The scores as they are written."""
         return {**self.metrics, "loss": self.loss, "perplexity": self.perplexity}
-
-
-def exact_match(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Share of answers that are the reference, from 0 to 1."""
-    hits = [is_exact(answer, reference) for answer, reference in zip(answers, references, strict=True)]
-    return sum(hits) / len(hits) if hits else 0.0
-
-
-def is_exact(answer: str, reference: str) -> bool:
-    """Whether an answer is the reference, white space at the ends aside."""
-    return answer.strip() == reference.strip()
 
 
 @torch.no_grad()

@@ -12,28 +12,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from finray.errors import ConfigError
-from finray.evaluation.metrics import Row, Scores, exact_match, mean_loss
+from finray.evaluation.metrics import Row, Scores, mean_loss
 from finray.models import attention
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
-
-
-@pytest.mark.parametrize(
-    ("answers", "references", "expected"),
-    [
-        (["Paris", "no", "4", "x"], ["Paris", "yes", "4", "X"], 0.5),
-        ([" Paris\n"], ["Paris "], 1.0),
-        (["", "a b"], ["a", "ab"], 0.0),
-        ([], [], 0.0),
-    ],
-)
-def test_exact_match_is_the_share_of_equal_answers(answers: list[str], references: list[str], expected: float) -> None:
-    assert exact_match(answers, references) == expected
-
-
-def test_exact_match_of_lists_of_other_lengths_is_an_error() -> None:
-    with pytest.raises(ValueError, match="argument 2 is longer"):
-        exact_match(["a"], ["a", "b"])
 
 
 def longest(answers: list[str], references: list[str]) -> int:

@@ -1,0 +1,171 @@
+"""What a score is: numbers of each row, and what their sums come to; so that intervals and tests work for all."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from finray.config.extensions import load_named
+from finray.config.scoring import ScoringConfig
+from finray.errors import ConfigError
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A row with what a model said to it.
+
+    Attributes:
+        answers: texts without special tokens; several where several were asked for.
+        reference: the answer in the data.
+        columns: of the source row, where the score reads them.
+        log_likelihoods: of each of the choices (nats), where the score needs them.
+        choice_lengths: UTF-8 bytes of each choice, to divide by.
+        right: index of the choice that is the reference.
+    """
+
+    answers: tuple[str, ...]
+    reference: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    log_likelihoods: tuple[float, ...] = ()
+    choice_lengths: tuple[int, ...] = ()
+    right: int = 0
+
+    @property
+    def answer(self) -> str:
+        """The first answer."""
+        return self.answers[0]
+
+
+class Score(Protocol):
+    """How good answers are.
+
+    A row has K statistics, which add up. The score of N rows is what the sums come to: a mean (K = 1), or a ratio such
+    as BLEU's. Bootstrap and permutation then only ever add statistics.
+
+    Attributes:
+        needs: what it reads beside answers and references: ``answers``, ``columns`` or ``choices``.
+        is_share: whether it lies between 0 and 1.
+        lower_is_better: as losses are.
+    """
+
+    needs: ClassVar[frozenset[str]]
+    is_share: bool
+    lower_is_better: bool
+
+    def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
+        """Statistics (N, K) of N rows; None where there are none, and :meth:`value` is all there is."""
+
+    def total(self, sums_K: FloatArray, rows: int) -> float:
+        """The score, from the sums of the statistics over so many rows."""
+
+    def value(self, rows: Sequence[Answered]) -> float:
+        """The score of rows."""
+
+
+class SummedScore:
+    """A score by its statistics; a mean where :meth:`total` is not replaced."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"answers"})
+    is_share: bool = True
+    lower_is_better: bool = False
+
+    def __init__(self, settings: ScoringConfig | None = None) -> None:
+        self.settings = settings or ScoringConfig()
+
+    def row(self, row: Answered) -> float:
+        """The value of one row, for a score that is a mean of them."""
+        raise NotImplementedError
+
+    def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
+        """Statistics (N, K) of N rows."""
+        return np.array([[self.row(row)] for row in rows], dtype=np.float64)
+
+    def total(self, sums_K: FloatArray, rows: int) -> float:
+        """The mean."""
+        return float(sums_K[0]) / rows
+
+    def value(self, rows: Sequence[Answered]) -> float:
+        """The score of rows; 0 of none."""
+        if not rows:
+            return 0.0
+        found = self.statistics(rows)
+        assert found is not None
+        return self.total(found.sum(0), len(rows))
+
+
+class OwnScore(SummedScore):
+    """A user's function of answers and references. It gives one number, or one for each row, whose mean is the score.
+
+    Args:
+        function: called with two lists of texts in the same order.
+        name: as the user wrote it, for messages.
+    """
+
+    is_share = False
+
+    def __init__(self, function: Callable[[list[str], list[str]], Any], name: str) -> None:
+        super().__init__()
+        self._function, self._name = function, name
+
+    def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
+        """The values of rows, or None where the function gives a single number."""
+        found = self._called(rows)
+        return None if found.ndim == 0 else found[:, None]
+
+    def value(self, rows: Sequence[Answered]) -> float:
+        """The function's number, or the mean of its values."""
+        found = self._called(rows)
+        return float(found.mean()) if found.size else 0.0
+
+    def _called(self, rows: Sequence[Answered]) -> FloatArray:
+        given = self._function([row.answer for row in rows], [row.reference for row in rows])
+        try:
+            found = np.asarray(given, dtype=np.float64)
+        except (TypeError, ValueError):
+            found = np.empty((0, 0))
+        if found.shape not in ((), (len(rows),)):
+            raise ConfigError(
+                f"`{self._name}` gives neither a number nor one for each of the {len(rows)} rows",
+                where="evaluation.metrics",
+                repair="return a float, or a list of floats as long as the answers",
+            )
+        return found
+
+
+def score_named(name: str, settings: ScoringConfig) -> Score:
+    """The score that a name in ``evaluation.metrics`` stands for, ready for use: what it needs is there.
+
+    Raises:
+        ConfigError: there is no such score, its package is not installed, or a setting is missing.
+    """
+    found: Any = load_named("finray.metrics", name, where="evaluation.metrics")
+    if isinstance(found, type):
+        made: Score = found(settings)
+        return made
+    return OwnScore(found, name)
+
+
+def short_name(name: str) -> str:
+    """How a score is called in tables and files: a function of your own without its module."""
+    return name.rpartition(":")[2]
+
+
+def require(package: str, score: str, *, module: str | None = None) -> None:
+    """See that the library of a score is installed.
+
+    Raises:
+        ConfigError: with the line that installs it.
+    """
+    if importlib.util.find_spec(module or package.replace("-", "_")) is None:
+        raise ConfigError(
+            f"`{score}` is computed by {package}, which is not installed",
+            where="evaluation.metrics",
+            repair=f"pip install {package} (or `pip install 'finray[scores]'`)",
+        )

@@ -1,0 +1,120 @@
+"""BERTScore (Zhang et al. 2020): how alike the tokens of two texts are to an encoder; as bert-score computes it.
+
+Each token of a text is matched with the one of the other text whose hidden state has the largest cosine. The mean over
+the answer's tokens is the precision, that over the reference's the recall; the score is their F1. Tokens that begin and
+end every text are matched with, and do not count. No inverse document frequencies, no rescaling with a baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from finray.config.schema import ModelConfig
+from finray.config.scoring import ScoringConfig
+from finray.errors import ConfigError
+from finray.evaluation.artifacts import inference_device
+from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
+from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
+
+# The layer that bert-score 0.3.13 compares (`model2layers`), of the encoders that are asked for most.
+_LAYERS = {
+    "bert-base-uncased": 9,
+    "bert-large-uncased": 18,
+    "bert-base-multilingual-cased": 9,
+    "distilbert-base-uncased": 5,
+    "roberta-base": 10,
+    "roberta-large": 17,
+    "distilroberta-base": 5,
+    "xlm-roberta-base": 9,
+    "xlm-roberta-large": 17,
+    "microsoft/deberta-base-mnli": 9,
+    "microsoft/deberta-xlarge-mnli": 40,
+}
+# Tokens, with padding, that the encoder is given at a time.
+_TOKENS = 8192
+
+
+class BERTScore(SummedScore):
+    """Mean F1 of BERTScore with the encoder of ``evaluation.scoring.encoder``."""
+
+    def __init__(self, settings: ScoringConfig | None = None) -> None:
+        super().__init__(settings)
+        if (name := self.settings.encoder) is None:
+            raise ConfigError(
+                "`bertscore` compares hidden states of an encoder, and none is named",
+                where="evaluation.scoring.encoder",
+                repair="evaluation.scoring.encoder=roberta-large, or the directory of another encoder",
+            )
+        check_exists(name)
+        self._loaded: tuple[Any, Any, int] | None = None
+
+    def statistics(self, rows: Sequence[Answered]) -> FloatArray:
+        """F1 of each row (N, 1)."""
+        return self.precision_recall_f1([(row.answer, row.reference) for row in rows])[:, 2:]
+
+    @torch.no_grad()
+    def precision_recall_f1(self, pairs: Sequence[tuple[str, str]]) -> FloatArray:
+        """Of each pair of answer and reference (N, 3); 0 where one of them is empty."""
+        encoder, tokenizer, layer = self._load()
+        special = {tokenizer.cls_token_id, tokenizer.sep_token_id}
+        pad, device = int(tokenizer.pad_token_id or 0), encoder.device
+        ids = {text: self._ids(tokenizer, text) for pair in pairs for text in pair}
+        found = np.zeros((len(pairs), 3))
+        # Pairs of like lengths are encoded together: what is computed for padding is lost.
+        waiting = sorted(range(len(pairs)), key=lambda pair: -max(len(ids[text]) for text in pairs[pair]))
+        while waiting:
+            longest = max(len(ids[text]) for text in pairs[waiting[0]])
+            size = max(1, _TOKENS // (2 * longest))
+            batch, waiting = waiting[:size], waiting[size:]
+            texts = [pairs[pair][side] for side in (0, 1) for pair in batch]
+            tokens_BT = torch.full((len(texts), longest), pad, dtype=torch.int64)
+            for row, text in enumerate(texts):
+                tokens_BT[row, : len(ids[text])] = torch.tensor(ids[text])
+            mask_BT = torch.arange(longest)[None] < torch.tensor([len(ids[text]) for text in texts])[:, None]
+            states = encoder(
+                input_ids=tokens_BT.to(device), attention_mask=mask_BT.long().to(device), output_hidden_states=True
+            ).hidden_states[layer]
+            unit_BTH = torch.nn.functional.normalize(states.float(), dim=-1)
+            counts_BT = mask_BT & ~torch.isin(tokens_BT, torch.tensor([one for one in special if one is not None]))
+            answer, reference = unit_BTH[: len(batch)], unit_BTH[len(batch) :]
+            both = mask_BT[: len(batch), :, None] & mask_BT[len(batch) :, None, :]
+            # As in bert-score, what is no token is like everything by 0, not by less than nothing.
+            alike = (answer @ reference.transpose(1, 2)).cpu() * both
+            counted = counts_BT.double()
+            precision = (alike.amax(2) * counted[: len(batch)]).sum(1) / counted[: len(batch)].sum(1)
+            recall = (alike.amax(1) * counted[len(batch) :]).sum(1) / counted[len(batch) :].sum(1)
+            f1 = 2 * precision * recall / (precision + recall)
+            empty = (counted[: len(batch)].sum(1) == 0) | (counted[len(batch) :].sum(1) == 0)
+            found[batch] = torch.stack((precision, recall, f1), 1).masked_fill(empty[:, None], 0.0).nan_to_num(0.0)
+        return found
+
+    @staticmethod
+    def _ids(tokenizer: Any, text: str) -> list[int]:
+        """Token ids with those that begin and end a text; byte-level tokenizers see a space in front, as in a text."""
+        text = text.strip()
+        prefix = " " if text and type(tokenizer).__name__.startswith(("Roberta", "GPT2")) else ""
+        limit = min(int(tokenizer.model_max_length), 2**16)
+        return list(tokenizer(prefix + text, truncation=True, max_length=limit)["input_ids"])
+
+    def _load(self) -> tuple[Any, Any, int]:
+        if self._loaded is None:
+            from transformers import AutoModel
+
+            model = ModelConfig(name=str(self.settings.encoder))
+            tokenizer = load_tokenizer(model)
+            try:
+                encoder = AutoModel.from_pretrained(**source_options(model), dtype=torch.float32, use_safetensors=True)
+            except Exception as error:
+                raise not_loaded("encoder", model, error) from None
+            layers = int(encoder.config.num_hidden_layers)
+            layer = self.settings.encoder_layer or _LAYERS.get(model.name.removeprefix("google-bert/"), layers)
+            if layer > layers:
+                raise ConfigError(
+                    f"the encoder has {layers} layers", where="evaluation.scoring.encoder_layer", repair="name a layer"
+                )
+            self._loaded = encoder.eval().to(inference_device()), tokenizer, layer
+        return self._loaded

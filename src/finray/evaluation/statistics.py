@@ -1,0 +1,220 @@
+"""What numbers of a few rows allow to be said: intervals, paired tests, and one sentence.
+
+Scores come as statistics of rows that add up (:mod:`finray.evaluation.scores.base`), so one bootstrap and one
+permutation test serve means and corpus scores alike. All draws follow from a seed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from finray.evaluation.scores.base import FloatArray
+
+Total = Callable[[FloatArray, int], float]
+LEVEL = 0.95
+# Resamples of a bootstrap, and swaps of a permutation test. More would change the third digit.
+_RESAMPLES = 2000
+_SWAPS = 4000
+# Up to so many rows, all swaps there are take less.
+_ALL_SWAPS = 12
+# Random numbers held at a time.
+_HELD = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A confidence interval at 95 %; without ends where the rows say nothing of their spread."""
+
+    low: float | None
+    high: float | None
+    method: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """One model against another on the same rows.
+
+    Attributes:
+        difference: the second's score less the first's.
+        interval: of the difference.
+        p: probability of a difference at least as large where the models are equally good.
+        method: the name of the test.
+        gained: rows that only the second has right, of scores that are right or wrong.
+        lost: rows that only the first has right.
+    """
+
+    difference: float
+    interval: Interval
+    p: float
+    method: str
+    gained: int | None = None
+    lost: int | None = None
+
+
+def is_right_or_wrong(statistics_NK: FloatArray) -> bool:
+    """Whether rows are either right (1) or wrong (0)."""
+    return statistics_NK.shape[1] == 1 and bool(np.isin(statistics_NK, (0.0, 1.0)).all())
+
+
+def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Interval:
+    """The 95 % interval of a score.
+
+    Right or wrong rows have Wilson's interval (1927), which holds at 0 % and 100 % and for few rows, too. All else has
+    a bootstrap (BCa: Efron 1987), whose quantiles are widened for few rows as Hesterberg (2015, "What teachers should
+    know about the bootstrap", section 5.3) does.
+
+    Args:
+        statistics_NK: of each row.
+        total: the score, from sums of statistics and the number of rows.
+        seed: of the resamples.
+    """
+    rows = len(statistics_NK)
+    if rows and is_right_or_wrong(statistics_NK):
+        found = stats.binomtest(int(statistics_NK.sum()), rows).proportion_ci(LEVEL, method="wilson")
+        return Interval(float(found.low), float(found.high), "Wilson")
+    if rows < 2:
+        return Interval(None, None, "none: one row has no spread")
+    return _bootstrap(statistics_NK, lambda sums: total(sums, rows), seed)
+
+
+def _bootstrap(statistics_NK: FloatArray, score: Callable[[FloatArray], float], seed: int) -> Interval:
+    rows = len(statistics_NK)
+    whole = statistics_NK.sum(0)
+    left_out = np.array([score(whole - one) for one in statistics_NK]) if rows <= 10_000 else None
+    # Means have a sum of N - 1 rows here and N in `total`; a constant factor that the acceleration does not see.
+    resampled = np.sort([score(sums) for sums in _resampled_sums(statistics_NK, seed)])
+    observed = score(whole)
+    if resampled[0] == resampled[-1]:
+        return Interval(None, None, "none: all rows are worth the same")
+    share = (np.sum(resampled < observed) + 0.5 * np.sum(resampled == observed)) / len(resampled)
+    bias = float(stats.norm.ppf(np.clip(share, 0.5 / len(resampled), 1 - 0.5 / len(resampled))))
+    acceleration = 0.0
+    if left_out is not None and (spread := left_out.mean() - left_out).any():
+        acceleration = float((spread**3).sum() / (6 * (spread**2).sum() ** 1.5))
+    widened = math.sqrt(rows / (rows - 1)) * float(stats.t.ppf((1 + LEVEL) / 2, rows - 1))
+    ends = []
+    for z in (bias - widened, bias + widened):
+        level = stats.norm.cdf(bias + z / max(1 - acceleration * z, 1e-3))
+        ends.append(float(np.quantile(resampled, level)))
+    return Interval(ends[0], ends[1], "bootstrap (BCa)")
+
+
+def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray]:
+    """Sums over N rows drawn with replacement, ``_RESAMPLES`` times."""
+    rows = len(statistics_NK)
+    generator = np.random.default_rng([seed, 1])
+    held = max(1, _HELD // rows)
+    for start in range(0, _RESAMPLES, held):
+        size = min(held, _RESAMPLES - start)
+        counts = generator.multinomial(rows, np.full(rows, 1 / rows), size=size)
+        yield from counts @ statistics_NK
+
+
+def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: int = 0) -> Paired:
+    """Whether the second of two models is better on the same rows.
+
+    Rows that are right or wrong: McNemar's exact test, and the interval of Agresti and Min (2005) for the difference.
+    All else: a permutation test, in which each row's two results may change places, and the bootstrap of rows.
+
+    Args:
+        first_NK: statistics of each row for one model.
+        second_NK: for the other, rows in the same order.
+        total: the score, from sums of statistics and the number of rows.
+        seed: of what is drawn.
+    """
+    rows, columns = first_NK.shape
+
+    def difference(sums: FloatArray) -> float:
+        return total(sums[columns:], rows) - total(sums[:columns], rows)
+
+    both = np.concatenate([first_NK, second_NK], axis=1)
+    observed = difference(both.sum(0))
+    if is_right_or_wrong(first_NK) and is_right_or_wrong(second_NK):
+        gained, lost = int((second_NK > first_NK).sum()), int((second_NK < first_NK).sum())
+        p = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+        centre = (gained - lost) / (rows + 2)
+        error = math.sqrt(gained + lost + 1 - (gained - lost) ** 2 / (rows + 2)) / (rows + 2)
+        reach = float(stats.norm.ppf((1 + LEVEL) / 2)) * error
+        found = Interval(max(-1.0, centre - reach), min(1.0, centre + reach), "Agresti-Min")
+        return Paired(observed, found, p, "exact McNemar", gained, lost)
+    if rows < 2:
+        return Paired(observed, Interval(None, None, "none: one row has no spread"), 1.0, "permutation")
+    span = _bootstrap(both, difference, seed)
+    return Paired(observed, span, _permutation(first_NK, second_NK, total, observed, seed), "permutation")
+
+
+def _permutation(first_NK: FloatArray, second_NK: FloatArray, total: Total, observed: float, seed: int) -> float:
+    rows = len(first_NK)
+    moved_NK, whole_K = second_NK - first_NK, (first_NK + second_NK).sum(0)
+    extreme = drawn = 0
+    # What rounding does to a sum is no difference.
+    least = abs(observed) * (1 - 1e-9) - 1e-12
+    for signs in _signs(rows, seed):
+        apart_K = signs @ moved_NK
+        extreme += abs(total((whole_K + apart_K) / 2, rows) - total((whole_K - apart_K) / 2, rows)) >= least
+        drawn += 1
+    # Of all swaps, the observed one is among them; of a sample, it is added (Phipson and Smyth 2010).
+    return extreme / drawn if rows <= _ALL_SWAPS else (extreme + 1) / (drawn + 1)
+
+
+def _signs(rows: int, seed: int) -> Iterator[FloatArray]:
+    if rows <= _ALL_SWAPS:
+        for number in range(2**rows):
+            yield np.array([1.0 if number >> row & 1 else -1.0 for row in range(rows)])
+        return
+    generator = np.random.default_rng([seed, 2])
+    held = max(1, _HELD // rows)
+    for start in range(0, _SWAPS, held):
+        yield from generator.choice([-1.0, 1.0], size=(min(held, _SWAPS - start), rows))
+
+
+def adjusted(p: list[float]) -> list[float]:
+    """P-values of several comparisons, each as if it were alone (Holm 1979)."""
+    order = sorted(range(len(p)), key=p.__getitem__)
+    found, least = [1.0] * len(p), 0.0
+    for rank, number in enumerate(order):
+        least = max(least, min(1.0, p[number] * (len(p) - rank)))
+        found[number] = least
+    return found
+
+
+def sentence(
+    found: Paired, *, name: str, other: str, score: str, rows: int, shown: Callable[[float], str], lower_is_better: bool
+) -> str:
+    """What may be said of two models, in plain words.
+
+    Args:
+        found: the second model against the first.
+        name: of the second model.
+        other: of the first.
+        score: its name.
+        rows: that were scored.
+        shown: a difference as text, without its sign.
+        lower_is_better: as losses are.
+    """
+    span, alpha = found.interval, 1 - LEVEL
+    gain = -found.difference if lower_is_better else found.difference
+    what = f"on {score}"
+    if span.low is None or span.high is None:
+        return f"{name} and {other} cannot be told apart {what}: {rows} rows show no spread to judge by."
+    ends = sorted((-span.low, -span.high) if lower_is_better else (span.low, span.high))
+    sizes = " to ".join(f"{'-' if end < 0 else '+'}{shown(abs(end))}" for end in ends)
+    evidence = f"(95 % interval of the gain {sizes}, p = {p_text(found.p)}, {rows} rows)"
+    if found.p < alpha and ends[0] * ends[1] > 0 and gain:
+        word = "better" if gain > 0 else "worse"
+        few = " So few rows speak for these rows only." if rows < 30 else ""
+        return f"{name} is {word} than {other} {what}: by {shown(abs(gain))} {evidence}.{few}"
+    return (
+        f"{name} and {other} cannot be told apart {what} from {rows} rows: the difference of {shown(abs(gain))} may be "
+        f"chance {evidence}."
+    )
+
+
+def p_text(p: float) -> str:
+    """A p-value with two digits, or that it is below what is worth a digit."""
+    return "below 0.001" if p < 0.001 else f"{p:.2g}"

@@ -1,0 +1,436 @@
+"""Scores beside their reference libraries, on a thousand random pairs, and what is said where one is not to be had."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finray.config.scoring import ScoringConfig
+from finray.errors import ConfigError
+from finray.evaluation.scores.base import Answered, Score, score_named
+from finray.evaluation.scores.code import pass_at_k, passes
+from finray.evaluation.scores.match import normalised, number_in
+from tests.support.pairs import json_pairs, pairs
+
+
+def answered(pairs: Sequence[tuple[str, str]]) -> list[Answered]:
+    return [Answered((answer,), reference) for answer, reference in pairs]
+
+
+def rows() -> list[Answered]:
+    return answered(pairs())
+
+
+def score(name: str, **settings: Any) -> Score:
+    return score_named(name, ScoringConfig(**settings))
+
+
+def test_the_pairs_hold_what_scores_stumble_over() -> None:
+    found = pairs()
+    assert len(found) == 1000
+    assert ("", "") in found
+    assert any(not answer and reference for answer, reference in found)
+    assert sum(not text.isascii() for pair in found for text in pair) > 500
+
+
+@pytest.mark.parametrize(
+    ("answers", "references", "expected"),
+    [
+        (["Paris", "no", "4", "x"], ["Paris", "yes", "4", "X"], 0.5),
+        ([" Paris\n"], ["Paris "], 1.0),
+        (["", "a b"], ["a", "ab"], 0.0),
+        ([], [], 0.0),
+    ],
+)
+def test_exact_match_is_the_share_of_equal_answers(answers: list[str], references: list[str], expected: float) -> None:
+    assert score("exact_match").value(answered(list(zip(answers, references, strict=True)))) == expected
+
+
+@pytest.mark.parametrize("name", ["rouge1", "rouge2", "rougeL", "rougeLsum"])
+def test_rouge_is_that_of_rouge_score(name: str) -> None:
+    from rouge_score import rouge_scorer
+
+    reference = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL", "rougeLsum"])
+    each = []
+    for answer, wanted in pairs():
+        found = reference.score(wanted, answer)
+        each.append(found[name].fmeasure)
+    statistics = score(name).statistics(rows())
+    assert statistics is not None
+    np.testing.assert_array_equal(statistics[:, 0], each)
+    assert score(name).value(rows()) == pytest.approx(float(np.mean(each)), rel=1e-12)
+    assert len(set(each)) > 30
+
+
+@pytest.mark.parametrize("name", ["bleu", "chrf"])
+@pytest.mark.parametrize("part", [slice(None), slice(0, 40), slice(3, 4), slice(7, 8), slice(11, 12)])
+def test_bleu_and_chrf_are_those_of_sacrebleu(name: str, part: slice) -> None:
+    import sacrebleu
+
+    some = pairs()[part]
+    reference = {"bleu": sacrebleu.corpus_bleu, "chrf": sacrebleu.corpus_chrf}[name]
+    expected = reference([answer for answer, _ in some], [[wanted for _, wanted in some]]).score
+    assert score(name).value(answered(some)) == expected
+    if part == slice(None):
+        assert 5 < expected < 95
+
+
+def test_bleu_is_of_the_corpus_and_no_mean_of_rows() -> None:
+    bleu = score("bleu")
+    alone = [bleu.value([row]) for row in rows()[:40]]
+    assert abs(float(np.mean(alone)) - bleu.value(rows()[:40])) > 1
+
+
+def test_fields_of_json_have_the_micro_f1_of_scikit_learn() -> None:
+    from sklearn.metrics import f1_score
+    from sklearn.preprocessing import MultiLabelBinarizer
+
+    def flat(value: Any, path: str = "$") -> set[str]:
+        if isinstance(value, dict) and value:
+            return set().union(*(flat(one, f"{path}.{json.dumps(key)}") for key, one in value.items()))
+        if isinstance(value, list) and value:
+            return set().union(*(flat(one, f"{path}[{place}]") for place, one in enumerate(value)))
+        kind = "number" if type(value) in (int, float) else type(value).__name__
+        return {f"{path}={kind}:{float(value) if kind == 'number' else value}"}
+
+    def fields(text: str) -> set[str]:
+        try:
+            return flat(json.loads(text, parse_constant=lambda name: 1 / 0))
+        except (ValueError, ZeroDivisionError):
+            return set()
+
+    found = json_pairs()
+    wanted, given = [fields(reference) for _, reference in found], [fields(answer) for answer, _ in found]
+    binarizer = MultiLabelBinarizer().fit(wanted + given)
+    expected = f1_score(binarizer.transform(wanted), binarizer.transform(given), average="micro")
+    assert score("json_f1").value(answered(found)) == pytest.approx(expected, rel=1e-12)
+    assert 0.2 < expected < 0.8
+    valid = sum(bool(fields(answer)) for answer, _ in found) / len(found)
+    assert score("json_valid").value(answered(found)) == pytest.approx(valid)
+    assert 0.5 < valid < 0.95
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, '{"a": ' * 5000 + "1" + "}" * 5000])
+def test_json_that_is_nested_without_end_is_wrong_and_no_crash(text: str) -> None:
+    assert score("json_f1").value([Answered((text,), '{"a": 1}')]) == 0.0
+    score("json_valid").value([Answered((text,), "{}")])
+
+
+def test_normalised_match_is_squads() -> None:
+    """By SQuAD's own four steps, in its order."""
+    import re
+    import string
+
+    def lower(text: str) -> str:
+        return text.lower()
+
+    def remove_punctuation(text: str) -> str:
+        exclude = set(string.punctuation)
+        return "".join(one for one in text if one not in exclude)
+
+    def remove_articles(text: str) -> str:
+        return re.sub(re.compile(r"\b(a|an|the)\b", re.UNICODE), " ", text)
+
+    def white_space_fix(text: str) -> str:
+        return " ".join(text.split())
+
+    for pair in pairs():
+        for text in pair:
+            assert normalised(text) == white_space_fix(remove_articles(remove_punctuation(lower(text))))
+    found = score("normalised_match").value(rows())
+    assert score("exact_match").value(rows()) < found < 0.9
+    assert normalised("  The U.S.,  an Élan!\n") == "us élan"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She has 5 + 4 = 9.\n#### 9", "9"),
+        ("#### 1,234.50", "1234.5"),
+        ("#### $18.", "18"),
+        ("####-3", "-3"),
+        ("#### 7\n\nQuestion: 4 and 5?\n#### 9", "7"),
+        ("so \\boxed{12} and so \\boxed{ 1,000 }", "1000"),
+        ("\\boxed{\\frac{3}{4}}", "0.75"),
+        ("\\boxed{x = \\dfrac{-1}{4}}", "-0.25"),
+        ("\\boxed{\\text{about } 6} of 9", "6"),
+        ("it is 3, then 4.", "4"),
+        ("$1,234,567.89 in all", "1234567.89"),
+        ("a loss of -2.50", "-2.5"),
+        ("no number", None),
+        ("", None),
+        ("####", None),
+        ("\\boxed{12", "12"),
+    ],
+)
+def test_the_number_that_a_text_comes_to(text: str, number: str | None) -> None:
+    found = number_in(text)
+    assert (None if found is None else float(found)) == (None if number is None else float(number))
+
+
+def test_numeric_answers_are_those_of_lm_evals_gsm8k() -> None:
+    """Its strict and its flexible filter, with the regular expressions of its task file, where they find a number."""
+    import random
+    import re
+
+    draw = random.Random(5)
+    found = []
+    for _ in range(1000):
+        right = draw.choice(["9", "1,234", "-3", "0.5", "72", "1000"])
+        given = draw.choice([right, right.replace(",", ""), draw.choice(["9", "8", "1,234"])])
+        before = draw.choice(["", "é 4 then 5. ", "東京 12\n", "so 3 * 4 = 12, "])
+        found.append(
+            (draw.choice([f"{before}#### {given}", f"{before}it is {given}", before]), f"5 of 7\n#### {right}")
+        )
+
+    def theirs(text: str) -> str:
+        strict = re.findall(r"#### (\-?[0-9\.\,]+)", text)
+        loose = re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", text)
+        said = strict[0] if strict else next((one for one in loose[-1] if one), "") if loose else "[invalid]"
+        return re.sub(r"\.$", "", re.sub(r"[,$]", "", said))
+
+    expected = [float(theirs(answer) == theirs(reference)) for answer, reference in found]
+    statistics = score("numeric_answer").statistics(answered(found))
+    assert statistics is not None
+    np.testing.assert_array_equal(statistics[:, 0], expected)
+    assert 300 < sum(expected) < 800
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT with random weights and the words of the pairs."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("encoder")
+    letters = sorted({letter for pair in pairs() for text in pair for letter in text.lower() if not letter.isspace()})
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "mat"]
+    vocabulary = list(dict.fromkeys([*words, *letters, *(f"##{letter}" for letter in letters)]))
+    backend = Tokenizer(models.WordPiece({word: number for number, word in enumerate(vocabulary)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
+        model_max_length=64,
+    )
+    tokenizer.save_pretrained(str(folder))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+    )
+    model = BertModel(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(6.0)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("layer", [2, 3])
+def test_bertscore_is_that_of_bert_score(encoder: Path, layer: int) -> None:
+    from collections import defaultdict
+
+    from bert_score.utils import bert_cos_score_idf
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(encoder)
+    # bert-score 0.3.13 asks for what Transformers 5 no longer has, for empty texts only.
+    tokenizer.build_inputs_with_special_tokens = lambda ids: [2, *ids, 3]
+    model = AutoModel.from_pretrained(encoder).eval()
+    model.encoder.layer = model.encoder.layer[:layer]
+    weights: dict[int, float] = defaultdict(lambda: 1.0)
+    weights[tokenizer.sep_token_id] = weights[tokenizer.cls_token_id] = 0
+    some = pairs()
+    expected = bert_cos_score_idf(
+        model, [wanted for _, wanted in some], [answer for answer, _ in some], tokenizer, weights, device="cpu"
+    )
+    bertscore: Any = score("bertscore", encoder=str(encoder), encoder_layer=layer)
+    found = bertscore.precision_recall_f1(some)
+    np.testing.assert_allclose(found, expected.numpy(), atol=2e-6)
+    assert found[3].tolist() == found[7].tolist() == found[11].tolist() == [0, 0, 0]
+    assert len(set(np.round(found[:, 2], 4))) > 300
+    assert bertscore.value(answered(some)) == pytest.approx(float(expected[:, 2].mean()), abs=1e-6)
+
+
+def test_bertscore_takes_the_last_layer_of_an_unknown_encoder(encoder: Path) -> None:
+    some = rows()[:50]
+    last, second = (score("bertscore", encoder=str(encoder), encoder_layer=layer).value(some) for layer in (3, 2))
+    assert score("bertscore", encoder=str(encoder)).value(some) == last != second
+    with pytest.raises(ConfigError, match="has 3 layers"):
+        score("bertscore", encoder=str(encoder), encoder_layer=4).value(some)
+
+
+@pytest.mark.parametrize(("tries", "k"), [(1, 1), (5, 1), (5, 3), (8, 8), (10, 2)])
+def test_pass_at_k_is_the_share_of_draws_with_a_right_one(tries: int, k: int) -> None:
+    for right in range(tries + 1):
+        draws = list(combinations(range(tries), k))
+        share = Fraction(sum(any(one < right for one in draw) for draw in draws), len(draws))
+        assert pass_at_k(right, tries, k) == pytest.approx(float(share))
+
+
+CHECKER = """
+import os, sys, time
+def check(answer, row):
+    if answer == "secret":
+        return "HF_TOKEN" not in os.environ and not os.listdir(".")
+    space = {}
+    exec(answer, space)
+    return space["f"](row["given"]) == row["wanted"]
+"""
+
+
+@pytest.fixture
+def checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_check.py").write_text(CHECKER)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    return "my_check:check"
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("def f(x): return x + 1", True),
+        ("def f(x): return x + 2", False),
+        ("def f(x): return", False),
+        ("this is no code", False),
+        ("import os\nos._exit(0)", False),
+        ("raise SystemExit(0)", False),
+        ("print('True')\ndef f(x): return 0", False),
+        ("secret", True),
+    ],
+)
+def test_a_checker_says_what_is_right(checker: str, answer: str, right: bool) -> None:
+    assert passes(checker, answer, {"given": 3, "wanted": 4}, seconds=20, memory_mb=1024) is right
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["while True: pass", "import time\ntime.sleep(100)", "f = 'x' * 2 ** 33", "open('big', 'w').write('x' * 2 ** 28)"],
+)
+def test_code_that_takes_too_much_is_wrong_and_ends(checker: str, answer: str) -> None:
+    assert passes(checker, answer, {"given": 3, "wanted": 4}, seconds=3, memory_mb=512) is False
+
+
+def test_pass_at_k_is_over_all_attempts_of_a_row(checker: str) -> None:
+    good, bad = "def f(x): return x + 1", "def f(x): return x"
+    found = score("pass_at_k", checker=checker, run_code=True, k=2, attempts=3)
+    some = [
+        Answered((good, bad, bad), "", {"given": 1, "wanted": 2}),
+        Answered((bad, bad, bad), "", {"given": 1, "wanted": 2}),
+    ]
+    statistics = found.statistics(some)
+    assert statistics is not None
+    assert statistics.tolist() == [[pytest.approx(2 / 3)], [0.0]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({}, "checker"),
+        ({"checker": "my_check:check"}, "run_code"),
+        ({"checker": "my_check:check", "run_code": True, "k": 2}, "attempts"),
+        ({"checker": "no_such:check", "run_code": True}, "checker"),
+    ],
+)
+def test_code_is_run_only_where_everything_was_asked_for(checker: str, settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        score("pass_at_k", **settings)
+    assert caught.value.where == f"evaluation.scoring.{field}"
+
+
+def test_the_likeliest_choice_counts_and_by_length_another_may() -> None:
+    some = [
+        Answered((), "b", log_likelihoods=(-5.0, -4.0, -9.0), choice_lengths=(10, 2, 30), right=1),
+        Answered((), "c", log_likelihoods=(-5.0, -4.0, -9.0), choice_lengths=(10, 2, 30), right=2),
+        Answered((), "a", log_likelihoods=(-4.0, -4.0), choice_lengths=(1, 1), right=0),
+    ]
+    assert score("multiple_choice").value(some) == pytest.approx(2 / 3)
+    assert score("multiple_choice_by_length").value(some) == pytest.approx(2 / 3)
+    by_length = score("multiple_choice_by_length").statistics(some)
+    assert by_length is not None
+    assert by_length[:, 0].tolist() == [0, 1, 1]
+
+
+def total_letters(answers: list[str], references: list[str]) -> float:
+    return float(sum(map(len, answers)))
+
+
+def letters(answers: list[str], references: list[str]) -> list[int]:
+    return [len(answer) for answer in answers]
+
+
+def nonsense(answers: list[str], references: list[str]) -> str:
+    return "good"
+
+
+def too_short(answers: list[str], references: list[str]) -> list[float]:
+    return [1.0]
+
+
+def test_a_function_of_ones_own_gives_a_number_or_one_for_each_row() -> None:
+    some = answered([("abc", ""), ("de", ""), ("f", "")])
+    one, each = (score(f"{__name__}:{name}") for name in ("total_letters", "letters"))
+    assert one.value(some) == 6.0
+    assert one.statistics(some) is None
+    assert each.value(some) == 2.0
+    assert each.statistics(some).tolist() == [[3], [2], [1]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["nonsense", "too_short"])
+def test_a_function_that_gives_something_else_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match="neither a number nor one for each of the 2 rows"):
+        score(f"{__name__}:{name}").value(answered([("a", "b"), ("c", "d")]))
+
+
+def test_a_score_without_its_package_names_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name in ("sacrebleu", "rouge_score") else there(name, *more),
+    )
+    for name, package in (("bleu", "sacrebleu"), ("chrf", "sacrebleu"), ("rougeL", "rouge-score")):
+        with pytest.raises(ConfigError) as caught:
+            score(name)
+        assert f"pip install {package}" in str(caught.value.repair)
+
+
+def test_an_unknown_score_is_an_error_that_names_the_field() -> None:
+    with pytest.raises(ConfigError) as caught:
+        score("exact_mach")
+    assert "evaluation.metrics" in str(caught.value)
+    assert "exact_match" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["exact_match", "normalised_match", "numeric_answer", "json_valid", "json_f1", "bleu", "chrf", "rouge1"]
+)
+def test_a_score_of_rows_is_the_total_of_their_statistics(name: str) -> None:
+    """What bootstrap and permutation rely on: sums over rows are all that a score depends on."""
+    found, some = score(name), rows()[:60]
+    statistics = found.statistics(some)
+    assert statistics is not None
+    assert statistics.shape[0] == 60
+    for part in (slice(0, 20), slice(20, 60)):
+        value = found.value(some[part])
+        assert found.total(statistics[part].sum(0), len(some[part])) == pytest.approx(value)
+    assert found.value([]) == 0.0
