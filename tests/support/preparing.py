@@ -33,9 +33,12 @@ class Preparing:
 
     def config(self, source: Path | str | None = None, **sections: Any) -> Config:
         """A config; ``data`` fields stand for themselves, other sections are dictionaries."""
-        named = {name: sections.pop(name) for name in ("run", "prepare", "cluster") if name in sections}
+        named = {
+            name: sections.pop(name) for name in ("run", "prepare", "cluster", "classification") if name in sections
+        }
+        model = {"name": str(self.model), **sections.pop("model", {})}
         data = {"max_length": 64, **({} if source is None else {"source": str(source)}), **sections}
-        plain: dict[str, Any] = {"model": {"name": str(self.model)}, "data": data}
+        plain: dict[str, Any] = {"model": model, "data": data}
         return build_config({**plain, **named}, source="test")
 
     def dataset(self, source: Path | str | None = None, **sections: Any) -> PreparedDataset:

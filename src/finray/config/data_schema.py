@@ -13,11 +13,10 @@ Format = Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", 
 # Fields that `field_mapping` may map a column to, besides the placeholders of `input_template` and `output_template`.
 FIELDS = (
     frozenset(("messages", "conversations", "tools", "system", "prompt", "completion"))
-    .union(("instruction", "input", "output", "history", "text", "label"))
-    .union(
-        # Names that columns of these have, and under which a field may be mapped as well.
-        ("conversation", "question", "query", "answer", "response", "context", "content", "sentence", "labels")
-    )
+    .union(("instruction", "input", "output", "history", "text", "text_pair", "label"))
+    # Names that columns of these have, and under which a field may be mapped as well.
+    .union(("conversation", "question", "query", "answer", "response", "context", "content", "sentence", "labels"))
+    .union(("sentence1", "sentence2", "premise", "hypothesis"))
 )
 
 
@@ -80,7 +79,8 @@ class DataConfig(Section):
     format: Format = Field(
         "auto",
         description="Format of a row. `auto` detects it from the columns and prints what it detected; prompts and "
-        "completions are chat turns if the model has a chat template. `prompt_completion` joins them as plain text.",
+        "completions are chat turns if the model has a chat template. `prompt_completion` joins them as plain text. "
+        "For classification `auto` is `labelled_text`: one text or two, and a label.",
     )
     field_mapping: dict[str, str] = Field(
         default_factory=dict,

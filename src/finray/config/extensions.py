@@ -19,7 +19,10 @@ from finray.limits import cut
 
 # What can be extended: group of entry points, and finray's own by name. A new one is a file and a line here.
 TABLES: dict[str, dict[str, str]] = {
-    "finray.tasks": {"causal_lm": "finray.tasks.causal_lm:CausalLM"},
+    "finray.tasks": {
+        "causal_lm": "finray.tasks.causal_lm:CausalLM",
+        "sequence_classification": "finray.tasks.sequence_classification:SequenceClassification",
+    },
     "finray.strategies": {
         "ddp": "finray.parallel.ddp:DDPStrategy",
         "fsdp": "finray.parallel.fsdp:FSDPStrategy",

@@ -40,7 +40,7 @@ LENGTH = ("train.epochs", "train.max_steps")
 
 
 def settled(config: Config, resolved: Resolved | None) -> Config:
-    """A config with what its run chose in the place of what it leaves to finray: the size of a step, and epochs.
+    """A config with what its run chose in the place of what it leaves to finray: size of a step, epochs, classes.
 
     Args:
         resolved: what the run chose; None where it chose nothing yet.
@@ -50,7 +50,11 @@ def settled(config: Config, resolved: Resolved | None) -> Config:
         changes["global_batch_size"] = resolved.global_batch_size
     if resolved is not None and config.train.epochs is None and config.train.max_steps is None:
         changes["epochs"] = resolved.epochs
-    return config.model_copy(update={"train": config.train.model_copy(update=changes)})
+    sections: dict[str, Any] = {"train": config.train.model_copy(update=changes)}
+    if resolved is not None and resolved.problem is not None:
+        found = {"problem": resolved.problem, "labels": list(resolved.labels) or None}
+        sections["classification"] = config.classification.model_copy(update=found)
+    return config.model_copy(update=sections)
 
 
 def length(config: Config) -> tuple[str, float]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Problem = Literal["single_label", "multi_label", "regression"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Resolved:
         epochs: passes over the data, where ``train.max_steps`` is not set.
         weights: dtype in which weights that are trained are kept.
         pack_length: tokens that a pack holds at most; None for ``data.max_length``.
+        problem: what a classifier predicts; None for another task.
+        labels: names of its classes, in the order of their ids; none in a regression.
     """
 
     precision: Precision
@@ -44,6 +47,8 @@ class Resolved:
     epochs: float = 1.0
     weights: Literal["fp32", "bf16"] = "fp32"
     pack_length: int | None = None
+    problem: Problem | None = None
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class Settled:
 
     Attributes:
         prepared: directory or URL of the prepared dataset.
-        resolved: with the size of a step and the epochs that the data decide.
+        resolved: with what the data decide: the size of a step, the epochs, and the classes.
     """
 
     prepared: str

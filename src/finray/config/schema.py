@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from finray.config.classification import ClassificationConfig as ClassificationConfig
 from finray.config.data_schema import FIELDS as FIELDS
 from finray.config.data_schema import DataConfig as DataConfig
 from finray.config.data_schema import PrepareConfig as PrepareConfig
@@ -28,6 +29,7 @@ from finray.config.section import NO_TEXT as NO_TEXT
 from finray.config.section import PositiveInt, Ratio
 from finray.config.section import Section as Section
 from finray.config.section import section_of as section_of
+from finray.config.tasks import SPECS
 
 
 class RunConfig(Section):
@@ -65,7 +67,8 @@ class ModelConfig(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     task: Annotated[str, AfterValidator(named("finray.tasks"))] = Field(
         "causal_lm",
-        description="What the model is trained to do: `causal_lm`, or your own task as `package.module:Class`.",
+        description="What the model is trained to do: `causal_lm`, `sequence_classification`, or your own task as "
+        "`package.module:Class`.",
     )
     chat_template: str | None = Field(None, description="Jinja file that replaces the tokenizer's chat template.")
     chat_template_arguments: dict[str, Any] = Field(
@@ -470,6 +473,7 @@ class Config(Section):
     adapter: AdapterConfig = AdapterConfig()
     data: DataConfig
     prepare: PrepareConfig = PrepareConfig()
+    classification: ClassificationConfig = ClassificationConfig()
     train: TrainConfig = TrainConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -480,6 +484,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         data, evaluation = self.data, self.evaluation
+        task = SPECS.get(self.model.task)
+        if task is not None and not task.reads_labels and self.classification != ClassificationConfig():
+            raise ValueError(
+                f"classification: has no effect with model.task {task.name}; set model.task to sequence_classification"
+            )
         if self.parallel.strategy == "deepspeed" and self.train.optimizer in ("adafactor", "muon"):
             raise ValueError(
                 f"train.optimizer: {self.train.optimizer} needs whole matrices, but DeepSpeed flattens them; use adamw "

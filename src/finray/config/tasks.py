@@ -18,6 +18,7 @@ class TaskSpec:
         auto_class: Transformers' class that loads its models.
         peft_type: PEFT's ``TaskType``.
         best: the metric that chooses the best checkpoint and stops a run early, and whether less or more is better.
+        reads_labels: whether ``data.format: auto`` is text with a label, and the model is made for the labels in it.
     """
 
     name: str
@@ -25,6 +26,7 @@ class TaskSpec:
     auto_class: str
     peft_type: str
     best: tuple[str, Literal["min", "max"]]
+    reads_labels: bool = False
 
 
 CAUSAL_LM = TaskSpec(
@@ -34,7 +36,15 @@ CAUSAL_LM = TaskSpec(
     peft_type="CAUSAL_LM",
     best=("eval_loss", "min"),
 )
-SPECS = {spec.name: spec for spec in (CAUSAL_LM,)}
+SEQUENCE_CLASSIFICATION = TaskSpec(
+    "sequence_classification",
+    rows=frozenset({"labelled"}),
+    auto_class="AutoModelForSequenceClassification",
+    peft_type="SEQ_CLS",
+    best=("eval_loss", "min"),
+    reads_labels=True,
+)
+SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
 
 
 def task_class(name: str) -> Any:

@@ -208,6 +208,8 @@ def fit(connected: Connected, preparation: Preparation, config: Config, run: Run
     handle = _one_at_a_time(handle)
     # DeepSpeed's engine is made with the size of a step, which the data may decide.
     is_early = connected.is_own and not connected.placement.use_gpu and connected.resolved.strategy != "deepspeed"
+    # A classifier's last layer is made for the classes that the data have.
+    is_early = is_early and not task_spec(config.model.task).reads_labels
     # No other run's begins alike, also where many are at work in this process.
     group = f"finray {run.path.name} {uuid4().hex[:8]}"
     prepared_at = 0.0
@@ -361,7 +363,10 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
         handle(Note(note))
     for message, where, repair in step_warnings(config, size, steps=steps, packs=packs, continued=before is not None):
         handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
-    known = Settled(location, replace(resolved, global_batch_size=size, epochs=epochs, pack_length=pack_length))
+    decided = replace(resolved, global_batch_size=size, epochs=epochs, pack_length=pack_length)
+    if task_spec(config.model.task).reads_labels and (labels := dataset.label_set) is not None:
+        decided = replace(decided, problem=labels.problem, labels=labels.names)
+    known = Settled(location, decided)
     run.keep_resolved(known.resolved)
     return known
 

@@ -60,7 +60,7 @@ def test_the_starter_file_is_a_configuration_with_all_defaults(tmp_path: Path) -
     path.write_text(full_yaml(model="m", source="d.jsonl"))
     assert load_config(path) == build_config(SMALL, source="test")
     # Every field is there, commented or not, and uncommenting changes nothing.
-    uncommented = path.read_text().replace("  # ", "  ", 200)
+    uncommented = path.read_text().replace("  # ", "  ", 400)
     for section, model in sections().items():
         for field in model.model_fields:
             assert f"  {field}: " in uncommented, f"{section}.{field}"

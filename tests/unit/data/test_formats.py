@@ -454,7 +454,8 @@ def test_labels_are_names_or_whole_numbers(preparing: Preparing, put: Write) -> 
     wanted = {"format": "labelled_text"}
     assert example({"sentence": "a", "label": 1}, **wanted) == Labelled("a", "1")
     assert example({"text": "a", "labels": "good"}, **wanted) == Labelled("a", "good")
-    for label in (1.5, True, [1]):
+    assert example({"text": "a", "label": True}, **wanted) == Labelled("a", "true")
+    for label in ({"a": 1}, float("nan"), " "):
         assert "the label is" in refused({"text": "a", "label": label}, **wanted)
     assert "`label` is null" in refused({"text": "a", "label": None}, **wanted)
     rows = [{"text": "one", "label": label} for label in (10, 2, 2, 0)]

@@ -224,6 +224,7 @@ def test_labelled_text_has_the_special_tokens_of_a_classifier_and_says_whether_i
         (row,) = rows_of(make(tokenizer, max_length=limit), Labelled("one two three four", "b"))
         assert (row.ids, row.spans, row.label) == (whole[:limit], (), "b")
         assert row.truncated == (limit < len(whole))
+        assert row.supervised == 1
 
 
 def test_prompts_that_end_in_white_space_are_served_as_they_are_trained_however_many_there_are(

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
@@ -74,11 +75,12 @@ def _examples(source: SourceRows, prepared_as: str, entries: list[PartEntry], ro
         before += entry.source_rows
 
 
-def _input_output(example: Example, encoder: Tokenizer) -> dict[str, str]:
+def _input_output(example: Example, encoder: Tokenizer) -> dict[str, Any]:
     if isinstance(example, Completion):
         return {"input": example.prompt, "output": example.completion}
     if isinstance(example, Labelled):
-        return {"input": example.text, "output": example.label}
+        text = example.text if example.text_pair is None else [example.text, example.text_pair]
+        return {"input": text, "output": example.label}
     if not isinstance(example, Chat):
         return {"input": "", "output": example.text}
     last = max((index for index, one in enumerate(example.messages) if one.role == "assistant"), default=None)

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from finray.config.resolved import Problem
 from finray.data.dataset.plan import Stream, fingerprint
+from finray.data.formats.labels import in_order, mixed_labels
 from finray.data.sources.readers import ByteRange
 from finray.data.storage import Folder
 from finray.errors import DataError
@@ -81,6 +83,7 @@ class PartResult(RowCounts):
         longest: tokens of the longest row.
         kind: of its first row; None without rows.
         labels: classes in it.
+        problem: that its labels speak for; None without labels.
         tokens_file: with the token ids and masks.
         index_file: with where each row lies and where it came from.
         pieces: the ranges of source files that it was made of, each with the file's name inside the source.
@@ -101,6 +104,7 @@ class PartResult(RowCounts):
     passed: tuple[int, ...]
     bad: tuple[BadRowNote, ...]
     lost: tuple[tuple[int, int], ...] = ()
+    problem: Problem | None = None
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PartResult:
@@ -157,7 +161,8 @@ class SplitStats(RowCounts):
     Attributes:
         longest: tokens of the longest row.
         kind: ``chat``, ``completion``, ``text`` or ``labelled``; None without rows.
-        labels: all classes, whole numbers first.
+        labels: all classes, in the order of their ids.
+        problem: what the labels speak for; None without labels.
         streams: its sources.
         answers_lost_at: the first rows that lost their whole answer, as ``file:row``.
     """
@@ -167,6 +172,7 @@ class SplitStats(RowCounts):
     labels: tuple[str, ...]
     streams: tuple[StreamEntry, ...]
     answers_lost_at: tuple[str, ...] = ()
+    problem: Problem | None = None
 
     @property
     def parts(self) -> list[PartEntry]:
@@ -237,12 +243,21 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
         DataError: a split has no token to learn.
     """
     splits: dict[str, SplitStats] = {}
+    kinds: dict[Problem, str] = {}
     for name in dict.fromkeys(stream.split for stream in streams):
         own = [stream for stream in streams if stream.split == name]
         parts = [part for stream in own for part in _parts_of(stream.name, results)]
         each = [part.counts() for part in parts]
         counts = {counter: sum(one[counter] for one in each) for counter in each[0]}
-        labels = {label for part in parts for label in part.labels}
+        rules = own[0].choice.labels
+        labels = in_order(label for part in parts for label in part.labels)
+        for part in parts:
+            if part.problem is not None:
+                kinds.setdefault(part.problem, part.pieces[0].file)
+        if len(kinds) > 1:
+            (first, _), (other, file), *_ = kinds.items()
+            error = mixed_labels(first, other)
+            raise DataError(error.message, where=file, repair=error.repair)
         streams_of = tuple(_stream_entry(_parts_of(stream.name, results)) for stream in own)
         entries = (entry for stream in streams_of for entry in stream.parts)
         lost = [
@@ -254,11 +269,12 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             **counts,
             longest=max(part.longest for part in parts),
             kind=next((part.kind for part in parts if part.kind), None),
-            labels=tuple(sorted(labels, key=lambda one: (not one.isdigit(), int(one) if one.isdigit() else 0, one))),
+            labels=rules.names if rules is not None and rules.names else labels,
+            problem=next((part.problem for part in parts if part.problem), None),
             streams=streams_of,
             answers_lost_at=tuple(lost[:NAMED_ROWS]),
         )
-        if not split.supervised and not split.labels:
+        if not split.supervised:
             reasons = (
                 (split.answers_lost, "lost their answer to truncation"),
                 (split.dropped_too_long, "are longer than data.max_length"),

@@ -20,10 +20,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from finray.config.resolved import Problem
 from finray.data.dataset.manifest import NAMED_ROWS, BadRowNote, DataFile, PartResult, files_of, part_note
 from finray.data.dataset.plan import ROWS_PER_BATCH, Part, Settings
 from finray.data.formats.convert import column, converter_of
 from finray.data.formats.examples import Example
+from finray.data.formats.labels import Label, in_order, kind_of, mixed_labels
 from finray.data.sources.pieces import bad_row, read_piece
 from finray.data.storage import Folder
 from finray.data.tokenize.encode import Encoded, Tokenizer, Tokens
@@ -40,6 +42,8 @@ INDEX = pa.schema(
         ("digest", pa.int64()),
     ]
 )
+# Of the column `label` in the index.
+LABEL_TYPES = {"single_label": pa.string(), "multi_label": pa.list_(pa.string()), "regression": pa.float64()}
 _ROWS_AT_A_TIME = 256
 
 Convert = Callable[[Mapping[str, Any]], list[Example]]
@@ -95,7 +99,10 @@ class PartWriter:
             with closing(_ArrowFiles(self._folder.sub(part.stream.name), part.number)) as files:
                 while batch := list(islice(rows, _ROWS_AT_A_TIME)):
                     for row, examples, encoded in self._encode_each(part, batch, convert, bad):
-                        files.add(row, examples, encoded)
+                        try:
+                            files.add(row, examples, encoded)
+                        except DataError as error:
+                            raise bad_row(error, part.pieces[row.piece], row.number, self._settings.reading) from None
                 files.counts["source_rows"] += len(bad)
                 files.counts["bad_rows"] = len(bad)
                 tokens_file, index_file = files.finish()
@@ -105,7 +112,8 @@ class PartWriter:
                 format=part.row_format.describe(has_chat_template=self._encoder.has_chat_template),
                 longest=files.longest,
                 kind=files.kind,
-                labels=tuple(sorted(files.labels)),
+                labels=in_order(files.labels),
+                problem=files.problem,
                 tokens_file=tokens_file,
                 index_file=index_file,
                 pieces=pieces,
@@ -182,7 +190,8 @@ class _ArrowFiles:
         counts: names and values of :class:`RowCounts`.
         kind: of the first example.
         longest: tokens of the longest row.
-        labels: all labels seen.
+        labels: all classes seen.
+        problem: that the labels speak for; None without labels.
         lost: piece and number of the first rows that lost their whole answer.
     """
 
@@ -198,6 +207,8 @@ class _ArrowFiles:
         self.kind: str | None = None
         self.longest = 0
         self.labels: set[str] = set()
+        self.problem: Problem | None = None
+        self._is_labelled: bool | None = None
         self.lost: list[tuple[int, int]] = []
 
     def close(self) -> None:
@@ -233,11 +244,19 @@ class _ArrowFiles:
                 counts["rows"] += 1
                 counts["tokens"] += len(tokens.ids)
                 counts["supervised"] += tokens.supervised
-                if self._waiting and (self._waiting[0][1].label is None) != (tokens.label is None):
-                    raise DataError("rows with a label and rows without one cannot stand in one data set")
+                self._require_like_the_first(tokens.label)
                 self._waiting.append((row, tokens))
                 if len(self._waiting) == ROWS_PER_BATCH:
                     self._flush()
+
+    def _require_like_the_first(self, label: Label | None) -> None:
+        if self._is_labelled is None:
+            self._is_labelled = label is not None
+            self.problem = None if label is None else kind_of(label)
+        if self._is_labelled != (label is not None):
+            raise DataError("rows with a label and rows without one cannot stand in one data set")
+        if label is not None and self.problem is not None and (kind := kind_of(label)) != self.problem:
+            raise mixed_labels(self.problem, kind, label)
 
     def finish(self) -> tuple[DataFile, DataFile]:
         """Put both files in place, and describe them."""
@@ -270,6 +289,8 @@ class _ArrowFiles:
         bounds = list(pairwise(offsets.tolist()))
         for (_, tokens), (start, stop) in zip(waiting, bounds, strict=True):
             ids[start:stop] = tokens.ids
+            if tokens.token_types:
+                mask[start:stop] = tokens.token_types
             for low, high in tokens.spans:
                 mask[start + low : start + high] = 1
         lists = [
@@ -287,15 +308,16 @@ class _ArrowFiles:
             "digest": [_hash64(ids[start:stop].tobytes()) for start, stop in bounds],
         }
         schema = INDEX
-        first, first_tokens = waiting[0]
+        first = waiting[0][0]
         if first.group is not None:
             groups = (json.dumps(row.group, sort_keys=True, default=str) for row, _ in waiting)
             columns["group"] = [_hash64(group.encode()) for group in groups]
             schema = schema.append(pa.field("group", pa.int64()))
-        if first_tokens.label is not None:
+        if self.problem is not None:
             columns["label"] = [tokens.label for _, tokens in waiting]
-            self.labels.update(columns["label"])
-            schema = schema.append(pa.field("label", pa.string()))
+            for label in columns["label"] if self.problem != "regression" else ():
+                self.labels.update((label,) if isinstance(label, str) else label)
+            schema = schema.append(pa.field("label", LABEL_TYPES[self.problem]))
         self._index.append(
             pa.record_batch([_array(columns[field.name], field.type) for field in schema], schema=schema)
         )

@@ -16,6 +16,7 @@ from finray.config.redact import is_secret_name
 from finray.config.schema import Config, DataConfig, ModelConfig
 from finray.data.formats.convert import FormatChoice
 from finray.data.formats.examples import RowFormat
+from finray.data.formats.labels import LabelRules
 from finray.data.sources import hub
 from finray.data.sources.pieces import bad_row, count_rows, plan_parts, read_piece
 from finray.data.sources.readers import ByteRange, Reading
@@ -67,13 +68,15 @@ class Settings:
     reading: Reading
     chunk_overlap: int
     template_arguments: Mapping[str, Any]
+    labels: LabelRules | None = None
 
     @classmethod
     def of(cls, config: Config) -> Settings:
         """From a config."""
         prepare = config.prepare
         reading = Reading(max_row_bytes=prepare.max_row_bytes, text_rows=prepare.text_rows)
-        return cls(config.data, reading, prepare.chunk_overlap, config.model.chat_template_arguments)
+        labels = LabelRules.of(config)
+        return cls(config.data, reading, prepare.chunk_overlap, config.model.chat_template_arguments, labels)
 
     def encoder(self, tokenizer: Any) -> Tokenizer:
         """The tokenizer as the config wants it."""
@@ -89,19 +92,20 @@ class Settings:
         )
 
 
-def plan_streams(data: DataConfig, reading: Reading) -> list[Stream]:
+def plan_streams(settings: Settings) -> list[Stream]:
     """The sources of a config, by split (ratio splits are taken later, from the training rows).
 
     Raises:
         DataError: a source is not there, or evaluation would see the training rows.
     """
-    choice = FormatChoice.of(data)
+    data, reading, labels = settings.data, settings.reading, settings.labels
+    choice = FormatChoice.of(data, labels=labels)
     if data.mix:
         streams = []
         for number, one in enumerate(data.mix):
             split = one.split or data.train_split
             source = resolve(one.source, split=split, subset=one.subset, revision=one.revision)
-            streams.append(Stream(f"train-{number}", "train", source, FormatChoice.of(data, one)))
+            streams.append(Stream(f"train-{number}", "train", source, FormatChoice.of(data, one, labels=labels)))
     else:
         streams = [Stream("train", "train", _own(data, data.train_split), choice)]
     if data.eval_source is not None:

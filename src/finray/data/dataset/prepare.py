@@ -108,7 +108,7 @@ def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
     root = root or prepared_dir(config)
     digests = Digests(None if is_url(root) else Path(root) / _DIGESTS)
     settings = Settings.of(config)
-    streams = plan_streams(config.data, settings.reading)
+    streams = plan_streams(settings)
     shape = shaped_by(settings, streams, tokenizer=tokenizer_identity(config.model, digests), digests=digests)
     return Planned(settings, streams, shape, root)
 
@@ -127,7 +127,7 @@ def check_inputs(config: Config) -> None:
             where="data.format",
             repair="set data.format to text, to learn the text alone; `finray prepare` prepares labelled text",
         )
-    plan_streams(data, Settings.of(config).reading)
+    plan_streams(Settings.of(config))
 
 
 class Preparation:

@@ -20,6 +20,7 @@ from finray.config.tasks import TaskSpec
 from finray.data.dataset.fetch import DatasetFiles
 from finray.data.dataset.manifest import MANIFEST, DataFile, Manifest, StreamEntry
 from finray.data.dataset.plan import ROWS_PER_BATCH
+from finray.data.formats.labels import Label, LabelSet
 from finray.data.sampling.order import mix
 from finray.data.sampling.splits import hold_out, mixed, sizes_of_mix
 from finray.data.storage import Folder
@@ -96,7 +97,7 @@ class PreparedSplit:
         return some
 
     def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        """Token ids and loss mask of a row, as views of the mapped file."""
+        """Token ids, and loss mask or (of labelled text) token types of a row, as views of the mapped file."""
         part, within = self._find(number)
         if part not in self._tokens:
             reader = pa.ipc.open_file(pa.memory_map(str(self._files.path(self._token_files[part]))))
@@ -117,10 +118,10 @@ class PreparedSplit:
         return f"{start.file}:{start.first + row}"
 
     @property
-    def labels(self) -> list[str]:
-        """Class of each row, for labelled text."""
+    def labels(self) -> list[Label]:
+        """Label of each row, for labelled text."""
         found = [value for table in self._index if len(table) for value in table.column("label").to_pylist()]
-        return [found[row] for row in self._rows.tolist()]
+        return [tuple(value) if isinstance(value := found[row], list) else value for row in self._rows.tolist()]
 
     def prefetch(self, rows: Iterable[int]) -> None:
         """Say in which order rows will be read, so that remote files are fetched in that order."""
@@ -204,6 +205,12 @@ class PreparedDataset:
         """What rows are: ``chat``, ``completion``, ``text`` or ``labelled``."""
         return str(self.manifest.splits[split].kind)
 
+    @property
+    def label_set(self) -> LabelSet | None:
+        """What the labels of the training rows say; None where they have none."""
+        train = self.manifest.splits["train"]
+        return None if train.problem is None else LabelSet(train.problem, train.labels)
+
     def require_kind(self, spec: TaskSpec) -> None:
         """Refuse rows that a task does not learn from.
 
@@ -214,7 +221,7 @@ class PreparedDataset:
             raise DataError(
                 f"the rows are {self.kind()}, and {spec.name} learns from {', '.join(sorted(spec.rows))}",
                 where="data.format",
-                repair="set data.format to text, to learn the text alone"
+                repair="set data.format to text, to learn the text alone, or model.task to sequence_classification"
                 if self.kind() == "labelled"
                 else "set data.format or model.task so that they fit each other",
             )

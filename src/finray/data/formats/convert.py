@@ -11,13 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finray.config.extensions import imported
 from finray.config.schema import DataConfig, SourceConfig
 from finray.data.formats.examples import Chat, Completion, Example, Labelled, Message, RowFormat, Text, detect
+from finray.data.formats.labels import LabelRules, label_of
 from finray.errors import ConfigError, DataError, did_you_mean
 from finray.limits import CONVERTER_S, cut, shown, within
 
@@ -35,10 +36,17 @@ class FormatChoice:
     output_template: str | None = None
     converter: str | None = None
     system: str | None = None
+    labels: LabelRules | None = None
 
     @classmethod
-    def of(cls, data: DataConfig, source: SourceConfig | None = None) -> FormatChoice:
-        """From the data section, or from one of several sources with the section behind it."""
+    def of(
+        cls, data: DataConfig, source: SourceConfig | None = None, *, labels: LabelRules | None = None
+    ) -> FormatChoice:
+        """From the data section, or from one of several sources with the section behind it.
+
+        Args:
+            labels: how labels are read; None where the task learns from none, and `auto` does not look for them.
+        """
         own = source or SourceConfig(source="")
         return cls(
             own.format or data.format,
@@ -47,6 +55,7 @@ class FormatChoice:
             own.output_template or data.output_template,
             data.converter,
             data.system if own.system is None else own.system,
+            labels,
         )
 
     def shaped_by(self) -> dict[str, Any]:
@@ -57,7 +66,9 @@ class FormatChoice:
             content = Path(file).read_bytes() if file else self.converter.encode()
             converter = [self.converter, hashlib.sha256(content).hexdigest()]
         # Other tokens than before `auto` made chat turns of prompts and completions; of no other format.
-        pairs = {} if converter or self.input_template or self.format != "auto" else {"pairs": "chat"}
+        pairs: dict[str, Any] = {} if converter or self.input_template or self.format != "auto" else {"pairs": "chat"}
+        if self.labels is not None or self.format == "labelled_text":
+            pairs = {"labels": asdict(self.labels or LabelRules())}
         return {
             **pairs,
             **({"system": self.system} if self.system else {}),
@@ -76,10 +87,11 @@ class FormatChoice:
             ConfigError: the templates name no column, or not those of the mapping.
         """
         if self.converter is not None:
-            return RowFormat("converter", converter=self.converter, system=self.system)
+            return RowFormat("converter", converter=self.converter, system=self.system, labels=self.labels)
         if self.input_template is None or self.format not in ("auto", "template"):
-            row_format = detect(columns, self.field_mapping, self.format)
-            return replace(row_format, as_chat=self.format == "auto", system=self.system)
+            wanted = "labelled_text" if self.labels is not None and self.format == "auto" else self.format
+            row_format = detect(columns, self.field_mapping, wanted)
+            return replace(row_format, as_chat=self.format == "auto", system=self.system, labels=self.labels)
         assert self.output_template is not None
         found = _PLACEHOLDER.finditer(f"{self.input_template} {self.output_template}")
         names = list(dict.fromkeys(match[1] for match in found if match[1]))
@@ -107,7 +119,7 @@ def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[
     if row_format.kind == "converter":
         assert row_format.converter is not None
         function = load_function(row_format.converter)
-        return lambda row: _converted(function, row, row_format.system, has_chat_template=has_chat_template)
+        return lambda row: _converted(function, row, row_format, has_chat_template=has_chat_template)
     return lambda row: [_example(row, row_format, has_chat_template=has_chat_template)]
 
 
@@ -180,10 +192,9 @@ def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) ->
         case "alpaca":
             return _from_alpaca(row, row_format, has_chat_template=has_chat_template)
         case "labelled_text":
-            label = column(row, columns["label"])
-            if not isinstance(label, str | int) or isinstance(label, bool):
-                raise DataError(f"the label is {label!r}; it must be a whole number or a name")
-            return Labelled(_text(row, columns["text"]), str(label))
+            label = label_of(column(row, columns["label"]), row_format.labels or LabelRules())
+            pair = _text(row, columns["text_pair"]) if "text_pair" in columns else None
+            return Labelled(_text(row, columns["text"]), label, pair)
         case "text":
             return Text(_text(row, columns["text"]))
         case _:
@@ -405,9 +416,7 @@ def _overdue(excess: str) -> DataError:
     )
 
 
-def _converted(
-    function: Callable[..., Any], row: Columns, system: str | None, *, has_chat_template: bool
-) -> list[Example]:
+def _converted(function: Callable[..., Any], row: Columns, own: RowFormat, *, has_chat_template: bool) -> list[Example]:
     with within(CONVERTER_S, _overdue):
         try:
             result = function(dict(row))
@@ -423,7 +432,7 @@ def _converted(
         raise DataError("the converter must return a row (a dictionary), a list of rows, or None to leave it out")
     examples: list[Example] = []
     for item in rows:
-        wanted = "labelled_text" if "label" in item and "text" in item else "auto"
-        row_format = replace(detect(item, {}, wanted), system=system)
+        wanted = "labelled_text" if own.labels is not None or ("label" in item and "text" in item) else "auto"
+        row_format = replace(detect(item, {}, wanted), system=own.system, labels=own.labels)
         examples += converter_of(row_format, has_chat_template=has_chat_template)(item)
     return examples

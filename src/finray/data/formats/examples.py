@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from finray.errors import DataError
+from finray.data.formats.labels import Label as Label
+from finray.data.formats.labels import LabelRules
+from finray.errors import DataError, did_you_mean
 
 Kind = Literal["messages", "prompt_completion", "alpaca", "sharegpt", "text", "labelled_text", "template", "converter"]
 
@@ -67,10 +69,11 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Text and its class, for classification."""
+    """A text, or two, and what is to be said of them: a class, several, or a number."""
 
     text: str
-    label: str
+    label: Label
+    text_pair: str | None = None
 
 
 Example = Chat | Completion | Text | Labelled
@@ -85,6 +88,7 @@ class RowFormat:
         present: columns that the first rows have.
         as_chat: whether a prompt and its completion are turns of a conversation where the model has a chat template.
         system: what a conversation without a system message begins with.
+        labels: how those of labelled text are read; None for a task that learns from none.
     """
 
     kind: Kind
@@ -95,6 +99,7 @@ class RowFormat:
     present: tuple[str, ...] = ()
     as_chat: bool = False
     system: str | None = None
+    labels: LabelRules | None = None
 
     def describe(self, *, has_chat_template: bool = False) -> str:
         """For people: the format, the columns it is read from, and those that nothing reads."""
@@ -120,11 +125,24 @@ _REQUIRED: tuple[tuple[Kind, dict[str, tuple[str, ...]]], ...] = (
     ("alpaca", {"instruction": ("question", "prompt", "query"), "output": ("answer", "response")}),
     ("text", {"text": ("text", "content")}),
 )
-# Only where it is asked for.
-_LABELLED: tuple[Kind, dict[str, tuple[str, ...]]] = (
-    "labelled_text",
-    {"text": ("text", "sentence", "content"), "label": ("label", "labels")},
+# Of labelled text, which is read only where it is asked for, by name or by a task that learns from labels.
+_PAIRS = (
+    ("text", "text_pair"),
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("question", "passage"),
+    ("text1", "text2"),
 )
+_TEXTS = ("text", "sentence", "content")
+_LABELS = ("label", "labels", "score")
+# What else a mapping may call its fields.
+_LABELLED = {
+    **dict.fromkeys(("text", "sentence", "content", "sentence1", "premise"), "text"),
+    **dict.fromkeys(("text_pair", "sentence2", "hypothesis"), "text_pair"),
+    **dict.fromkeys(("label", "labels"), "label"),
+}
 # Read where a row has them; the first rows may be without.
 _OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
     "messages": {"tools": ("tools",)},
@@ -141,7 +159,9 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
     """
     present = tuple(columns)
     said = mapping
-    for kind, required in (*_REQUIRED, _LABELLED) if wanted == "labelled_text" else _REQUIRED:
+    if wanted == "labelled_text":
+        return _labelled(present, said)
+    for kind, required in _REQUIRED:
         optional = _OPTIONAL.get(kind, {})
         fields = {name: name for name in (*required, *optional)}
         # A mapping may name a field as the table of formats does: `question` is the instruction of `alpaca`.
@@ -170,6 +190,47 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
     raise _no_format(present, said, wanted)
 
 
+def _labelled(present: tuple[str, ...], said: Mapping[str, str]) -> RowFormat:
+    """The columns of labelled text: a text, or two under names that stand together, and a label."""
+
+    def missing(what: str, field: str, near: str) -> DataError:
+        return DataError(
+            f"there is no column with {what} (columns: {', '.join(present)}){did_you_mean(near, present)}",
+            where="data.field_mapping",
+            repair=f"name it, such as data.field_mapping: {{{field}: COLUMN}}",
+        )
+
+    if unknown := [name for name in said if name not in _LABELLED]:
+        raise DataError(
+            f"labelled text has no field `{unknown[0]}`: it has text, text_pair and label",
+            where="data.field_mapping",
+            repair="leave it out, or set data.format",
+        )
+    found = {_LABELLED[name]: column for name, column in said.items()}
+    for name, column in said.items():
+        if _root(column, present) is None:
+            raise _no_format(present, {name: column}, "labelled_text")
+    if "text" not in found:
+        pairs = () if "text_pair" in found else _PAIRS
+        first, second = next((pair for pair in pairs if set(pair) <= set(present)), (None, None))
+        first = first or next((name for name in _TEXTS if name in present), None)
+        if first is None:
+            raise missing("the text", "text", "text")
+        found |= {"text": first, **({"text_pair": second} if second else {})}
+    elif "text_pair" in present and "text_pair" not in found:
+        found["text_pair"] = "text_pair"
+    if "label" not in found:
+        named = next((name for name in _LABELS if name in present), None)
+        if named is None:
+            raise missing("the labels", "label", "label")
+        found["label"] = named
+    return RowFormat(
+        "labelled_text",
+        {name: found[name] for name in ("text", "text_pair", "label") if name in found},
+        present=present,
+    )
+
+
 def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str) -> DataError:
     for name, column in mapping.items():
         if _root(column, present) is None:
@@ -180,7 +241,9 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
             )
     named = f"`{wanted}`" if wanted != "auto" else "a format"
     mapped = f" with data.field_mapping of {', '.join(mapping)}" if mapping else ""
-    labelled = " (for classification: data.format: labelled_text)" if {"label", "labels"} & set(present) else ""
+    labelled = (
+        " (for classification: model.task: sequence_classification)" if {"label", "labels"} & set(present) else ""
+    )
     return DataError(
         f"the columns are not those of {named}{mapped} ({', '.join(present)})",
         where="data.format",

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
-from finray.data.formats.examples import Chat, Completion, Example, Labelled, Text
+from finray.data.formats.examples import Chat, Completion, Example, Label, Labelled, Text
 from finray.data.tokenize.chat import ChatRenderer, Span
 from finray.data.tokenize.widths import Widths
 from finray.errors import DataError
@@ -37,17 +37,21 @@ class Tokens:
         ids: token ids.
         spans: ranges of ``ids`` that are learned (are targets of the loss), in order.
         truncated: whether tokens were cut off to fit.
-        label: the class of a labelled text.
+        label: of a labelled text.
+        token_types: of a labelled text, for each token: 1 where it is of the second text and the model is told so.
     """
 
     ids: list[int]
     spans: tuple[Span, ...]
     truncated: bool = False
-    label: str | None = None
+    label: Label | None = None
+    token_types: tuple[int, ...] = ()
 
     @property
     def supervised(self) -> int:
-        """Targets in the row. The first token is never one: nothing predicts it."""
+        """Targets in the row: of a labelled text its label; else tokens, of which nothing predicts the first."""
+        if self.label is not None:
+            return 1
         return sum(stop - max(start, 1) for start, stop in self.spans if stop > 1)
 
 
@@ -134,6 +138,7 @@ class Tokenizer:
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
         self._special_texts = sorted(str(added[number].content) for number in self._special_ids)
         self._tails: dict[str, list[int]] = {}
+        self._has_types = "token_type_ids" in tokenizer.model_input_names
 
     @property
     def bos_text(self) -> str:
@@ -173,7 +178,11 @@ class Tokenizer:
         """
         planned = [self._jobs(example) for example in examples]
         jobs = [job for own, _ in planned for job in own]
-        labelled = [example.text for example in examples if isinstance(example, Labelled)]
+        labelled = [
+            example.text if example.text_pair is None else (example.text, example.text_pair)
+            for example in examples
+            if isinstance(example, Labelled)
+        ]
         without_offsets = not any(job.has_borders for job in jobs) or (
             len(jobs) >= _MANY_TEXTS and self._widths is not None
         )
@@ -181,7 +190,7 @@ class Tokenizer:
         try:
             encodings = iter(encode_batch([job.text for job in jobs], add_special_tokens=False))
             # With the special tokens that classifiers are trained with, such as [CLS] and [SEP].
-            uncut = iter(self._tokenizer(labelled)["input_ids"] if labelled else ())
+            uncut = iter(self._backend.encode_batch_fast(labelled) if labelled else ())
         except (TypeError, UnicodeEncodeError):
             raise DataError(
                 "the text holds half of a surrogate pair, which is no character",
@@ -255,12 +264,26 @@ class Tokenizer:
             rows += pieces
         return Encoded(rows, notes, dropped, dropped_tokens, cut, lost)
 
-    def _labelled(self, example: Labelled, ids: list[int]) -> Encoded:
-        is_cut = len(ids) > self._max_length
-        if is_cut:
-            ids = self._tokenizer(example.text, truncation=True, max_length=self._max_length)["input_ids"]
+    def _labelled(self, example: Labelled, encoding: Any) -> Encoded:
+        ids, types = encoding.ids, encoding.type_ids
+        excess = max(0, len(ids) - self._max_length)
+        if excess:
+            if not self._fit(Tokens(ids, ()), chunked=False):
+                return Encoded([], dropped=1, dropped_tokens=len(ids))
+            # Of two texts the longer one loses tokens first; special tokens stay.
+            cut = self._tokenizer(example.text, example.text_pair, truncation=True, max_length=self._max_length)
             self._backend.no_truncation()
-        return Encoded([Tokens(list(ids), (), truncated=is_cut, label=example.label)])
+            ids, types = cut["input_ids"], cut.get("token_type_ids", ())
+        if not ids:
+            raise DataError("the text has no tokens", repair="fill or remove the row, or set data.on_bad_row to drop")
+        row = Tokens(
+            list(ids),
+            (),
+            truncated=excess > 0,
+            label=example.label,
+            token_types=tuple(types) if self._has_types else (),
+        )
+        return Encoded([row], truncated_tokens=excess)
 
     def _tokens(self, job: _Job, encoding: Any, without_offsets: bool) -> Tokens:
         ids: list[int] = encoding.ids

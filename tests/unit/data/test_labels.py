@@ -1,0 +1,315 @@
+"""Labelled text: which columns are read, what labels are allowed, and what is prepared of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import BertTokenizerFast, PreTrainedTokenizerFast
+
+from finray.config.load import build_config
+from finray.data.formats.convert import FormatChoice, converter_of
+from finray.data.formats.examples import Label, Labelled
+from finray.data.formats.labels import LabelRules, LabelSet, label_of
+from finray.errors import ConfigError, DataError
+from tests.support.preparing import Preparing, Write, lines
+from tests.support.preparing import put as put
+from tests.support.tiny import WORDS
+
+CLASSIFIES = {"task": "sequence_classification"}
+
+
+def bert_tokenizer() -> Any:
+    """A tokenizer of BERT's kind: [CLS] a [SEP] b [SEP], with token types."""
+    words = {word: at for at, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *dict.fromkeys(WORDS)])}
+    core = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer()
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.post_processor = processors.BertProcessing(("[SEP]", words["[SEP]"]), ("[CLS]", words["[CLS]"]))
+    return BertTokenizerFast(tokenizer_object=core)
+
+
+@pytest.fixture
+def classifying(tmp_path: Path) -> Preparing:
+    """Prepares for an encoder."""
+    folder = tmp_path / "encoder"
+    tokenizer = bert_tokenizer()
+    tokenizer.save_pretrained(str(folder))
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+    return Preparing(folder, tokenizer, tmp_path / "prepared")
+
+
+def read(row: dict[str, Any], mapping: dict[str, str] | None = None) -> Labelled:
+    choice = FormatChoice("auto", mapping or {}, labels=LabelRules())
+    (found,) = converter_of(choice.decide(row), has_chat_template=True)(row)
+    assert isinstance(found, Labelled)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping", "expected"),
+    [
+        ({"text": "a", "label": 1}, {}, ("a", None)),
+        # A chat's column beside it changes nothing: the task wants a label.
+        ({"content": "a", "labels": "x", "messages": []}, {}, ("a", None)),
+        ({"sentence1": "a", "sentence2": "b", "label": 1, "idx": 0}, {}, ("a", "b")),
+        ({"premise": "a", "hypothesis": "b", "label": 1}, {}, ("a", "b")),
+        ({"question": "a", "sentence": "b", "label": 1}, {}, ("a", "b")),
+        ({"text": "a", "text_pair": "b", "label": 1}, {}, ("a", "b")),
+        ({"sentence1": "a", "sentence2": "b", "score": 1.0}, {}, ("a", "b")),
+        ({"u": "a", "v": "b", "y": 1}, {"text": "u", "text_pair": "v", "label": "y"}, ("a", "b")),
+        ({"u": "a", "v": "b", "y": 1}, {"premise": "u", "hypothesis": "v", "label": "y"}, ("a", "b")),
+        # Who names one text wants one.
+        ({"premise": "a", "hypothesis": "b", "label": 1}, {"text": "hypothesis"}, ("b", None)),
+        ({"data": {"t": "a"}, "label": 1}, {"text": "data.t"}, ("a", None)),
+    ],
+)
+def test_the_columns_of_one_text_or_two(
+    row: dict[str, Any], mapping: dict[str, str], expected: tuple[str, str | None]
+) -> None:
+    found = read(row, mapping)
+    assert (found.text, found.text_pair) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "mapping", "said"),
+    [
+        ({"text": "a", "lable": 1}, {}, r"no column with the labels \(columns: text, lable\).*did you mean"),
+        ({"body": "a", "label": 1}, {}, r"no column with the text \(columns: body, label\)"),
+        ({"text": "a", "label": 1}, {"label": "y"}, r"`label` is read from `y`, which is no column \(text, label\)"),
+        ({"text": "a", "label": 1}, {"prompt": "text"}, "labelled text has no field `prompt`"),
+    ],
+)
+def test_columns_that_are_missing_are_named_with_those_that_are_there(
+    row: dict[str, Any], mapping: dict[str, str], said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        read(row, mapping)
+
+
+def test_without_a_task_that_learns_from_labels_text_is_text() -> None:
+    row = {"text": "a", "label": 1}
+    assert FormatChoice("auto", {}).decide(row).kind == "text"
+    assert FormatChoice("auto", {}, labels=LabelRules()).decide(row).kind == "labelled_text"
+
+
+NAMED = LabelRules(names=("bad", "good"))
+
+
+@pytest.mark.parametrize(
+    ("value", "rules", "expected"),
+    [
+        ("x", LabelRules(), "x"),
+        (-3, LabelRules(), "-3"),
+        (True, LabelRules(), "true"),
+        (0.5, LabelRules(), 0.5),
+        (["b", 2], LabelRules(), ("b", "2")),
+        ([], LabelRules(), ()),
+        ("x", LabelRules("multi_label"), ("x",)),
+        ("2.5", LabelRules("regression"), 2.5),
+        (3, LabelRules("regression"), 3.0),
+        # Whole numbers are ids of the names, also as text, of which a CSV file is made.
+        (1, NAMED, "good"),
+        ("0", NAMED, "bad"),
+        (False, NAMED, "bad"),
+        ("good", NAMED, "good"),
+        ([1, 0], NAMED, ("good", "bad")),
+        # Unless the names are numbers themselves.
+        (1, LabelRules(names=("5", "1")), "1"),
+    ],
+)
+def test_a_label_is_a_name_names_or_a_number(value: Any, rules: LabelRules, expected: Label) -> None:
+    found = label_of(value, rules)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+@pytest.mark.parametrize(
+    ("value", "rules", "said"),
+    [
+        (2, NAMED, r"the label 2 is none of classification.labels \(bad, good\)"),
+        (-1, NAMED, "the label -1 is none of"),
+        ("Good", NAMED, "the label 'Good' is none of"),
+        (1.0, NAMED, "classes are names or whole numbers"),
+        (1.0, LabelRules("single_label"), "set classification.problem to regression"),
+        ([1.0, 0.0], LabelRules(), "a list with 1.0; it must be a name or a whole number"),
+        ([0, 1, 0], LabelRules(), "lists a class twice"),
+        (["a"], LabelRules("single_label"), "set classification.problem to multi_label"),
+        ("", LabelRules(), "the label is empty"),
+        ("many", LabelRules("regression"), "labels must be numbers"),
+        (True, LabelRules("regression"), "labels must be numbers"),
+        (float("inf"), LabelRules(), "no number to learn"),
+        (10**400, LabelRules("regression"), "labels must be numbers"),
+        ("9" * 5000, NAMED, "is none of"),
+        ({"a": 1}, LabelRules(), "must be a name or a whole number"),
+    ],
+)
+def test_a_label_that_is_none_says_what_to_do(value: Any, rules: LabelRules, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        label_of(value, rules)
+
+
+PAIRS = [
+    {"premise": "the cat sleeps", "hypothesis": "the dog reads a green stone", "label": "no"},
+    {"premise": "water", "hypothesis": "bread", "label": "yes"},
+]
+
+
+def test_pairs_are_tokenised_as_transformers_does_with_their_token_types(classifying: Preparing, put: Write) -> None:
+    for limit in (64, 8):
+        dataset = classifying.dataset(put("rows.jsonl", lines(PAIRS)), model=CLASSIFIES, max_length=limit)
+        split = dataset.all_rows("train")
+        assert split is not None
+        for at, row in enumerate(PAIRS):
+            expected = bert_tokenizer()(row["premise"], row["hypothesis"], truncation=True, max_length=limit)
+            ids, types = split.row(at)
+            assert (ids.tolist(), types.tolist()) == (expected["input_ids"], expected["token_type_ids"])
+            assert 1 in types
+        assert split.supervised.tolist() == [1, 1]
+        assert (split.labels, dataset.label_set) == (["no", "yes"], LabelSet("single_label", ("no", "yes")))
+        assert dataset.manifest.splits["train"].truncated == (limit == 8)
+
+
+def test_a_tokenizer_without_token_types_has_none(tmp_path: Path, put: Write) -> None:
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=bert_tokenizer().backend_tokenizer, model_input_names=["input_ids", "attention_mask"]
+    )
+    plain.save_pretrained(str(tmp_path / "plain"))
+    (tmp_path / "plain" / "config.json").write_text("{}", encoding="utf-8")
+    preparing = Preparing(tmp_path / "plain", plain, tmp_path / "prepared")
+    split = preparing.splits(put("rows.jsonl", lines(PAIRS)), model=CLASSIFIES).train
+    assert [row.tolist().count(1) for row in (split.row(0)[1], split.row(1)[1])] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classification", "problem", "names", "kept"),
+    [
+        ([10, 2, 2, 0], {}, "single_label", ("0", "2", "10"), ["10", "2", "2", "0"]),
+        ([1, 0, 1], {"labels": ["bad", "good"]}, "single_label", ("bad", "good"), ["good", "bad", "good"]),
+        # The names that the config has and the data lack keep their ids.
+        (["a", "b"], {"labels": ["b", "c", "a"]}, "single_label", ("b", "c", "a"), ["a", "b"]),
+        ([["x", "a"], [], ["a"]], {}, "multi_label", ("a", "x"), [("x", "a"), (), ("a",)]),
+        ([1.5, 2.0, -1.0], {}, "regression", (), [1.5, 2.0, -1.0]),
+        ([1, "2.5"], {"problem": "regression"}, "regression", (), [1.0, 2.5]),
+    ],
+)
+def test_the_prepared_dataset_knows_its_labels(
+    classifying: Preparing,
+    put: Write,
+    labels: list[Any],
+    classification: dict[str, Any],
+    problem: Any,
+    names: tuple[str, ...],
+    kept: list[Label],
+) -> None:
+    rows = [{"text": "a cat", "label": label} for label in labels]
+    dataset = classifying.dataset(put("rows.jsonl", lines(rows)), model=CLASSIFIES, classification=classification)
+    split = dataset.all_rows("train")
+    assert split is not None
+    assert (dataset.label_set, split.labels) == (LabelSet(problem, names), kept)
+    some = split.take(split.source_rows[[1, 0]])
+    assert some.labels == [kept[1], kept[0]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([1, 2.5], r"names or whole numbers before, and numbers with decimals here \(2.5\).*rows.jsonl:2"),
+        (["a", "b", ["a"]], r"and lists here.*rows.jsonl:3"),
+    ],
+)
+def test_labels_of_different_kinds_are_refused_with_their_row(
+    classifying: Preparing, put: Write, labels: list[Any], said: str
+) -> None:
+    rows = [{"text": "a cat", "label": label} for label in labels]
+    source = put("rows.jsonl", lines(rows))
+    # Dropped rows would hide which of the two kinds is meant.
+    for on_bad_row in ("error", "drop"):
+        error = classifying.refused(source, model=CLASSIFIES, on_bad_row=on_bad_row)
+        assert all(part in str(error).replace("\n", " ") for part in said.replace("\\", "").split(".*")), str(error)
+
+
+def test_splits_with_labels_of_different_kinds_are_refused_with_the_file(classifying: Preparing, put: Write) -> None:
+    train = put("train.jsonl", lines([{"text": "a", "label": 1}]))
+    held_out = put("held.jsonl", lines([{"text": "b", "label": 1.5}]))
+    error = classifying.refused(train, model=CLASSIFIES, eval_source=str(held_out))
+    assert "different kinds" in error.message
+    assert error.where is not None
+    assert error.where.endswith("held.jsonl")
+
+
+def test_long_rows_are_dropped_or_refused_where_the_config_says_so(classifying: Preparing, put: Write) -> None:
+    source = put("rows.jsonl", lines([{"text": "cat " * 20, "label": 1}, {"text": "dog", "label": 0}]))
+    counts = classifying.dataset(source, model=CLASSIFIES, max_length=8, on_too_long="drop").manifest.splits["train"]
+    assert (counts.rows, counts.dropped_too_long, counts.dropped_tokens) == (1, 1, 22)
+    cut = classifying.dataset(source, model=CLASSIFIES, max_length=8).manifest.splits["train"]
+    assert (cut.rows, cut.truncated, cut.truncated_tokens) == (2, 1, 14)
+    error = classifying.refused(source, model=CLASSIFIES, max_length=8, on_too_long="error")
+    assert "the row has 22 tokens" in error.message
+
+
+def test_a_converter_may_return_labelled_text(
+    classifying: Preparing, put: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "reads_stars.py").write_text(
+        "def f(row):\n    return {'premise': row['t'], 'hypothesis': 'a cat', 'label': row['stars'] - 1}\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = put("rows.jsonl", lines([{"t": "one", "stars": 2}, {"t": "two", "stars": 1}]))
+    split = classifying.splits(
+        source, model=CLASSIFIES, converter="reads_stars:f", classification={"labels": ["bad", "good"]}
+    ).train
+    assert split.labels == ["good", "bad"]
+    assert 1 in split.row(0)[1]
+
+
+def test_what_labels_are_read_as_changes_the_prepared_dataset(classifying: Preparing, put: Write) -> None:
+    source = put("rows.jsonl", lines([{"text": "a", "label": 1}, {"text": "a", "label": 0}]))
+    names = {
+        json.dumps(section): classifying.dataset(source, model=CLASSIFIES, classification=section).name
+        for section in ({}, {"labels": ["no", "yes"]}, {"labels": ["yes", "no"]}, {"problem": "regression"})
+    }
+    assert len(set(names.values())) == 4
+
+
+def build(classification: dict[str, Any], **model: Any) -> Any:
+    plain = {
+        "model": {"name": "m", **CLASSIFIES, **model},
+        "data": {"source": "x"},
+        "classification": classification,
+    }
+    return build_config(plain, source="test")
+
+
+@pytest.mark.parametrize(
+    ("classification", "said"),
+    [
+        ({"labels": ["a", "a"]}, "none may be listed twice"),
+        ({"labels": ["a", " "]}, "must not be blank"),
+        ({"labels": ["a"]}, "at least two classes"),
+        ({"labels": [True, "a"]}, "in quotes"),
+        ({"labels": ["a", "b"], "class_weights": {"c": 2}}, "c is none of classification.labels"),
+        ({"class_weights": {"c": 0}}, "must be above 0"),
+        ({"problem": "regression", "labels": ["a", "b"]}, "no effect with classification.problem regression"),
+        ({"problem": "regression", "class_weights": "balanced"}, "no effect"),
+        ({"label_smoothing": 1.0}, "less than 1"),
+    ],
+)
+def test_a_section_that_cannot_be_meant_is_refused(classification: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(classification)
+
+
+def test_the_section_has_no_effect_with_another_task_and_says_so() -> None:
+    with pytest.raises(ConfigError, match="has no effect with model"):
+        build({"label_smoothing": 0.1}, task="causal_lm")
+    # Its defaults are in every config.
+    assert build({}, task="causal_lm").classification.labels is None
+
+
+def test_whole_numbers_are_names_of_classes_in_a_config() -> None:
+    section = build({"labels": [1, 0], "class_weights": {0: 2.5}}).classification
+    assert (section.labels, section.class_weights) == (["1", "0"], {"0": 2.5})
