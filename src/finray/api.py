@@ -203,10 +203,12 @@ def inspect(
     """
     from finray.inspection.inspect import inspect as run
     from finray.inspection.page import page
+    from finray.planning.steps import pack_length_of
     from finray.reporting.page import write
 
     settings = load_config(config, overrides, **changed)
-    found = run(settings, examples=rows, chosen=[str(one) for one in row], compared=compare or None)
+    shown = [str(one) for one in row]
+    found = run(settings, examples=rows, chosen=shown, compared=compare or None, pack_length=pack_length_of)
     if html is not None:
         write(page(found), Path(html).expanduser())
     return found

@@ -85,7 +85,8 @@ def inspect_rows(
     config = build_config(plain, source="test")
     # Shorter than a config may say.
     config = config.model_copy(update={"data": config.data.model_copy(update={"max_length": max_length})})
-    inspector = Inspector(config.data, splits, counters or {}, tokenizer, special_tokens(tokenizer, stops=stops))
+    tokens = special_tokens(tokenizer, stops=stops)
+    inspector = Inspector(config.data, splits, counters or {}, tokenizer, tokens, max_length)
     return Inspection(
         config=config,
         format="messages",

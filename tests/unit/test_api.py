@@ -156,6 +156,30 @@ def test_plan_and_inspect_give_what_their_json_gives_and_show_themselves(
     assert inspected.splits[0].rows == 30
 
 
+def test_a_run_that_was_stopped_before_it_chose_takes_a_value_in_the_place_of_auto(
+    tiny_run: Callable[..., Plain],
+) -> None:
+    plain = tiny_run({"train.global_batch_size": "auto"})
+    with open_run(with_absolute_paths(finray.load_config(plain)), fresh=False, say=print):
+        pass
+    named = with_absolute_paths(finray.load_config(plain, train={"global_batch_size": 2}))
+    with open_run(named, fresh=False, say=print) as run:
+        (run.path / "checkpoint-000004").mkdir()
+    other = with_absolute_paths(finray.load_config(plain, train={"global_batch_size": 3}))
+    with pytest.raises(ConfigError, match="global_batch_size"), open_run(other, fresh=False, say=print):
+        pass
+
+
+def test_inspect_counts_packs_as_long_as_training_takes_them(tiny_run: Callable[..., Plain], tmp_path: Path) -> None:
+    little = tiny_run({"train.global_batch_size": "auto", "data.max_length": 1024})
+    fixed = tiny_run({"data.max_length": 1024})
+    (short, *_), (full, *_) = finray.inspect(little).splits, finray.inspect(fixed).splits
+    assert short.packing is not None
+    assert full.packing is not None
+    assert full.packing.capacity == 1024
+    assert short.packing.packs >= 16 > full.packing.packs
+
+
 def test_a_table_of_metrics_has_a_row_for_each_step(tmp_path: Path) -> None:
     train = TrainRecord(1, 0.5, 2.0, 1.0, 1e-3, 10, 5, "d", 100.0, 0.0, 1, 0.1)
     records = [

@@ -330,7 +330,10 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
     if run.config_file.is_file():
         chosen = run.resolved()
         before, config = settled(saved_config(run), chosen), settled(config, chosen)
-        problems = [f"{path}: was {old!r}, is now {new!r}" for path, old, new in differences(before, config)]
+        # A run that was stopped before anything was chosen has nothing that a choice of now could differ from.
+        is_open = chosen is None and not CheckpointStore(run.path).steps()
+        differ = [one for one in differences(before, config) if not (is_open and one[1] == "auto")]
+        problems = [f"{path}: was {old!r}, is now {new!r}" for path, old, new in differ]
         (was, _), (now, steps) = length(before), length(config)
         if was != now == "train.max_steps" and (done := run.finished()) is not None:
             had = done.summary.total_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,12 @@ _ROWS_AFTER_A_REFUSAL = 200
 
 
 def inspect(
-    config: Config, *, examples: int = 3, chosen: Sequence[str] = (), compared: int | None = 1000
+    config: Config,
+    *,
+    examples: int = 3,
+    chosen: Sequence[str] = (),
+    compared: int | None = 1000,
+    pack_length: Callable[[Config, npt.NDArray[np.int64]], int | None] = lambda config, lengths: None,
 ) -> Inspection:
     """Prepare the data of a config, unless that is done already, and measure it.
 
@@ -41,6 +46,7 @@ def inspect(
         examples: number of rows shown token by token, spread over the training rows.
         chosen: rows shown instead: by index in the training rows, or by ``file:row`` of the source.
         compared: number of training rows that are compared with what a server renders; None for all.
+        pack_length: tokens that training's packs of rows of these lengths hold; None for `data.max_length`.
 
     Returns:
         The inspection. If preparation refuses the data because training and serving differ, it holds the differences
@@ -87,7 +93,8 @@ def inspect(
         tokenizer=tokenizer,
         special=tokens.special,
     )
-    inspector = Inspector(config.data, splits, counters, tokenizer, tokens)
+    capacity = pack_length(config, found.train.lengths) or config.data.max_length
+    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity)
     return Inspection(
         config=config,
         format=form,

@@ -198,6 +198,7 @@ class Inspector:
         counters: split name to the counters of its preparation.
         tokenizer: the Transformers tokenizer.
         tokens: its special tokens.
+        capacity: tokens that a pack holds.
     """
 
     data: DataConfig
@@ -205,6 +206,7 @@ class Inspector:
     counters: Mapping[str, Mapping[str, int]]
     tokenizer: Any
     tokens: SpecialTokens
+    capacity: int
 
     def checks(self, *, kind: str) -> tuple[Check, ...]:
         """Checks of the tokens of every row of this kind (``chat``, ``completion`` or ``text``)."""
@@ -249,7 +251,7 @@ class Inspector:
                 quantiles=(low, median, high, top),
                 counts=dict(self.counters.get(name, {})),
                 histogram=histogram(rows.lengths),
-                packing=packing(rows.lengths, self.data.max_length) if packed else None,
+                packing=packing(rows.lengths, self.capacity) if packed else None,
                 longest=tuple(self._summary(rows, int(number)) for number in longest),
                 shortest=tuple(self._summary(rows, int(number)) for number in shortest),
             )

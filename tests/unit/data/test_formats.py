@@ -638,6 +638,8 @@ def test_a_converter_of_the_working_directory_comes_before_an_installed_one(
         ("no_such_module_here:shape", "cannot be imported"),
         ("json:no_such_function", "cannot be imported"),
         ("json", "package.module:function"),
+        ("/home/me/shape_rows.py:shape", "write `shape_rows:shape`, and run finray in /home/me"),
+        ("shape_rows.py:shape", "write `shape_rows:shape`"),
         ("json:__doc__", "is not a function"),
     ],
 )

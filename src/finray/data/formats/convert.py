@@ -393,8 +393,14 @@ def load_function(path: str) -> Callable[..., Any]:
     Raises:
         ConfigError: there is none.
     """
-    if ":" not in path:
-        raise ConfigError("a converter is written package.module:function", where=f"data.converter={path}")
+    module, colon, name = path.rpartition(":")
+    if not colon or "/" in module or module.endswith(".py"):
+        folder, stem = str(Path(module).parent), Path(module).stem
+        raise ConfigError(
+            "a converter is written package.module:function",
+            where=f"data.converter={path}",
+            repair=f"write `{stem}:{name}`" + (f", and run finray in {folder}" if folder != "." else "") if colon else None,
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
