@@ -399,7 +399,9 @@ def load_function(path: str) -> Callable[..., Any]:
         raise ConfigError(
             "a converter is written package.module:function",
             where=f"data.converter={path}",
-            repair=f"write `{stem}:{name}`" + (f", and run finray in {folder}" if folder != "." else "") if colon else None,
+            repair=f"write `{stem}:{name}`" + (f", and run finray in {folder}" if folder != "." else "")
+            if colon
+            else None,
         )
     here = str(Path.cwd())
     if here not in sys.path:
