@@ -78,7 +78,7 @@ def one_step(
     updates.step = watched  # type: ignore[method-assign]
     batches = [(index, batch_of(rows(seed=index))) for index in range(2)]
     weight = sum(len(batch.targets_K) for _, batch in batches)
-    data = StepData(batches, weight=weight, tokens=0, samples=(0, 1), items=2)
+    data = StepData(batches, weight=weight, supervised=weight, tokens=0, samples=(0, 1), items=2)
     result = train_step(task, strategy, updates, data, state, guard, learning_rate=1e-3, max_grad_norm=1.0)
     assert (result.loss.dtype, result.loss.device) == (torch.float64, DEVICE)
     assert not result.grad_norm.shape

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 _LIST = """
 the a cat dog house tree river mountain bread water light stone green blue small large runs sleeps sings
@@ -52,6 +57,41 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # No attention at all.
     "mamba": ("mamba", _IDS | {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "pad_token_id": 0}),
 }
+
+# Values that are no family's defaults: eps, activation, windows, positions, what is a bias and what is not.
+_ENCODER = _SIZES | {"vocab_size": 384, "intermediate_size": 96, "max_position_embeddings": 80, "pad_token_id": 0}
+_BERT = _ENCODER | {"type_vocab_size": 3, "layer_norm_eps": 1e-3, "hidden_act": "gelu_new"}
+_MODERN = _ENCODER | {"num_hidden_layers": 4, "local_attention": 8, "global_attn_every_n_layers": 2}
+_MODERN |= {"norm_eps": 1e-3, "attention_bias": True, "cls_token_id": 1, "sep_token_id": 2}
+_DISTIL = {"vocab_size": 384, "dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 96, "max_position_embeddings": 80}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", _BERT),
+    # MiniLM is a BERT with more heads than its width asks for, and without token types of pairs.
+    "minilm": ("bert", _ENCODER | {"hidden_size": 48, "num_attention_heads": 12, "type_vocab_size": 2}),
+    "distilbert": ("distilbert", _DISTIL | {"pad_token_id": 0, "activation": "relu"}),
+    "roberta": ("roberta", _BERT | {"type_vocab_size": 1, "pad_token_id": 5}),
+    "modernbert": ("modernbert", _MODERN),
+    "modernbert-mean": ("modernbert", _MODERN | {"classifier_pooling": "mean", "classifier_activation": "silu"}),
+}
+
+
+def build_classifier(family: str, *, classes: int = 3, seed: int = 0, **overrides: Any) -> Any:
+    """A randomly initialised tiny classifier of a family of encoders or decoders, in fp32."""
+    kind, settings = (ENCODERS | FAMILIES)[family]
+    config = AutoConfig.for_model(kind, **settings | overrides, num_labels=classes)
+    torch.manual_seed(seed)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # As in `build_model`; biases and norms get values, so that one that is left out shows.
+            if parameter.ndim >= 2:
+                parameter.mul_(4.0)
+            else:
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
+            if name.endswith("pooler.dense.weight"):
+                # Else its tanh has no gradient.
+                parameter.mul_(0.1)
+    return model
 
 
 def train_tokenizer() -> Any:

@@ -71,7 +71,7 @@ def mean_loss(
         attention_name=attention.NAME if packs else None,
         device=model.device,
     )
-    sums = torch.zeros(task.metric_count, dtype=torch.float64, device=model.device)
+    sums = torch.zeros(task.metric_count(len(rows)), dtype=torch.float64, device=model.device)
     for number, row in enumerate(rows):
         task.score(collate([row], [number]).to(model.device), sums)
         progress(number + 1)

@@ -22,6 +22,7 @@ _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
         "cu_seq_lens_k",
+        "deterministic",
         "max_length_k",
         "output_attentions",
         "output_hidden_states",
@@ -71,22 +72,22 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each row.
+    """Attention within each row: causal, or in both directions where the module is not causal (encoders).
 
     Args:
-        module: the attention module (unused; Transformers passes it).
+        module: the attention module; it is causal unless its ``is_causal`` says otherwise.
         query: (1, H, T, D).
         key: (1, H_kv, T, D) with H a multiple of H_kv.
         value: (1, H_kv, T, D).
         attention_mask: must be None; rows are told by their lengths.
         scaling: factor of the scores; ``D ** -0.5`` when None.
         dropout: probability of dropping a score, in training.
-        sliding_window: a token sees at most this many tokens, itself included.
+        sliding_window: a token sees at most this many tokens to each side that it sees, itself included.
         softcap: scores are capped to ``softcap * tanh(score / softcap)`` (Gemma 2).
         segment_lengths: tokens per row, adding up to T.
         cu_seq_lens_q: int32 cumulative lengths, S + 1 entries, on the device.
         max_length_q: the longest row.
-        is_causal: must not be False.
+        is_causal: overrides the module.
         others: anything without effect on the result.
 
     Returns:
@@ -100,9 +101,11 @@ def packed_attention(
     if attention_mask is not None:
         raise RuntimeError(f"{type(module).__name__} builds a mask of its own, which packed rows cannot honour")
     unknown = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
-    if unknown or is_causal is False:
-        name = unknown[0] if unknown else "is_causal"
-        raise RuntimeError(f"{type(module).__name__} wants `{name}` in its attention, which packed rows cannot have")
+    if unknown:
+        raise RuntimeError(
+            f"{type(module).__name__} wants `{unknown[0]}` in its attention, which packed rows cannot have"
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embeddings may have widened queries and keys; values are as the projection left them.
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -111,7 +114,8 @@ def packed_attention(
     fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None and query.shape[-1] <= 256
     if varlen is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
         kernel, takes_groups = varlen
-        options: dict[str, Any] = {"scale": scaling, "window_size": (sliding_window - 1 if sliding_window else -1, 0)}
+        before = sliding_window - 1 if sliding_window else -1
+        options: dict[str, Any] = {"scale": scaling, "window_size": (before, 0 if causal else before)}
         groups = query.shape[1] // key.shape[1]
         if groups > 1 and takes_groups:
             options["enable_gqa"] = True
@@ -123,7 +127,9 @@ def packed_attention(
     # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
     rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
     outputs = [
-        _attend(*row, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap).transpose(1, 2)
+        _attend(
+            *row, causal=causal, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap
+        ).transpose(1, 2)
         for row in rows
     ]
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).contiguous(), None
@@ -134,26 +140,27 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
+    causal: bool,
     scaling: float | None,
     dropout: float,
     window: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Causal attention of one row; all of (1, heads, L, D)."""
+    """Attention of one row; all of (1, heads, L, D)."""
     length = query.shape[2]
     short = length <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not query.is_cuda
     if short and softcap is None and window is None and not dropout:
-        return _attend_explicitly(query, key, value, scaling)
+        return _attend_explicitly(query, key, value, scaling, causal=causal)
     windowed = window is not None and window < length
     grouped = query.shape[1] != key.shape[1]
     if softcap is None and not windowed:
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+            query, key, value, is_causal=causal, dropout_p=dropout, scale=scaling, enable_gqa=grouped
         )
     distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
-    visible = distance >= 0
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if windowed and window is not None:
-        visible &= distance < window
+        visible &= distance.abs() < window
     if softcap is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, dropout_p=dropout, scale=scaling, enable_gqa=grouped
@@ -167,15 +174,17 @@ def _attend(
 
 
 def _attend_explicitly(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, *, causal: bool
 ) -> torch.Tensor:
-    """Causal attention of one short row by three matrix products; heads that share keys are one product."""
+    """Attention of one short row by three matrix products; heads that share keys are one product."""
     _, heads, length, width = query.shape
     shared = key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
     grouped = query.reshape(shared, heads // shared * length, width)
-    future = torch.full((length, length), float("-inf"), dtype=query.dtype).triu(1).repeat(heads // shared, 1)
-    scores = torch.baddbmm(future.expand(shared, -1, -1), grouped, key[0].transpose(1, 2), alpha=scale)
+    hidden = torch.zeros(1, 1, dtype=query.dtype)
+    if causal:
+        hidden = torch.full((length, length), float("-inf"), dtype=query.dtype).triu(1).repeat(heads // shared, 1)
+    scores = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, key[0].transpose(1, 2), alpha=scale)
     # torch sums a bf16 softmax in fp32 and rounds once; asking for fp32 would keep two more copies for the backward.
     weights = torch.softmax(scores, dim=-1)
     return torch.bmm(weights, value[0]).view(1, heads, length, width)

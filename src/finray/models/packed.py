@@ -6,6 +6,9 @@ nothing can leak from one to the next, and no padding is computed either.
 
 from __future__ import annotations
 
+import inspect
+import itertools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +41,14 @@ class PackedRows(Protocol):
         """int32 cumulative lengths."""
 
 
+class LabelledRows(PackedRows, Protocol):
+    """What the forward pass of a classifier reads."""
+
+    @property
+    def token_types_1T(self) -> torch.Tensor:
+        """int64, 0 for tokens of the first text of a row and 1 for those of the second."""
+
+
 class PackedModel:
     """A Transformers or PEFT model that is called with packed rows.
 
@@ -48,7 +59,7 @@ class PackedModel:
 
     Args:
         attention_name: Transformers' name of the attention over packed rows; None for a model that cannot be packed
-            and keeps its own. Each of its batches is then one row.
+            and keeps its own. The rows of each of its batches are then of one length.
         device: of this rank.
     """
 
@@ -57,6 +68,12 @@ class PackedModel:
         self.inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.precision = precision
         self._body = getattr(self.inner, self.inner.base_model_prefix)
+        # Where positions begin: RoBERTa's after that of padding.
+        tables = (one for name, one in self._body.named_modules() if name.endswith("position_embeddings"))
+        padding = getattr(next(tables, None), "padding_idx", None)
+        self._first_position = 0 if padding is None else padding + 1
+        takes = inspect.signature(self._body.forward).parameters
+        self._has_token_types = "token_type_ids" in takes and getattr(self.inner.config, "type_vocab_size", 0) > 1
         self._device = device
         self._attention = attention_name
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
@@ -89,12 +106,55 @@ class PackedModel:
 
     def hidden_TH(self, batch: PackedRows) -> torch.Tensor:
         """The last hidden states (T, H)."""
-        hidden: torch.Tensor = self._call(self._body, batch).last_hidden_state[0]
-        return hidden
+        hidden: torch.Tensor = self._call(self._body, batch).last_hidden_state
+        return hidden.flatten(0, 1)
 
     def logits_KV(self, batch: PackedRows, positions_K: torch.Tensor) -> torch.Tensor:
         """Logits (K, V) at some positions, by the model's own head."""
-        logits: torch.Tensor = self._call(self.inner, batch, logits_to_keep=positions_K).logits[0]
+        logits: torch.Tensor
+        if self._attention is None and len(batch.lengths) > 1:
+            # `logits_to_keep` counts within a row.
+            logits = self._call(self.inner, batch).logits
+            return logits.flatten(0, 1).index_select(0, positions_K)
+        logits = self._call(self.inner, batch, logits_to_keep=positions_K).logits[0]
+        return logits
+
+    def logits_SC(self, batch: LabelledRows) -> torch.Tensor:
+        """Logits (S, C) of each row, by the model's own pooling and head.
+
+        A classifier's forward pass is its body's, and then a head that reads the first token of each row, its last or
+        all of them. So the body runs over packed rows; then the model runs with, in place of the body, the hidden
+        states that were gathered by rows. Of a head that does not mean over the row, first and last token are enough.
+        """
+        types = {"token_type_ids": batch.token_types_1T} if self._has_token_types else {}
+        logits: torch.Tensor
+        if self._attention is None:
+            logits = self._call(self.inner, batch, **types).logits
+            return logits
+        output = self._call(self._body, batch, **types)
+        tokens_T, starts_S, stops_S = batch.tokens_1T[0], batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
+        padding = self.inner.config.get_text_config().pad_token_id
+        if getattr(self.inner.config, "classifier_pooling", "cls") in ("cls", "bos"):
+            # A decoder's is the last token that is no padding.
+            at_T = torch.arange(len(tokens_T), device=tokens_T.device)
+            if padding is not None:
+                at_T = at_T.where(tokens_T != padding, -1).cummax(0).values
+            index_SL = torch.stack([starts_S, at_T[stops_S - 1].maximum(starts_S)], dim=1)
+            mask_SL = torch.ones_like(index_SL)
+        else:
+            within_L = torch.arange(max(batch.lengths), device=tokens_T.device)
+            index_SL = (starts_S[:, None] + within_L).minimum(stops_S[:, None] - 1)
+            mask_SL = (within_L < (stops_S - starts_S)[:, None]).long()
+        hidden_TH = output.last_hidden_state[0]
+        output.last_hidden_state = hidden_TH.index_select(0, index_SL.flatten()).view(*index_SL.shape, -1)
+        if output.get("pooler_output") is not None:
+            output.pooler_output = self._body.pooler(output.last_hidden_state)
+        # What is in the dictionary of an object comes before its modules.
+        self.inner.__dict__[self.inner.base_model_prefix] = lambda *_, **__: output
+        try:
+            logits = self.inner(input_ids=tokens_T[index_SL], attention_mask=mask_SL).logits
+        finally:
+            del self.inner.__dict__[self.inner.base_model_prefix]
         return logits
 
     def has_plain_head(self, batch: PackedRows) -> bool:
@@ -110,7 +170,7 @@ class PackedModel:
                 training = self.model.training
                 self.model.eval()
                 with torch.no_grad():
-                    probe = _OneRow(batch.tokens_1T[:, : min(batch.lengths[0], _HEAD_CHECK_TOKENS)])
+                    probe = JoinedRows(batch.tokens_1T[:, : min(batch.lengths[0], _HEAD_CHECK_TOKENS)])
                     theirs = self._call(self.inner, probe).logits[0].float()
                     hidden = self.hidden_TH(probe)
                     ours = self.head().logits(hidden)
@@ -127,14 +187,17 @@ class PackedModel:
 
     def _call(self, module: Any, batch: PackedRows, **options: Any) -> Any:
         if self._attention is None:
-            assert len(batch.lengths) == 1, "a model that cannot be packed takes one row at a time"
-            return module(input_ids=batch.tokens_1T, use_cache=False, **options)
+            length = batch.lengths[0]
+            assert set(batch.lengths) == {length}, "a model that cannot be packed takes rows of one length"
+            if (types := options.pop("token_type_ids", None)) is not None:
+                options["token_type_ids"] = types.view(-1, length)
+            return module(input_ids=batch.tokens_1T.view(-1, length), use_cache=False, **options)
         longest = max(batch.lengths)
         if self._attention == attention.NAME:
             options["segment_lengths"] = attention.RowLengths(batch.lengths)
         return module(
             input_ids=batch.tokens_1T,
-            position_ids=batch.positions_1T,
+            position_ids=batch.positions_1T + self._first_position,
             use_cache=False,
             cu_seq_lens_q=batch.cu_seqlens,
             cu_seq_lens_k=batch.cu_seqlens,
@@ -144,12 +207,28 @@ class PackedModel:
         )
 
 
-class _OneRow:
-    """A row of a few tokens as a batch."""
+class JoinedRows:
+    """Rows (1, L) of a few tokens as a batch; the second half of each is of the second type."""
 
-    def __init__(self, tokens_1T: torch.Tensor) -> None:
-        length, device = tokens_1T.shape[1], tokens_1T.device
-        self.tokens_1T = tokens_1T
-        self.positions_1T = torch.arange(length, device=device)[None]
-        self.lengths = (length,)
-        self.cu_seqlens = torch.tensor([0, length], dtype=torch.int32, device=device)
+    def __init__(self, *rows: torch.Tensor) -> None:
+        device = rows[0].device
+        self.tokens_1T = torch.cat(rows, dim=1)
+        self.lengths = tuple(row.shape[1] for row in rows)
+        self.positions_1T = torch.cat([torch.arange(length, device=device) for length in self.lengths])[None]
+        self.token_types_1T = torch.cat(
+            [(torch.arange(length, device=device) >= (length + 1) // 2).long() for length in self.lengths]
+        )[None]
+        self.cu_seqlens = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=device)
+
+
+class CalledAsOne(torch.nn.Module):
+    """A model and what is computed with it as one module: what shards weights gathers them for all of its forward."""
+
+    def __init__(self, model: Any, compute: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._compute = compute
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        """What is computed of a batch."""
+        return self._compute(batch)

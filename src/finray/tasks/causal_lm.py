@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,24 +19,20 @@ from finray.data.sampling.collate import Batch, collate
 from finray.models.head import loss_sum
 from finray.models.loading import build_model
 from finray.models.packed import PackedModel
-from finray.models.saved_layout import SavedLayout
+from finray.tasks.packed_task import PackedTask
 
 # exp() of more than this is not a float; a perplexity so large says nothing anyway.
 _LARGEST_EXPONENT = 700.0
 
 
-class CausalLM:
+class CausalLM(PackedTask):
     """A causal language model in training; see :class:`finray.training.task.Task`."""
 
     spec = CAUSAL_LM
-    # The loss summed over targets, and their number.
-    metric_count = 2
 
     def __init__(self, model: Any, *, precision: str, attention_name: str | None, device: torch.device) -> None:
-        self.packed = PackedModel(model, precision=precision, attention_name=attention_name, device=device)
-        self.model = model
-        self.layout = SavedLayout(model)
-        self.module: torch.nn.Module = _LossModule(model, self.compute_loss)
+        packed = PackedModel(model, precision=precision, attention_name=attention_name, device=device)
+        super().__init__(packed, self.compute_loss)
 
     @classmethod
     def build(cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> CausalLM:
@@ -58,23 +54,6 @@ class CausalLM:
         )
         return cls(model, precision=resolved.precision, attention_name=resolved.attention, device=device)
 
-    @property
-    def is_on_meta(self) -> bool:
-        """Whether parameters have no values yet."""
-        return self.packed.is_on_meta
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that are trained, by name, in a fixed order."""
-        return self.packed.trainable()
-
-    def initialised_parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that got their values here and not from a file."""
-        return self.packed.initialised_parameters()
-
-    def parameter_counts(self) -> tuple[int, int]:
-        """(trainable, all) parameters."""
-        return self.packed.parameter_counts()
-
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:
         """Rows laid end to end, without padding."""
         return collate([split.row(row) for row in rows], rows)
@@ -87,6 +66,10 @@ class CausalLM:
         """Cross-entropy summed over the batch's K targets (fp32 scalar, nats)."""
         result: torch.Tensor = self.module(batch)
         return result
+
+    def metric_count(self, rows: int) -> int:  # noqa: ARG002
+        """The loss summed over targets, and their number."""
+        return 2
 
     def score(self, batch: Batch, sums: torch.Tensor) -> None:
         """Add the loss and the number of targets."""
@@ -106,15 +89,3 @@ class CausalLM:
                 return F.cross_entropy(logits.float(), batch.targets_K, reduction="sum")
             hidden = self.packed.hidden_TH(batch).index_select(0, batch.target_positions_K)
             return loss_sum(self.packed.head(), hidden, batch.targets_K)
-
-
-class _LossModule(torch.nn.Module):
-    """Model and loss as one module: what shards weights gathers them for the whole of its forward pass."""
-
-    def __init__(self, model: Any, loss: Callable[[Batch], torch.Tensor]) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        return self._loss(batch)

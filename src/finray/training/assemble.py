@@ -23,7 +23,7 @@ from finray.config.schema import Config
 from finray.config.tasks import task_class, task_spec
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.order import Order, derive_key, total_steps
-from finray.data.sampling.packing import one_row_each, plan_packs
+from finray.data.sampling.packing import one_length_each, one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
 from finray.files import FileKind
 from finray.models import liger
@@ -293,11 +293,11 @@ def _data(
     lengths = held_out.lengths[: config.evaluation.max_rows]
     evaluation = EvalLoader(
         # Packed even where training is not: the loss of a row does not depend on its neighbours.
-        plan=(plan_packs if resolved.packs else one_row_each)(lengths, data.max_length),
+        plan=(plan_packs if resolved.packs else one_length_each)(lengths, data.max_length),
         collate=partial(task.collate, held_out),
         rows=len(lengths),
         held_out=len(held_out),
-        weight=int(task.weight(held_out)[: len(lengths)].sum()),
+        weight=int(held_out.supervised[: len(lengths)].sum()),
         rank=strategy.rank,
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
@@ -377,7 +377,7 @@ def _header(
         precision="bf16-true" if resolved.weights == "bf16" else resolved.precision,
         rows=len(loader.split),
         tokens=int(loader.split.lengths.sum()),
-        supervised=int(loader.weight.sum()),
+        supervised=int(loader.split.supervised.sum()),
         eval_rows=0 if evaluation is None else evaluation.rows,
         held_out=0 if evaluation is None else evaluation.held_out,
         epochs=(loader.order.total or steps["total_steps"] * loader.global_batch_size) / len(loader.plan),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.order import Order, micro_batches
 from finray.data.sampling.packing import PackPlan
-from finray.training.task import Batch, IntArray
+from finray.training.task import Batch, WeightArray
 
 Collate = Callable[[Sequence[int]], Batch]
 
@@ -24,13 +24,15 @@ class StepData:
         micro_batches: (index of the micro-batch within the step, batch).
         dummy_batches: batches passed through the model for nothing, where all ranks must do the same number.
         weight: of the whole step, over all ranks: what the loss is divided by.
+        supervised: targets of the whole step.
         tokens: tokens of the whole step.
         samples: rows of the whole step, in order.
         items: packs (or rows) of the whole step; the cursor moves by this much.
     """
 
     micro_batches: list[tuple[int, Batch]]
-    weight: int
+    weight: float
+    supervised: int
     tokens: int
     samples: tuple[int, ...]
     items: int
@@ -52,8 +54,8 @@ class StepLoader:
         collate: makes a batch of rows of the split.
         weight: of each row in the loss.
         lockstep: whether every process must do the same number of forward passes.
-        rows_apart: whether each row gets a forward pass of its own (see ``finray.models.packing_check``). What a step
-            consists of does not change.
+        rows_apart: whether a forward pass has rows of one length only (see ``finray.models.packing_check``). What a
+            step consists of does not change.
         pin: whether batches are put in page-locked memory.
     """
 
@@ -61,7 +63,7 @@ class StepLoader:
     plan: PackPlan
     order: Order
     collate: Collate
-    weight: IntArray
+    weight: WeightArray
     global_batch_size: int
     micro_batch_size: int
     rank: int
@@ -87,7 +89,8 @@ class StepLoader:
         dummy = [self._batch(samples[:1] if self.rows_apart else packs[0])] * missing if missing else []
         return StepData(
             micro_batches=[(index, self._batch(rows)) for index, rows in own],
-            weight=int(self.weight[samples].sum()),
+            weight=float(self.weight[samples].sum()),
+            supervised=int(self.split.supervised[samples].sum()),
             tokens=int(self.split.lengths[samples].sum()),
             samples=tuple(samples),
             items=len(items),
@@ -102,7 +105,10 @@ class StepLoader:
             rows = tuple(row for at in one.items for row in packs[at])
             if self.rows_apart:
                 before = sum(map(len, packs[: one.index * size]))
-                found += [(before + at, (row,)) for at, row in enumerate(rows)]
+                alike: dict[int, list[int]] = {}
+                for row in rows:
+                    alike.setdefault(int(self.split.lengths[row]), []).append(row)
+                found += [(before + at, tuple(some)) for at, some in enumerate(alike.values())]
             else:
                 found.append((one.index, rows))
         return found

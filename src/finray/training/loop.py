@@ -114,7 +114,7 @@ class Loop:
                     say=float(self.writer.is_done) + ASKED * self.asked(),
                     parts=self.profiler.parts,
                 )
-                state.advance(items=data.items, tokens=data.tokens, supervised=data.weight)
+                state.advance(items=data.items, tokens=data.tokens, supervised=data.supervised)
                 self._window.add(data, result, waited)
                 numbers = None
                 stopping = self._said.read(result.said) >= ASKED
@@ -200,7 +200,7 @@ class Loop:
                 grad_norm=numbers.grad_norm if math.isfinite(numbers.grad_norm) else None,
                 lr=rate,
                 tokens=self.state.tokens,
-                supervised=window.weight,
+                supervised=window.supervised,
                 samples_digest=data.digest,
                 tokens_per_s=round(window.tokens / max(window.seconds, 1e-9), 3),
                 data_wait_s=round(window.waited, 6),
@@ -280,7 +280,8 @@ class _Window:
 
     loss: torch.Tensor | None = None
     first_loss: torch.Tensor | None = None
-    weight: int = 0
+    weight: float = 0.0
+    supervised: int = 0
     tokens: int = 0
     seconds: float = 0.0
     waited: float = 0.0
@@ -288,6 +289,7 @@ class _Window:
 
     def add(self, data: StepData, result: StepResult, waited: float) -> None:
         self.weight += data.weight
+        self.supervised += data.supervised
         if self.loss is None:
             self.loss = self.first_loss = result.loss
         else:

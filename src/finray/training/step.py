@@ -96,7 +96,7 @@ def train_step(
 @torch.no_grad()
 def evaluate(task: Task, strategy: Strategy, loader: EvalLoader) -> dict[str, float]:
     """The task's metrics over all ranks' evaluation rows; only sums are kept on the device and exchanged."""
-    sums = torch.zeros(task.metric_count, dtype=torch.float64, device=strategy.device)
+    sums = torch.zeros(task.metric_count(loader.rows), dtype=torch.float64, device=strategy.device)
     for batch, counts in loader.batches():
         task.score(batch.to(strategy.device), sums if counts else torch.zeros_like(sums))
     return task.metrics(strategy.all_reduce(sums).tolist())

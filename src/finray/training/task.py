@@ -15,7 +15,7 @@ from finray.config.schema import Config
 from finray.config.tasks import TaskSpec
 from finray.data.dataset.prepared import PreparedSplit
 
-IntArray = npt.NDArray[np.int64]
+WeightArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 class Batch(Protocol):
@@ -60,14 +60,12 @@ class Task(Protocol):
         model: the Transformers or PEFT model, which is counted and saved.
         module: what is called for a forward pass; a strategy may wrap it.
         layout: what is saved of the model.
-        metric_count: how many numbers :meth:`score` accumulates.
     """
 
     spec: TaskSpec
     model: Any
     module: torch.nn.Module
     layout: SavedLayout
-    metric_count: int
 
     @classmethod
     def build(cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> Self:
@@ -93,11 +91,16 @@ class Task(Protocol):
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:
         """Rows of a prepared split as a micro-batch."""
 
-    def weight(self, split: PreparedSplit) -> IntArray:
-        """Weight of each row in the loss: its targets, or 1. The loss is divided by the sum over the global batch."""
+    def weight(self, split: PreparedSplit) -> WeightArray:
+        """Weight of each row in the loss: its targets, or that of its class. The loss is divided by the sum over the
+        global batch."""
 
     def loss_sum(self, batch: Any) -> torch.Tensor:
         """The loss summed over a batch (fp32 scalar)."""
+
+    def metric_count(self, rows: int) -> int:
+        """How many numbers :meth:`score` accumulates when so many rows are evaluated: sums, and where a metric needs
+        all rows at once (a rank, say) a place for each, which the sum over the ranks fills."""
 
     def score(self, batch: Any, sums: torch.Tensor) -> None:
         """Add a batch's share of the metrics to ``sums`` (fp64, ``metric_count`` long, on the device)."""

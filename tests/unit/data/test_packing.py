@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finray.data.sampling.packing import one_row_each, plan_packs
+from finray.data.sampling.packing import one_length_each, one_row_each, plan_packs
 
 
 def naive_best_fit(lengths: list[int], capacity: int) -> list[int]:
@@ -52,6 +52,12 @@ def test_a_row_longer_than_a_pack_is_refused() -> None:
 def test_without_packing_every_row_stands_alone() -> None:
     plan = one_row_each([5, 3, 9], 10)
     assert [plan.pack(index) for index in range(len(plan))] == [(0,), (1,), (2,)]
+
+
+def test_rows_of_one_length_share_packs_as_far_as_they_fit() -> None:
+    plan = one_length_each([5, 3, 5, 9, 3, 5, 12, 3], 10)
+    assert [plan.pack(index) for index in range(len(plan))] == [(1, 4, 7), (0, 2), (5,), (3,), (6,)]
+    assert (plan.tokens, len(one_length_each([], 10))) == (45, 0)
 
 
 def test_a_pack_that_takes_all_rows_costs_no_more_than_the_rows() -> None:

@@ -25,7 +25,6 @@ def attend(**options: Any) -> torch.Tensor:
         {"sinks": torch.ones(2)},
         {"position_bias": torch.ones(1, 2, 6, 6)},
         {"head_mask": torch.ones(2)},
-        {"is_causal": False},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -39,6 +38,22 @@ def test_arguments_that_change_nothing_are_not() -> None:
     plain = attend()
     harmless = {"position_ids": torch.arange(6)[None], "is_causal": True, "use_cache": False, "s_aux": None}
     assert torch.equal(attend(**harmless), plain)
+
+
+class Encoder(torch.nn.Module):
+    """An attention module that sees both sides."""
+
+    is_causal = False
+
+
+def test_a_module_is_causal_unless_it_or_the_call_says_otherwise() -> None:
+    plain, other = attend(), attend(is_causal=False)
+    assert not torch.allclose(plain, other)
+    torch.manual_seed(0)
+    tensors = torch.randn(3, 1, 2, 6, 8)
+    for options, expected in (({}, other), ({"is_causal": True}, plain)):
+        found, _ = packed_attention(Encoder(), *tensors, None, segment_lengths=(2, 4), **options)
+        assert torch.equal(found, expected)
 
 
 def eager(*rows: torch.Tensor, window: int | None, softcap: float | None, dropout: float) -> torch.Tensor:
@@ -87,9 +102,9 @@ LENGTHS = (1, 7, 4)
 
 def by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
-    scaling: float | None = None, window: int | None = None, softcap: float | None = None,
+    scaling: float | None = None, window: int | None = None, softcap: float | None = None, causal: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Softmax over the tokens of the same row that came before, one query of one head at a time: (1, T, H, D)."""
+    """Softmax over the tokens of the same row (that came before), one query of one head at a time: (1, T, H, D)."""
     heads, total, width = query.shape[1:]
     result = torch.zeros(1, total, heads, width, dtype=torch.float64)
     for head in range(heads):
@@ -97,12 +112,13 @@ def by_hand(
         start = 0
         for length in LENGTHS:
             for at in range(start, start + length):
-                first = start if window is None else max(start, at - window + 1)
-                keys = key[0, shared, first : at + 1].double()
+                reach = total if window is None else window
+                first, last = max(start, at - reach + 1), at + 1 if causal else min(start + length, at + reach)
+                keys = key[0, shared, first:last].double()
                 scores = keys @ query[0, head, at].double() * (width**-0.5 if scaling is None else scaling)
                 if softcap is not None:
                     scores = torch.tanh(scores / softcap) * softcap
-                result[0, at, head] = scores.softmax(0) @ value[0, shared, first : at + 1].double()
+                result[0, at, head] = scores.softmax(0) @ value[0, shared, first:last].double()
             start += length
     return result
 
@@ -117,15 +133,17 @@ def parts(heads: int, shared: int, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("window", [None, 3, 7])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("scaling", [None, 0.9])
+@pytest.mark.parametrize("module", [torch.nn.Module(), Encoder()], ids=["causal", "both ways"])
 def test_each_path_on_a_cpu_is_attention(
-    dtype: torch.dtype, shared: int, window: int | None, softcap: float | None, scaling: float | None
+    dtype: torch.dtype, shared: int, window: int | None, softcap: float | None, scaling: float | None, module: Any
 ) -> None:
     query, key, value = parts(4, shared, dtype)
     found, weights = packed_attention(
-        *(torch.nn.Module(), query, key, value, None),
+        *(module, query, key, value, None),
         **{"segment_lengths": LENGTHS, "sliding_window": window, "softcap": softcap, "scaling": scaling},
     )
-    expected = by_hand(query, key, value, scaling=scaling, window=window, softcap=softcap)
+    causal = not isinstance(module, Encoder)
+    expected = by_hand(query, key, value, scaling=scaling, window=window, softcap=softcap, causal=causal)
     assert weights is None
     assert found.is_contiguous()
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
@@ -148,12 +166,13 @@ def kernel(takes_groups: bool, asked: list[dict[str, Any]]) -> Any:
         asked.append(options)
         assert cu_q is cu_k
         assert (cu_q.tolist(), max_q, max_k) == ([0, 1, 8, 12], 7, 7)
-        assert window_size[1] == 0
+        assert window_size[1] in (0, window_size[0])
         if not options.get("enable_gqa"):
             assert query.shape == key.shape == value.shape
         left = None if window_size[0] == -1 else window_size[0] + 1
         rows = [part.as_subclass(torch.Tensor).transpose(0, 1)[None] for part in (query, key, value)]
-        return by_hand(rows[0], rows[1], rows[2], scaling=scale, window=left)[0].to(query.dtype)
+        causal = window_size[1] == 0
+        return by_hand(rows[0], rows[1], rows[2], scaling=scale, window=left, causal=causal)[0].to(query.dtype)
 
     return varlen, takes_groups
 
@@ -162,19 +181,26 @@ def kernel(takes_groups: bool, asked: list[dict[str, Any]]) -> Any:
 @pytest.mark.parametrize("shared", [2, 4])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("scaling", [None, 0.9])
+@pytest.mark.parametrize("module", [torch.nn.Module(), Encoder()], ids=["causal", "both ways"])
 def test_the_kernel_of_a_gpu_is_given_the_same_rows(
-    takes_groups: bool, shared: int, window: int | None, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+    takes_groups: bool,
+    shared: int,
+    window: int | None,
+    scaling: float | None,
+    module: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(attention, "_varlen", lambda: kernel(takes_groups, asked))
     plain = parts(4, shared, torch.bfloat16)
     bounds = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     found, _ = packed_attention(
-        *(torch.nn.Module(), *(part.as_subclass(OnAGpu) for part in plain), None),
+        *(module, *(part.as_subclass(OnAGpu) for part in plain), None),
         **{"segment_lengths": LENGTHS, "cu_seq_lens_q": bounds, "max_length_q": 7},
         **{"sliding_window": window, "scaling": scaling},
     )
-    expected = by_hand(plain[0], plain[1], plain[2], scaling=scaling, window=window)
+    causal = not isinstance(module, Encoder)
+    expected = by_hand(plain[0], plain[1], plain[2], scaling=scaling, window=window, causal=causal)
     torch.testing.assert_close(found.double().as_subclass(torch.Tensor), expected, rtol=2e-2, atol=2e-2)
     assert asked == [{"enable_gqa": True} if takes_groups and shared == 2 else {}]
 

@@ -172,3 +172,20 @@ def test_a_model_that_keeps_row_lengths_to_itself_is_refused() -> None:
     query = torch.randn(1, 2, 5, 4)
     with pytest.raises(RuntimeError, match="does not pass row lengths"):
         attention.packed_attention(torch.nn.Identity(), query, query, query, None)
+
+
+@pytest.mark.parametrize("plain_head", [True, False])
+def test_rows_of_one_length_share_a_pass_of_a_model_that_cannot_be_packed(plain_head: bool) -> None:
+    model = tiny.build_model("bloom").eval()
+    task = CausalLM(model, precision="fp32", attention_name=None, device=CPU)
+    task.packed._has_plain_head = plain_head
+    generator = np.random.default_rng(3)
+    items = [(generator.integers(3, 380, 7).astype(np.int32), np.array([0, 1, 1, 0, 1, 0, 1], np.uint8))] * 2
+    items += [(generator.integers(3, 380, 7).astype(np.int32), np.array([0, 0, 0, 0, 1, 1, 1], np.uint8))]
+    loss = task.loss_sum(batch_of(items))
+    loss.backward()
+    expected_loss, expected = reference_gradients("bloom", items)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
+    assert_equal_gradients(gradients(model), expected)
+    with pytest.raises(AssertionError, match="rows of one length"):
+        task.loss_sum(batch_of(rows()))

@@ -20,7 +20,7 @@ from finray.errors import ModelError
 from finray.models import adapters, attention, sharded, vocabulary
 from finray.models.attention import packed_attention
 from finray.models.export import Exported
-from finray.models.packed import PackedModel, _OneRow
+from finray.models.packed import JoinedRows, PackedModel
 from finray.models.packing_check import check_packing_of, shrunk
 from finray.models.quantised import QuantisedLinear, quantise_layers
 from finray.models.saved_layout import WEIGHTS, SavedLayout
@@ -172,7 +172,7 @@ def test_a_head_that_is_not_the_models_own_is_not_used(training: bool, factor: f
     real = model.lm_head.forward
     model.lm_head.forward = lambda hidden: real(hidden) * factor
     packed = PackedModel(model, precision="fp32", attention_name=None, device=CPU)
-    batch = _OneRow(torch.arange(3, 90)[None])
+    batch = JoinedRows(torch.arange(3, 90)[None])
     calls: list[int] = []
     model.model.register_forward_pre_hook(
         lambda module, args, options: calls.append(options["input_ids"].shape[1]), with_kwargs=True

@@ -145,9 +145,9 @@ def test_the_header_counts_what_is_trained_on(
 ) -> None:
     lengths = np.array([5, 4, 3, 2, 6])
     plan = plan_packs(lengths, 6)
-    split: Any = type("Split", (), {"lengths": lengths, "__len__": lambda self: 5})()
+    split: Any = type("Split", (), {"lengths": lengths, "supervised": lengths - 1, "__len__": lambda self: 5})()
     loader = StepLoader(
-        split, plan, Order(len(plan), seed=1, total=total), collate=list, weight=lengths - 1,  # type: ignore[arg-type]
+        split, plan, Order(len(plan), seed=1, total=total), collate=list, weight=lengths * 0.3,  # type: ignore[arg-type]
         global_batch_size=6, micro_batch_size=2, rank=0, world_size=world,
     )  # fmt: skip
     assert len(plan) == 4

@@ -28,8 +28,9 @@ class Rows(tuple[int, ...]):
 
 
 def loader(lengths: list[int], plan: PackPlan, *, total: int | None = None, **fields: Any) -> StepLoader:
-    split: Any = SimpleNamespace(lengths=np.array(lengths))
-    weight = np.array([length * 10 + 1 for length in lengths])
+    split: Any = SimpleNamespace(lengths=np.array(lengths), supervised=np.array(lengths) - 1)
+    # Weights of classes are no integers.
+    weight = np.array([length * 10 + 0.25 for length in lengths])
     settings = {"global_batch_size": 4, "micro_batch_size": 1, "rank": 0, "world_size": 1, **fields}
     return StepLoader(split, plan, Order(len(plan), seed=5, total=total), collate=Rows, weight=weight, **settings)
 
@@ -58,7 +59,8 @@ def test_a_step_is_cut_into_micro_batches_first_and_then_shared_out(
     for number, some in enumerate(cut):
         own = [row for pack in some for row in pack]
         if apart:
-            expected[number % world] += [(seen + at, (row,)) for at, row in enumerate(own)]
+            alike = {lengths[row]: tuple(one for one in own if lengths[one] == lengths[row]) for row in own}
+            expected[number % world] += [(seen + at, some) for at, some in enumerate(alike.values())]
         else:
             expected[number % world].append((number, tuple(own)))
         seen += len(own)
@@ -71,7 +73,8 @@ def test_a_step_is_cut_into_micro_batches_first_and_then_shared_out(
         # What is known of the whole step is the same on every rank.
         assert (data.samples, data.items) == (tuple(rows), len(packs))
         assert data.tokens == sum(lengths[row] for row in rows)
-        assert data.weight == sum(lengths[row] * 10 + 1 for row in rows)
+        assert data.weight == sum(lengths[row] * 10 + 0.25 for row in rows)
+        assert data.supervised == sum(lengths[row] - 1 for row in rows)
         assert data.digest == hashlib.sha256(",".join(map(str, rows)).encode()).hexdigest()[:16]
 
 
@@ -128,7 +131,7 @@ def test_the_next_step_is_made_while_this_one_is_taken_and_none_after_the_last()
     def make(position: int) -> StepData:
         asked.append(position)
         made.release()
-        return StepData([], weight=1, tokens=1, samples=(position,), items=3)
+        return StepData([], weight=1, supervised=1, tokens=1, samples=(position,), items=3)
 
     times = iter([1.0, 1.5, 10.0, 12.0, 20.0, 20.25])
     ahead = Prefetcher(make, 6, clock=lambda: next(times))

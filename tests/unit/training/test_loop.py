@@ -72,7 +72,7 @@ class Run:
         def at(position: int) -> StepData:
             step = position // 3
             batch = SimpleNamespace(loss=losses[step] * WEIGHTS[step], to=lambda device: batch)
-            return StepData([(0, batch)], WEIGHTS[step], 100 * (step + 1), (step, step + 50), 3)
+            return StepData([(0, batch)], WEIGHTS[step], WEIGHTS[step] + 1, 100 * (step + 1), (step, step + 50), 3)
 
         def batches() -> Any:
             batch = SimpleNamespace(loss=self.held_out.pop(0), to=lambda device: batch)
@@ -82,12 +82,12 @@ class Run:
             spec=replace(CAUSAL_LM, best=best),
             model=model,
             layout=None,
-            metric_count=1,
+            metric_count=lambda rows: 1,
             loss_sum=loss_sum,
             score=score,
             metrics=lambda sums: {best[0]: sums[0]},
         )
-        evaluation: Any = SimpleNamespace(batches=batches, weight=77)
+        evaluation: Any = SimpleNamespace(batches=batches, weight=77, rows=4)
         optimizer: Any = SimpleNamespace(parameters={"w": weight}, rates=[])
 
         def update(rate: float, *, found_inf: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ def test_records_are_means_by_weight_and_sums_since_the_one_before(make: Make, e
         # The gradient of the last step.
         assert record.grad_norm == pytest.approx(LOSSES[record.step - 1])
         tokens = [100 * (step + 1) for step in range(10)]
-        assert (record.tokens, record.supervised) == (sum(tokens[: record.step]), sum(weights))
+        assert (record.tokens, record.supervised) == (sum(tokens[: record.step]), sum(weights) + len(weights))
         assert record.tokens_per_s == sum(tokens[window]) / (2.0 * len(weights))
         assert (record.seconds, record.data_wait_s) == (2.0 * record.step, 0.0)
         assert (record.lr, record.peak_memory_bytes) == (0.5, 123)
@@ -340,7 +340,7 @@ def test_the_summary_says_what_the_run_came_to(make: Make) -> None:
     made = make(held_out=[2.0, 1.5], evaluation={"every_steps": None}).run()
     found = made.loop.summary()
     tokens = sum(100 * (step + 1) for step in range(10))
-    assert (found.step, found.total_steps, found.tokens, found.supervised) == (10, 10, tokens, sum(WEIGHTS))
+    assert (found.step, found.total_steps, found.tokens, found.supervised) == (10, 10, tokens, sum(WEIGHTS) + 10)
     assert (found.train_seconds, found.tokens_per_s) == (20.0, tokens / 20.0)
     assert (found.first_loss, found.final_loss, found.first_step) == (LOSSES[0], LOSSES[-1], 1)
     assert (found.best_metric, found.best, found.peak_memory_bytes) == ("eval_loss", 1.5, (123,))

@@ -118,7 +118,7 @@ def test_a_loss_is_summed_on_the_device() -> None:
     hidden, weight = (torch.zeros(size, 4, device=META, requires_grad=True) for size in (5, 9))
     loss = head.loss_sum(head.Head(weight), hidden, torch.zeros(5, dtype=torch.int64, device=META), chunk=2)
     assert (loss.device.type, loss.dtype) == ("meta", torch.float32)
-    row = packed._OneRow(torch.zeros(1, 7, dtype=torch.int64, device=META))
+    row = packed.JoinedRows(torch.zeros(1, 7, dtype=torch.int64, device=META))
     assert {one.device.type for one in (row.positions_1T, row.cu_seqlens)} == {"meta"}
     assert (row.cu_seqlens.dtype, row.lengths) == (torch.int32, (7,))
 

@@ -6,24 +6,25 @@ Attention and positions restart at every row; only positions whose next token is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+Row = tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A micro-batch of T tokens in S rows with K targets.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedRows:
+    """T tokens in S rows.
 
     Attributes:
         tokens_1T: int64 token ids.
         positions_1T: int64 position of each token within its row.
         lengths: tokens per row, S entries.
         cu_seqlens: int32 cumulative lengths, from 0 to T (the ``cu_seqlens`` of variable-length attention).
-        target_positions_K: int64 positions in the sequence whose next token is learned.
-        targets_K: int64 the tokens to predict there.
         rows: row numbers in the prepared split.
     """
 
@@ -31,8 +32,6 @@ class Batch:
     positions_1T: torch.Tensor
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
-    target_positions_K: torch.Tensor
-    targets_K: torch.Tensor
     rows: tuple[int, ...]
 
     @property
@@ -40,40 +39,77 @@ class Batch:
         """T."""
         return int(self.tokens_1T.shape[1])
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """The batch on a device; the copies do not wait for what the device does, as the memory is pinned."""
         if device.type == "cpu":
             return self
         held = self if self.tokens_1T.is_pinned() else self.pin_memory()
         return held._each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """The batch in memory that a GPU can fetch by itself."""
         return self._each(torch.Tensor.pin_memory)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        tensors = (self.tokens_1T, self.positions_1T, self.cu_seqlens, self.target_positions_K, self.targets_K)
-        tokens, positions, starts, at, targets = map(change, tensors)
-        return Batch(tokens, positions, self.lengths, starts, at, targets, self.rows)
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: change(one) for name, one in held.items() if isinstance(one, torch.Tensor)}
+        return replace(self, **moved)
 
 
-def collate(rows: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]], numbers: Sequence[int]) -> Batch:
-    """Join rows of (ids, mask) into a batch."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(JoinedRows):
+    """A micro-batch with K targets.
+
+    Attributes:
+        target_positions_K: int64 positions in the sequence whose next token is learned.
+        targets_K: int64 the tokens to predict there.
+    """
+
+    target_positions_K: torch.Tensor
+    targets_K: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledBatch(JoinedRows):
+    """A micro-batch with a label for each row.
+
+    Attributes:
+        token_types_1T: int64, 0 for tokens of the first text of a row and 1 for those of the second.
+        labels_S: int64 classes; fp32 targets where they are numbers, and (S, C) where a row may have several classes.
+    """
+
+    token_types_1T: torch.Tensor
+    labels_S: torch.Tensor
+
+
+def _joined(rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, Any]:
+    """The fields of :class:`JoinedRows`."""
     lengths = tuple(len(ids) for ids, _ in rows)
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum(lengths, out=starts[1:])
     tokens = np.concatenate([ids for ids, _ in rows]).astype(np.int64)
+    positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts[:-1].astype(np.int64), lengths)
+    return {
+        "tokens_1T": torch.from_numpy(tokens)[None],
+        "positions_1T": torch.from_numpy(positions)[None],
+        "lengths": lengths,
+        "cu_seqlens": torch.from_numpy(starts),
+        "rows": tuple(numbers),
+    }
+
+
+def collate(rows: Sequence[Row], numbers: Sequence[int]) -> Batch:
+    """Join rows of (ids, loss mask) into a batch."""
+    joined = _joined(rows, numbers)
     mask = np.concatenate([mask for _, mask in rows]).astype(bool)
     # The first token of a row is predicted by nothing; without this the last token of the row before would try.
-    mask[starts[:-1]] = False
-    positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts[:-1].astype(np.int64), lengths)
+    mask[joined["cu_seqlens"][:-1].numpy()] = False
     learned = np.flatnonzero(mask)
-    return Batch(
-        tokens_1T=torch.from_numpy(tokens)[None],
-        positions_1T=torch.from_numpy(positions)[None],
-        lengths=lengths,
-        cu_seqlens=torch.from_numpy(starts),
-        target_positions_K=torch.from_numpy(learned - 1),
-        targets_K=torch.from_numpy(tokens[learned]),
-        rows=tuple(numbers),
-    )
+    at, targets = torch.from_numpy(learned - 1), joined["tokens_1T"][0][torch.from_numpy(learned)]
+    return Batch(**joined, target_positions_K=at, targets_K=targets)
+
+
+def collate_labelled(rows: Sequence[Row], numbers: Sequence[int], labels_S: npt.NDArray[Any]) -> LabelledBatch:
+    """Join rows of (ids, token types) into a batch; ``labels_S`` are classes, or targets in fp32."""
+    types = torch.from_numpy(np.concatenate([types for _, types in rows]).astype(np.int64))[None]
+    return LabelledBatch(**_joined(rows, numbers), token_types_1T=types, labels_S=torch.from_numpy(labels_S))

@@ -90,3 +90,16 @@ def one_row_each(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
     sizes = np.asarray(lengths, dtype=np.int64)
     count = len(sizes)
     return PackPlan(np.arange(count), np.arange(count + 1), capacity, int(sizes.sum()))
+
+
+def one_length_each(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
+    """The plan of a model whose rows cannot be joined: packs of rows of one length, the shortest first."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    rows = np.argsort(sizes, kind="stable")
+    values, first, counts = np.unique(sizes[rows], return_index=True, return_counts=True)
+    starts = [
+        start
+        for size, at, count in zip(values.tolist(), first.tolist(), counts.tolist(), strict=True)
+        for start in range(at, at + count, max(1, capacity // max(1, size)))
+    ]
+    return PackPlan(rows, np.array([*starts, len(rows)], dtype=np.int64), capacity, int(sizes.sum()))

@@ -1,0 +1,43 @@
+"""What tasks share whose forward pass is over packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from finray.models.packed import CalledAsOne, PackedModel
+from finray.models.saved_layout import SavedLayout
+
+
+class PackedTask:
+    """The model's part of :class:`finray.training.task.Task`.
+
+    Args:
+        packed: the model.
+        compute: what is called with a batch inside of what a strategy wraps.
+    """
+
+    def __init__(self, packed: PackedModel, compute: Callable[[Any], torch.Tensor]) -> None:
+        self.packed = packed
+        self.model = packed.model
+        self.layout = SavedLayout(packed.model)
+        self.module: torch.nn.Module = CalledAsOne(packed.model, compute)
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether parameters have no values yet."""
+        return self.packed.is_on_meta
+
+    def trainable(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that are trained, by name, in a fixed order."""
+        return self.packed.trainable()
+
+    def initialised_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that got their values here and not from a file."""
+        return self.packed.initialised_parameters()
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """(trainable, all) parameters."""
+        return self.packed.parameter_counts()
