@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -45,6 +46,33 @@ class RowLengths:
         self.lengths = lengths
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer's scores are made: factor, tokens that one sees to a side (itself included), cap, the past alone."""
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+
+
+class Layout(Protocol):
+    """Rows that are laid out in another way: beside keys and values of earlier tokens, or after a common beginning."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """Attention of a layer; the layers of a forward pass ask in turn.
+
+        Args:
+            query: (1, H, T, D).
+            key: (1, H_kv, T, D).
+            value: (1, H_kv, T, D).
+            scores: how they are made.
+
+        Returns:
+            (1, T, H, D).
+        """
+
+
 def register(function: Callable[..., Any] | None = None) -> None:
     """Make ``attn_implementation="finray_packed"`` known to Transformers, as :func:`packed_attention` or another.
 
@@ -66,7 +94,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    segment_lengths: tuple[int, ...] | RowLengths | None = None,
+    segment_lengths: tuple[int, ...] | RowLengths | Layout | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     is_causal: bool | None = None,
@@ -84,7 +112,7 @@ def packed_attention(
         dropout: probability of dropping a score, in training.
         sliding_window: a token sees at most this many tokens to each side that it sees, itself included.
         softcap: scores are capped to ``softcap * tanh(score / softcap)`` (Gemma 2).
-        segment_lengths: tokens per row, adding up to T.
+        segment_lengths: tokens per row, adding up to T; or a layout that attends by itself.
         cu_seq_lens_q: int32 cumulative lengths, S + 1 entries, on the device.
         max_length_q: the longest row.
         is_causal: overrides the module.
@@ -110,6 +138,8 @@ def packed_attention(
         # Rotary embeddings may have widened queries and keys; values are as the projection left them.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if not isinstance(segment_lengths, tuple | list | RowLengths):
+        return segment_lengths.attend(query, key, value, Scores(scaling, sliding_window, softcap)), None
     varlen = _varlen() if query.is_cuda else None
     fits = query.dtype in (torch.bfloat16, torch.float16) and not dropout and softcap is None and query.shape[-1] <= 256
     if varlen is not None and fits and cu_seq_lens_q is not None and max_length_q is not None:
@@ -126,38 +156,40 @@ def packed_attention(
     lengths = segment_lengths.lengths if isinstance(segment_lengths, RowLengths) else segment_lengths
     # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
     rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
-    outputs = [
-        _attend(
-            *row, causal=causal, scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap
-        ).transpose(1, 2)
-        for row in rows
-    ]
+    scores = Scores(scaling, sliding_window, softcap, causal)
+    outputs = [attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in rows]
     return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).contiguous(), None
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    causal: bool,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, *, dropout: float = 0.0
 ) -> torch.Tensor:
-    """Attention of one row; all of (1, heads, L, D)."""
-    length = query.shape[2]
-    short = length <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not query.is_cuda
+    """Attention of one row, whose queries are its last tokens.
+
+    Args:
+        query: (1, H, L, D).
+        key: (1, H_kv, L + earlier tokens, D).
+        value: like key.
+        scores: how they are made.
+        dropout: probability of dropping a score.
+
+    Returns:
+        (1, H, L, D).
+    """
+    scaling, window, softcap, causal = scores.scaling, scores.window, scores.softcap, scores.causal
+    length, total = query.shape[2], key.shape[2]
+    short = length == total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not query.is_cuda
     if short and softcap is None and window is None and not dropout:
         return _attend_explicitly(query, key, value, scaling, causal=causal)
-    windowed = window is not None and window < length
+    windowed = window is not None and window < total
     grouped = query.shape[1] != key.shape[1]
-    if softcap is None and not windowed:
+    if softcap is None and not windowed and length in (1, total):
+        past = causal and length == total
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=causal, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+            query, key, value, is_causal=past, dropout_p=dropout, scale=scaling, enable_gqa=grouped
         )
-    distance = torch.arange(length, device=query.device)[:, None] - torch.arange(length, device=query.device)
+    steps = torch.arange(total, device=query.device)
+    distance = steps[total - length :, None] - steps
     visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     if windowed and window is not None:
         visible &= distance.abs() < window
@@ -167,9 +199,9 @@ def _attend(
         )
     groups = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
-    scores = (torch.tanh(scores / softcap) * softcap).masked_fill(~visible, float("-inf"))
-    weights = F.dropout(scores.float().softmax(-1).to(query.dtype), p=dropout)
+    products = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * scale
+    products = (torch.tanh(products / softcap) * softcap).masked_fill(~visible, float("-inf"))
+    weights = F.dropout(products.float().softmax(-1).to(query.dtype), p=dropout)
     return weights @ value.repeat_interleave(groups, 1)
 
 

@@ -22,7 +22,10 @@ _HEAD_CHECK_TOKENS = 64
 
 
 class PackedRows(Protocol):
-    """What a forward pass reads of a batch; see ``finray.data.sampling.collate.Batch``."""
+    """What a forward pass reads of a batch; see ``finray.data.sampling.collate.Batch``.
+
+    A batch may also have a ``layout``, which then attends instead of each row by itself.
+    """
 
     @property
     def tokens_1T(self) -> torch.Tensor:
@@ -194,7 +197,7 @@ class PackedModel:
             return module(input_ids=batch.tokens_1T.view(-1, length), use_cache=False, **options)
         longest = max(batch.lengths)
         if self._attention == attention.NAME:
-            options["segment_lengths"] = attention.RowLengths(batch.lengths)
+            options["segment_lengths"] = getattr(batch, "layout", None) or attention.RowLengths(batch.lengths)
         return module(
             input_ids=batch.tokens_1T,
             position_ids=batch.positions_1T + self._first_position,

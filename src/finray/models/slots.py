@@ -1,0 +1,195 @@
+"""Keys and values of rows at work, in a fixed set of slots; a forward pass adds a token to some, to others a prompt.
+
+Rows are laid end to end, as in training, so that nothing is padded but the scores of one token against its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from finray.models.attention import Scores, attend
+
+# Tokens by which the slots grow at least.
+_GROWTH = 64
+
+
+class Slots:
+    """What every layer keeps of the tokens that it has seen: keys and values, each (S, H_kv, C, D).
+
+    Layers are told apart by the order in which they ask in a forward pass. Memory is taken as it is needed: for S rows
+    of the longest length so far, whatever the number of rows that pass through.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.capacity = 0
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def reserve(self, length: int) -> None:
+        """Make room for rows of ``length`` tokens."""
+        if length <= self.capacity:
+            return
+        self.capacity = max(length, self.capacity + max(_GROWTH, self.capacity // 4))
+        for number, (keys, values) in enumerate(self.layers):
+            self.layers[number] = self._grown(keys), self._grown(values)
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        new = old.new_zeros((*old.shape[:2], self.capacity, old.shape[3]))
+        new[:, :, : old.shape[2]] = old
+        return new
+
+    def layer(self, number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, made when it first asks: zeros, because what is masked must be a number."""
+        if number == len(self.layers):
+            shape = (self.count, key.shape[1], self.capacity)
+            self.layers.append((key.new_zeros((*shape, key.shape[3])), value.new_zeros((*shape, value.shape[3]))))
+        return self.layers[number]
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first tokens of a slot to another."""
+        for keys, values in self.layers:
+            keys[target, :, :length] = keys[source, :, :length]
+            values[target, :, :length] = values[source, :, :length]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Tokens of a row that begin at a position of their slot; those before it are there already."""
+
+    slot: int
+    start: int
+    length: int
+
+
+class Step:
+    """One forward pass: a token for each of the first slots, then tokens of rows that have just come.
+
+    Args:
+        slots: what is read and written.
+        positions: where the token of slot 0, 1, 2 ... goes.
+        prefills: what follows these tokens.
+        device: of the model.
+    """
+
+    def __init__(
+        self, slots: Slots, positions: Sequence[int], prefills: Sequence[Prefill], device: torch.device
+    ) -> None:
+        self._slots, self._prefills, self._layer = slots, prefills, 0
+        self._positions_B = torch.tensor(positions, dtype=torch.int64, device=device)
+        self._longest = max(positions, default=0) + 1
+        self._rows_B = torch.arange(len(positions), device=device)
+        self._hidden: dict[int | None, torch.Tensor] = {}
+        self._bias: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """See :class:`finray.models.attention.Layout`."""
+        keys, values = self._slots.layer(self._layer, key, value)
+        self._layer += 1
+        count, parts = len(self._positions_B), []
+        if count:
+            # An index on either side of a slice: the rows come first.
+            keys[self._rows_B, :, self._positions_B] = key[0, :, :count].transpose(0, 1)
+            values[self._rows_B, :, self._positions_B] = value[0, :, :count].transpose(0, 1)
+            parts.append(self._attend_one_each(query[0, :, :count], keys[:count], values[:count], scores))
+        at = count
+        for one in self._prefills:
+            span, end = slice(at, at + one.length), one.start + one.length
+            keys[one.slot, :, one.start : end] = key[0, :, span]
+            values[one.slot, :, one.start : end] = value[0, :, span]
+            seen = (keys[one.slot : one.slot + 1, :, :end], values[one.slot : one.slot + 1, :, :end])
+            seen = seen if one.start else (key[:, :, span], value[:, :, span])
+            parts.append(attend(query[:, :, span], *seen, scores).transpose(1, 2))
+            at = span.stop
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _attend_one_each(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        """Attention (1, B, H, D) of one query (H, B, D) for each slot, keys (B, H_kv, C, D)."""
+        heads, count, width = query.shape
+        shared = keys.shape[1]
+        bias = self._bias_of(scores.window, query.dtype)
+        keys, values = keys[:, :, : self._longest], values[:, :, : self._longest]
+        query = query.transpose(0, 1)
+        if scores.softcap is None:
+            out = F.scaled_dot_product_attention(
+                query.reshape(count, shared, heads // shared, width), keys, values, attn_mask=bias, scale=scores.scaling
+            )
+            return out.reshape(1, count, heads, -1)
+        scale = width**-0.5 if scores.scaling is None else scores.scaling
+        products = query.reshape(count, shared, heads // shared, width) @ keys.transpose(-1, -2) * scale
+        products = torch.tanh(products / scores.softcap) * scores.softcap + bias
+        return (products.float().softmax(-1).to(query.dtype) @ values).reshape(1, count, heads, -1)
+
+    def _bias_of(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """(B, 1, 1, longest): 0 where a token is seen, minus infinity where not."""
+        found = self._bias.get((window, dtype))
+        if found is None:
+            steps_L = torch.arange(self._longest, device=self._positions_B.device)
+            ahead_BL = steps_L > self._positions_B[:, None]
+            if window is not None:
+                ahead_BL |= steps_L <= self._positions_B[:, None] - window
+            found = torch.zeros(ahead_BL.shape, dtype=dtype, device=ahead_BL.device)
+            found = found.masked_fill_(ahead_BL, float("-inf"))[:, None, None]
+            self._bias[window, dtype] = found
+        return found
+
+
+class Branches:
+    """Continuations of contexts, each context computed once: what follows it sees it, and not what is beside it.
+
+    Args:
+        lengths: for each context its tokens, and those of each of its continuations (none is 0), all laid end to end.
+    """
+
+    def __init__(self, lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
+        self._lengths = lengths
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
+        """See :class:`finray.models.attention.Layout`."""
+        parts, at = [], 0
+        for context, continuations in self._lengths:
+            stem = slice(at, at + context)
+            parts.append(attend(query[:, :, stem], key[:, :, stem], value[:, :, stem], scores))
+            at += context
+            for length in continuations:
+                own = slice(at, at + length)
+                seen = [torch.cat([tensor[:, :, stem], tensor[:, :, own]], dim=2) for tensor in (key, value)]
+                parts.append(attend(query[:, :, own], seen[0], seen[1], scores))
+                at += length
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """Tokens laid end to end with their layout: what :class:`finray.models.packed.PackedModel` takes as a batch.
+
+    Attributes:
+        tokens_1T: int64 token ids.
+        positions_1T: int64 positions within rows.
+        lengths: tokens of each piece.
+        cu_seqlens: int32 cumulative lengths.
+        layout: attends.
+    """
+
+    tokens_1T: torch.Tensor
+    positions_1T: torch.Tensor
+    lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+    layout: Step | Branches
+
+    @classmethod
+    def of(cls, pieces: Sequence[tuple[Sequence[int], int]], layout: Step | Branches, device: torch.device) -> Laid:
+        """From pieces of (token ids, position of the first)."""
+        lengths = tuple(len(tokens) for tokens, _ in pieces)
+        tokens = np.concatenate([np.asarray(tokens, dtype=np.int64) for tokens, _ in pieces])
+        positions = np.concatenate([np.arange(start, start + len(tokens)) for tokens, start in pieces])
+        ends = np.cumsum([0, *lengths], dtype=np.int32)
+        tensors = (torch.from_numpy(array).to(device) for array in (tokens, positions, ends))
+        tokens_T, positions_T, cu_seqlens = tensors
+        return cls(tokens_T[None], positions_T[None], lengths, cu_seqlens, layout)
