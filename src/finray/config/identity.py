@@ -52,8 +52,9 @@ def settled(config: Config, resolved: Resolved | None) -> Config:
         changes["epochs"] = resolved.epochs
     sections: dict[str, Any] = {"train": config.train.model_copy(update=changes)}
     if resolved is not None and resolved.problem is not None:
-        found = {"problem": resolved.problem, "labels": list(resolved.labels) or None}
-        sections["classification"] = config.classification.model_copy(update=found)
+        own = config.classification
+        found = {"problem": own.problem or resolved.problem, "labels": own.labels or list(resolved.labels) or None}
+        sections["classification"] = own.model_copy(update=found)
     return config.model_copy(update=sections)
 
 

@@ -31,6 +31,7 @@ class Resolved:
         pack_length: tokens that a pack holds at most; None for ``data.max_length``.
         problem: what a classifier predicts; None for another task.
         labels: names of its classes, in the order of their ids; none in a regression.
+        class_weights: of these classes in the loss; none where all have the same.
     """
 
     precision: Precision
@@ -49,6 +50,7 @@ class Resolved:
     pack_length: int | None = None
     problem: Problem | None = None
     labels: tuple[str, ...] = ()
+    class_weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ import numpy as np
 from finray.config.paths import local_dir_of
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
+from finray.data.dataset.labels import FoundLabels, find_labels
 from finray.data.dataset.manifest import MANIFEST, manifest_of
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import plan
 from finray.data.dataset.prepare import plan_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import report_lines
+from finray.data.formats.labels import LabelSet
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
 from finray.errors import FinrayError
@@ -45,6 +47,7 @@ class DataReport:
     lengths: list[int] = field(default_factory=list)  # of rows, sorted; a regular sample where there are many
     complete: bool = True  # False where only the first parts of a large source were read
     seconds: float = 0.0  # that it took
+    labels: LabelSet | None = None  # what a classifier is to predict, in what was read
 
 
 def examine(
@@ -86,10 +89,16 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
         dataset.require_kind(task_spec(config.model.task))
     except FinrayError as error:
         problems.append(error)
+    labels = find_labels(dataset, splits, config) if complete else FoundLabels(dataset.label_set)
+    problems += labels.problems
     return DataReport(
         problems=problems,
+        labels=labels.labels,
         notes=[line for line in lines if not line.startswith("warning: ")],
-        warnings=[line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")],
+        warnings=[
+            *(line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")),
+            *(f"{text} ({where})" for text, where in labels.warnings),
+        ],
         rows=len(lengths),
         tokens=int(lengths.sum()),
         supervised=int(splits.train.supervised.sum()),

@@ -26,6 +26,7 @@ from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import SPECS, task_spec
+from finray.data.dataset.labels import find_labels
 from finray.data.dataset.prepare import Preparation, start_preparation
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import preparation_report
@@ -346,14 +347,22 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
     """Decide what the prepared data decide: the size of a step, and epochs; say so, and what is odd about it or them.
 
     Raises:
-        DataError: the data are damaged, or too few to hold some out.
+        DataError: the data are damaged, too few to hold some out, or their labels are not right.
     """
     for line in preparation_report(location, local_dir=local_dir_of(config)):
         is_warning = line.startswith("warning: ")
         handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
     train = config.train
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
-    lengths = dataset.splits(config.data, seed=config.run.seed).train.lengths
+    splits = dataset.splits(config.data, seed=config.run.seed)
+    lengths = splits.train.lengths
+    if (spec := task_spec(config.model.task)).reads_labels:
+        dataset.require_kind(spec)
+    labels = find_labels(dataset, splits, config)
+    if labels.problems:
+        raise labels.problems[0]
+    for message, where in labels.warnings:
+        handle(Note(f"{where}: {message}", level="warning"))
     before = run.resolved()
     pack_length = pack_length_of(config, lengths) if before is None else before.pack_length
     packs = count_packs(config, lengths, pack_length=pack_length)
@@ -364,8 +373,9 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
     for message, where, repair in step_warnings(config, size, steps=steps, packs=packs, continued=before is not None):
         handle(Note(str(FinrayError(message, where=where, repair=repair)), level="warning"))
     decided = replace(resolved, global_batch_size=size, epochs=epochs, pack_length=pack_length)
-    if task_spec(config.model.task).reads_labels and (labels := dataset.label_set) is not None:
-        decided = replace(decided, problem=labels.problem, labels=labels.names)
+    if labels.labels is not None:
+        found = labels.labels
+        decided = replace(decided, problem=found.problem, labels=found.names, class_weights=labels.weights)
     known = Settled(location, decided)
     run.keep_resolved(known.resolved)
     return known

@@ -23,6 +23,7 @@ from finray.config.load import build_config
 from finray.config.paths import local_dir_of, with_absolute_paths
 from finray.config.schema import Config
 from finray.data.dataset.export import export_rows
+from finray.data.dataset.labels import find_labels
 from finray.data.dataset.manifest import PartResult
 from finray.data.dataset.parts import PartWriter
 from finray.data.dataset.plan import Part, Settings
@@ -93,12 +94,16 @@ def prepare_and_report(
         FinrayError: the data, the tokenizer, the storage or the cluster is not right.
     """
     location = prepare(config, handle=handle, hide_torch=hide_torch)
-    manifest = PreparedDataset(location, local_dir=local_dir_of(config)).manifest
+    dataset = PreparedDataset(location, local_dir=local_dir_of(config))
+    manifest = dataset.manifest
+    labels = find_labels(dataset, dataset.splits(config.data, seed=config.run.seed), config)
+    if labels.problems:
+        raise labels.problems[0]
     exported = {} if export_jsonl is None else export_rows(config, location, Path(export_jsonl).expanduser())
     return PreparedData(
         location,
         {name: stats.counts() for name, stats in manifest.splits.items()},
-        tuple(report_lines(manifest)),
+        (*report_lines(manifest), *(f"warning: {text} ({where})" for text, where in labels.warnings)),
         {str(path): rows for path, rows in exported.items()},
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertTokenizerFast, PreTrainedTokenizerFast
 
+from finray.config.identity import differences, settled
 from finray.config.load import build_config
+from finray.config.resolved import Resolved
+from finray.data.dataset.labels import FoundLabels, find_labels
+from finray.data.dataset.prepare import check_inputs
+from finray.data.dataset.report import report_lines
 from finray.data.formats.convert import FormatChoice, converter_of
 from finray.data.formats.examples import Label, Labelled
 from finray.data.formats.labels import LabelRules, LabelSet, label_of
@@ -313,3 +319,132 @@ def test_the_section_has_no_effect_with_another_task_and_says_so() -> None:
 def test_whole_numbers_are_names_of_classes_in_a_config() -> None:
     section = build({"labels": [1, 0], "class_weights": {0: 2.5}}).classification
     assert (section.labels, section.class_weights) == (["1", "0"], {"0": 2.5})
+
+
+# --- what the labels of a run come to -------------------------------------------------------------------------------
+
+
+def look(
+    classifying: Preparing, put: Write, train: list[Any], held_out: Sequence[Any] = (), **classification: Any
+) -> FoundLabels:
+    """What is found of rows with these labels."""
+    source = put("train.jsonl", lines([{"text": f"cat {at}", "label": label} for at, label in enumerate(train)]))
+    eval_source = put("dev.jsonl", lines([{"text": f"dog {at}", "label": one} for at, one in enumerate(held_out)]))
+    data = {"eval_source": str(eval_source)} if held_out else {}
+    settings = {"model": CLASSIFIES, "classification": classification, **data}
+    dataset = classifying.dataset(source, **settings)
+    config = classifying.config(source, **settings)
+    return find_labels(dataset, dataset.splits(config.data, seed=1), config)
+
+
+def test_labels_that_the_training_rows_have_are_no_problem(classifying: Preparing, put: Write) -> None:
+    found = look(classifying, put, ["a", "b", "b"], ["b", "a"])
+    assert found == FoundLabels(LabelSet("single_label", ("a", "b")))
+
+
+def test_a_held_out_label_that_no_training_row_has_is_named_with_its_row(classifying: Preparing, put: Write) -> None:
+    (problem,) = look(classifying, put, ["a", "b"], ["a", "c", "d", "d"]).problems
+    assert "the label `c` of the evaluation rows is in no row to train on (and 1 other labels)" in str(problem)
+    assert problem.where is not None
+    assert problem.where.endswith("dev.jsonl:2")
+    # A name that the config has is a class, whatever the rows have.
+    named = look(classifying, put, ["a", "b"], ["a", "c"], labels=["a", "b", "c"])
+    assert (named.problems, [text for text, _ in named.warnings]) == ([], ["no row to train on has the class c"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["a", "a"], "all 2 rows to train on have the label `a`"),
+        ([["a"], ["a"]], r"all 2 rows to train on have the label \('a',\)"),
+        ([0.5, 0.5, 0.5], "all 3 rows to train on have the label 0.5"),
+    ],
+)
+def test_rows_that_all_have_one_label_are_refused(
+    classifying: Preparing, put: Write, labels: list[Any], said: str
+) -> None:
+    (problem,) = look(classifying, put, labels).problems
+    with pytest.raises(DataError, match=said):
+        raise problem
+
+
+def test_balanced_weights_are_those_of_scikit_learn(classifying: Preparing, put: Write) -> None:
+    labels = ["a"] * 2 + ["b"] * 5 + ["c"] * 3
+    weights = look(classifying, put, labels, class_weights="balanced", labels=["c", "a", "b"]).weights
+    # compute_class_weight("balanced", classes=["c", "a", "b"], y=labels)
+    assert weights == pytest.approx((1.1111111111, 1.6666666667, 0.6666666667))
+    assert look(classifying, put, labels, class_weights={"b": 2}).weights == (1.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "classification", "said"),
+    [
+        (["a", "b"], {"class_weights": {"bb": 2}}, "no class is called `bb` .did you mean `b`"),
+        (
+            ["a", "b"],
+            {"class_weights": "balanced", "labels": ["a", "b", "c"]},
+            "has the class c, so it has no balanced",
+        ),
+        ([1.5, 2.5], {"class_weights": "balanced"}, "a regression has no classes"),
+        ([1.5, 2.5], {"label_smoothing": 0.1}, "a regression has no classes"),
+    ],
+)
+def test_a_section_that_does_not_fit_the_labels_is_refused(
+    classifying: Preparing, put: Write, labels: list[Any], classification: dict[str, Any], said: str
+) -> None:
+    (problem,) = look(classifying, put, labels, **classification).problems
+    assert isinstance(problem, ConfigError)
+    with pytest.raises(ConfigError, match=said):
+        raise problem
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([f"row {at}" for at in range(20)], "each row has a class of its own"),
+        (["1.5", "2", "2"], "classification.problem: regression learns them as numbers"),
+    ],
+)
+def test_labels_that_are_hardly_meant_so_are_a_warning(
+    classifying: Preparing, put: Write, labels: list[Any], said: str
+) -> None:
+    found = look(classifying, put, labels)
+    assert not found.problems
+    assert said in found.warnings[0][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"format": "alpaca"}, "`alpaca` makes rows without"),
+        ({"format": "text"}, "`text` makes rows without"),
+        ({"input_template": "{text}", "output_template": "{label}"}, "a template makes rows without"),
+    ],
+)
+def test_a_format_without_labels_is_refused_before_anything_is_read(
+    classifying: Preparing, put: Write, changes: dict[str, Any], said: str
+) -> None:
+    source = put("rows.jsonl", lines([{"text": "a", "label": 1}]))
+    check_inputs(classifying.config(source, model=CLASSIFIES, format="labelled_text"))
+    with pytest.raises(DataError, match=said):
+        check_inputs(classifying.config(source, model=CLASSIFIES, **changes))
+
+
+def test_the_report_says_how_the_classes_are_shared(classifying: Preparing, put: Write) -> None:
+    source = put("rows.jsonl", lines([{"text": "a", "label": label} for label in (1, 0, 1, 1)]))
+    dataset = classifying.dataset(source, model=CLASSIFIES, classification={"labels": ["no", "yes"]})
+    assert report_lines(dataset.manifest)[-1] == "train: single_label, 2 classes: yes 3 (75.0%), no 1 (25.0%)"
+
+
+def test_a_continued_run_has_the_classes_that_it_began_with() -> None:
+    """Whether the config names them or not; another order is another run."""
+    resolved = Resolved(
+        "fp32", None, None, True, "ddp", 1, False, problem="single_label", labels=("no", "yes"), epochs=1.0
+    )
+    began, named, turned, smoothed = (
+        settled(build(one), resolved)
+        for one in ({}, {"labels": ["no", "yes"]}, {"labels": ["yes", "no"]}, {"label_smoothing": 0.1})
+    )
+    assert differences(began, named) == []
+    assert differences(began, turned) == [("classification.labels", ["no", "yes"], ["yes", "no"])]
+    assert differences(began, smoothed) == [("classification.label_smoothing", 0.0, 0.1)]

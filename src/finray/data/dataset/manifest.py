@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -84,6 +85,7 @@ class PartResult(RowCounts):
         kind: of its first row; None without rows.
         labels: classes in it.
         problem: that its labels speak for; None without labels.
+        label_rows: rows of each of ``labels``.
         tokens_file: with the token ids and masks.
         index_file: with where each row lies and where it came from.
         pieces: the ranges of source files that it was made of, each with the file's name inside the source.
@@ -105,6 +107,7 @@ class PartResult(RowCounts):
     bad: tuple[BadRowNote, ...]
     lost: tuple[tuple[int, int], ...] = ()
     problem: Problem | None = None
+    label_rows: tuple[int, ...] = ()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PartResult:
@@ -163,6 +166,7 @@ class SplitStats(RowCounts):
         kind: ``chat``, ``completion``, ``text`` or ``labelled``; None without rows.
         labels: all classes, in the order of their ids.
         problem: what the labels speak for; None without labels.
+        label_rows: rows of each of ``labels``.
         streams: its sources.
         answers_lost_at: the first rows that lost their whole answer, as ``file:row``.
     """
@@ -173,6 +177,7 @@ class SplitStats(RowCounts):
     streams: tuple[StreamEntry, ...]
     answers_lost_at: tuple[str, ...] = ()
     problem: Problem | None = None
+    label_rows: tuple[int, ...] = ()
 
     @property
     def parts(self) -> list[PartEntry]:
@@ -250,7 +255,10 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
         each = [part.counts() for part in parts]
         counts = {counter: sum(one[counter] for one in each) for counter in each[0]}
         rules = own[0].choice.labels
-        labels = in_order(label for part in parts for label in part.labels)
+        of_class: Counter[str] = Counter()
+        for part in parts:
+            of_class.update(dict(zip(part.labels, part.label_rows, strict=True)))
+        labels = rules.names if rules is not None and rules.names else in_order(of_class)
         for part in parts:
             if part.problem is not None:
                 kinds.setdefault(part.problem, part.pieces[0].file)
@@ -269,7 +277,8 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             **counts,
             longest=max(part.longest for part in parts),
             kind=next((part.kind for part in parts if part.kind), None),
-            labels=rules.names if rules is not None and rules.names else labels,
+            labels=labels,
+            label_rows=tuple(of_class[name] for name in labels),
             problem=next((part.problem for part in parts if part.problem), None),
             streams=streams_of,
             answers_lost_at=tuple(lost[:NAMED_ROWS]),

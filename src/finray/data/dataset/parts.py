@@ -112,7 +112,8 @@ class PartWriter:
                 format=part.row_format.describe(has_chat_template=self._encoder.has_chat_template),
                 longest=files.longest,
                 kind=files.kind,
-                labels=in_order(files.labels),
+                labels=(names := in_order(files.labels)),
+                label_rows=tuple(files.labels[name] for name in names),
                 problem=files.problem,
                 tokens_file=tokens_file,
                 index_file=index_file,
@@ -190,7 +191,7 @@ class _ArrowFiles:
         counts: names and values of :class:`RowCounts`.
         kind: of the first example.
         longest: tokens of the longest row.
-        labels: all classes seen.
+        labels: rows of each class.
         problem: that the labels speak for; None without labels.
         lost: piece and number of the first rows that lost their whole answer.
     """
@@ -206,7 +207,7 @@ class _ArrowFiles:
         self.counts: Counter[str] = Counter()
         self.kind: str | None = None
         self.longest = 0
-        self.labels: set[str] = set()
+        self.labels: Counter[str] = Counter()
         self.problem: Problem | None = None
         self._is_labelled: bool | None = None
         self.lost: list[tuple[int, int]] = []

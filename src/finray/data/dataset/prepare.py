@@ -127,7 +127,16 @@ def check_inputs(config: Config) -> None:
             where="data.format",
             repair="set data.format to text, to learn the text alone; `finray prepare` prepares labelled text",
         )
-    plan_streams(Settings.of(config))
+    streams = plan_streams(Settings.of(config))
+    for choice in [stream.choice for stream in streams] if task_spec(task).reads_labels else []:
+        template = choice.input_template is not None
+        if template or choice.format not in ("auto", "labelled_text"):
+            raise DataError(
+                f"{task} learns from rows with a label, and {'a template' if template else f'`{choice.format}`'} makes "
+                "rows without",
+                where="data.input_template" if template else "data.format",
+                repair="leave it out; data.field_mapping names the columns, data.converter makes rows of any",
+            )
 
 
 class Preparation:

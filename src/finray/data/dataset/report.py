@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finray.data.dataset.manifest import Manifest
+from finray.data.dataset.manifest import Manifest, SplitStats
 from finray.data.dataset.prepared import BAD_ROWS, PreparedDataset
+from finray.limits import cut
 
+_CLASSES = 10
 _WARNINGS = (
     ("truncated", "cut off at data.max_length"),
     ("answers_lost", "lost their whole answer at data.max_length"),
@@ -35,10 +37,10 @@ def report_lines(manifest: Manifest) -> list[str]:
     for split, stats in manifest.splits.items():
         for stream in stats.streams:
             lines.append(f"{stream.name}: read as {stream.format}")
-        lines.append(
-            f"{split}: {stats.rows:,} rows, {stats.tokens:,} tokens, "
-            f"{stats.supervised / max(1, stats.tokens):.0%} supervised, longest {stats.longest:,}"
-        )
+        learned = "labelled" if stats.problem else f"{stats.supervised / max(1, stats.tokens):.0%} supervised"
+        lines.append(f"{split}: {stats.rows:,} rows, {stats.tokens:,} tokens, {learned}, longest {stats.longest:,}")
+        if stats.problem:
+            lines.append(f"{split}: {balance(stats)}")
         if stats.left_out:
             lines.append(f"{split}: the converter left out {stats.left_out:,} of {stats.source_rows:,} rows")
         if stats.split_conversations:
@@ -55,3 +57,13 @@ def report_lines(manifest: Manifest) -> list[str]:
             if getattr(stats, name)
         ]
     return lines
+
+
+def balance(stats: SplitStats) -> str:
+    """What the labels of a split are, with the rows of the largest classes."""
+    if stats.problem == "regression":
+        return "regression: each label is a number"
+    largest = sorted(zip(stats.label_rows, stats.labels, strict=False), key=lambda one: -one[0])[:_CLASSES]
+    named = ", ".join(f"{cut(name, 40)} {rows:,} ({rows / max(1, stats.rows):.1%})" for rows, name in largest)
+    more = len(stats.labels) - len(largest)
+    return f"{stats.problem}, {len(stats.labels):,} classes: {named}{f' and {more:,} more' if more else ''}"

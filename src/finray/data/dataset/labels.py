@@ -1,0 +1,160 @@
+"""What the labels of a run's rows come to: the weights of its classes, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from finray.config.classification import ClassificationConfig
+from finray.config.schema import Config
+from finray.config.tasks import task_spec
+from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
+from finray.data.formats.labels import Label, LabelSet
+from finray.errors import ConfigError, DataError, FinrayError, did_you_mean
+from finray.limits import cut
+
+# Rows from which on as many classes as rows are a sign of a wrong column.
+_SOME_ROWS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLabels:
+    """What was found.
+
+    Attributes:
+        labels: what is predicted; None where the task learns from no labels, or the rows have none.
+        weights: of the classes, in the order of their ids; none where all have the same.
+        problems: what keeps the run from starting.
+        warnings: message and field.
+    """
+
+    labels: LabelSet | None = None
+    weights: tuple[float, ...] = ()
+    problems: list[FinrayError] = field(default_factory=list)
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+
+
+def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> FoundLabels:
+    """Look at the labels of all rows of a run.
+
+    Args:
+        dataset: the prepared rows.
+        splits: of the run.
+        config: the run's.
+    """
+    labels = dataset.label_set
+    if labels is None or not task_spec(config.model.task).reads_labels:
+        return FoundLabels()
+    found, own = FoundLabels(labels), splits.train.labels
+    counts = count_classes(own)
+    if len(set(own)) == 1:
+        # Also of a regression: there is no difference to be explained.
+        found.problems.append(
+            DataError(
+                f"all {len(own):,} rows to train on have the label {_said(own[0])}: there is nothing to tell apart",
+                where="data.source",
+                repair="name the column of the labels in data.field_mapping, or add rows with other labels",
+            )
+        )
+    elif labels.problem == "single_label" and len(counts) == len(own) >= _SOME_ROWS:
+        found.warnings.append(
+            ("each row has a class of its own: is it the column of the labels that is read?", "data.field_mapping")
+        )
+    if labels.problem == "single_label" and any("." in name for name in labels.names) and all(map(_is_number, counts)):
+        text = "the classes are numbers, some with decimals; classification.problem: regression learns them as numbers"
+        found.warnings.append((text, "classification.problem"))
+    if missing := [name for name in labels.names if not counts[name]]:
+        text = f"no row to train on has the class {cut(', '.join(missing), 100)}"
+        found.warnings.append((text, "classification.labels"))
+    for name, split, by_ratio in (
+        ("evaluation", splits.eval, bool(config.data.eval_ratio)),
+        ("test", splits.test, bool(config.data.test_ratio)),
+    ):
+        if split is not None and not by_ratio:
+            found.problems.extend(_unknown(name, split, labels))
+    try:
+        weights = class_weights(config.classification, labels, counts, rows=len(own))
+    except ConfigError as error:
+        found.problems.append(error)
+        return found
+    return FoundLabels(labels, weights, found.problems, found.warnings)
+
+
+def count_classes(labels: Iterable[Label]) -> Counter[str]:
+    """Rows of each class; nothing for numbers."""
+    return Counter(name for label in labels for name in _classes(label))
+
+
+def class_weights(
+    section: ClassificationConfig, labels: LabelSet, counts: Counter[str], *, rows: int
+) -> tuple[float, ...]:
+    """The weight of each class in the loss; none where all have the same.
+
+    ``balanced`` is n / (C n_c) for C classes, of which one has n_c of n rows: scikit-learn's ``compute_class_weight``.
+
+    Raises:
+        ConfigError: the section does not fit the labels.
+    """
+    if labels.problem == "regression":
+        for name in ("class_weights", "label_smoothing"):
+            if getattr(section, name):
+                raise ConfigError(
+                    "the labels are numbers with decimals, and a regression has no classes",
+                    where=f"classification.{name}",
+                    repair="leave it out, or write names or whole numbers in the data",
+                )
+    if section.class_weights is None:
+        return ()
+    if section.class_weights == "balanced":
+        if missing := [name for name in labels.names if not counts[name]]:
+            raise ConfigError(
+                f"no row to train on has the class {cut(', '.join(missing), 100)}, so it has no balanced weight",
+                where="classification.class_weights",
+                repair="write the weights yourself, or take the class out of classification.labels",
+            )
+        return tuple(rows / (len(labels.names) * counts[name]) for name in labels.names)
+    for name in section.class_weights:
+        if name not in labels.names:
+            raise ConfigError(
+                f"no class is called `{name}`{did_you_mean(name, labels.names)}",
+                where="classification.class_weights",
+                repair=f"the classes are {cut(', '.join(labels.names))}",
+            )
+    return tuple(float(section.class_weights.get(name, 1.0)) for name in labels.names)
+
+
+def _unknown(name: str, split: PreparedSplit, labels: LabelSet) -> list[FinrayError]:
+    """What held-out rows have of labels that the training rows lack: the first such row."""
+    if labels.problem == "regression":
+        return []
+    own, known = split.labels, set(labels.names)
+    unknown = count_classes(own).keys() - known
+    if not unknown:
+        return []
+    row, first = next((at, name) for at, label in enumerate(own) for name in _classes(label) if name in unknown)
+    more = f" (and {len(unknown) - 1:,} other labels)" if len(unknown) > 1 else ""
+    return [
+        DataError(
+            f"the label `{cut(first, 60)}` of the {name} rows is in no row to train on{more}; there are "
+            f"{cut(', '.join(labels.names), 200)}",
+            where=split.where(row),
+            repair="mend the row, take it out, or name all classes in classification.labels",
+        )
+    ]
+
+
+def _classes(label: Label) -> tuple[str, ...]:
+    return () if isinstance(label, float) else (label,) if isinstance(label, str) else label
+
+
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _said(label: Label) -> str:
+    return cut(f"`{label}`" if isinstance(label, str) else str(label), 60)
