@@ -95,21 +95,23 @@ class TokenScan:
         # The unknown token can be told apart only if it has an id of its own.
         self.unk = None if tokens.unk in (tokens.bos, tokens.eos, tokens.pad) else tokens.unk
 
-    def add(self, rows: PreparedSplit) -> None:
-        """Scan every row of a split."""
+    def add(self, rows: PreparedSplit, *, labelled: bool = False) -> None:
+        """Scan every row of a split. Labelled text has no token to learn, and token types where others have a mask."""
         self.rows += len(rows)
         # A long text is cut into several rows of one source row; only the first of them begins with BOS.
         later = np.ones(len(rows), dtype=bool)
         later[np.unique(rows.source_rows, return_index=True)[1]] = False
         for first in range(0, len(rows), _BLOCK):
             numbers = np.arange(first, min(first + _BLOCK, len(rows)), dtype=np.int64)
-            self._add_block(rows, numbers, later[numbers])
+            self._add_block(rows, numbers, later[numbers], labelled=labelled)
 
-    def _add_block(self, rows: PreparedSplit, numbers: IntArray, later: npt.NDArray[np.bool_]) -> None:
+    def _add_block(
+        self, rows: PreparedSplit, numbers: IntArray, later: npt.NDArray[np.bool_], *, labelled: bool
+    ) -> None:
         # All rows of the block end to end: `owner` is the row of each token, `starts` and `stops` where rows lie.
         parts = [rows.row(number) for number in numbers.tolist()]
         ids = np.concatenate([one for one, _ in parts])
-        learned = np.concatenate([mask for _, mask in parts]).astype(bool)
+        learned = np.concatenate([mask for _, mask in parts]).astype(bool) & (not labelled)
         lengths = np.array([len(one) for one, _ in parts], dtype=np.int64)
         owner, stops = np.repeat(numbers, lengths), np.cumsum(lengths)
         starts = stops - lengths
@@ -258,14 +260,21 @@ def _listed(counts: Counter[int], tokens: SpecialTokens) -> str:
 def findings(inspection: Inspection) -> tuple[Check, ...]:
     """All checks: prompt parity, duplicates, the counters of the preparation, special tokens; the worst first."""
     counted = [
-        Check(f"{name} ({split.name})", level, f"{count:,} of {of:,} rows {text}", count, of)
+        Check(
+            f"{name} ({split.name})",
+            level,
+            f"{count:,} of {of:,} rows {text}",
+            count,
+            of,
+            split.cut_at if key == "truncated" else (),
+        )
         for split in inspection.splits
         for of in [split.counts.get("source_rows", split.rows)]
         for key, level, name, text in _COUNTERS
         if (count := split.counts.get(key, 0)) > 0
     ]
     checks = [
-        parity_check(inspection.parity),
+        *([] if inspection.classes else [parity_check(inspection.parity)]),
         *(_duplicates(found) for found in inspection.duplicates),
         *counted,
         *inspection.checks,

@@ -17,10 +17,11 @@ from finray.data.dataset.plan import Settings
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.dataset.source_rows import SourceRows
-from finray.data.formats.examples import Chat, Completion, Example
+from finray.data.formats.examples import Chat, Completion, Example, Label
 from finray.data.tokenize.encode import Tokenizer
 from finray.errors import DataError, FinrayError
 from finray.inspection.checks import Check
+from finray.inspection.labels import ClassBalance, class_balance, label_checks
 from finray.inspection.measure import Inspection, Inspector
 from finray.inspection.prompt_parity import ServedPrompt, ServedRow, compare_prompts
 from finray.inspection.tokens import special_tokens
@@ -87,23 +88,34 @@ def inspect(
     if config.data.format == "auto" and config.data.converter is None:
         form += " (detected)"
     parity = compare_prompts(
-        _served_rows(config, found.train, counted["train"].parts, encoder, tokenizer, compared),
+        iter(())
+        if dataset.label_set is not None
+        else _served_rows(config, found.train, counted["train"].parts, encoder, tokenizer, compared),
         of=len(found.train),
         whole=config.data.train_on == "all",
         tokenizer=tokenizer,
         special=tokens.special,
     )
     capacity = pack_length(config, found.train.lengths) or config.data.max_length
-    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity)
+    cut_at = {name: stats.truncated_at for name, stats in counted.items()}
+    classes: tuple[ClassBalance, ...] = ()
+    labels: dict[str, list[Label]] = {}
+    checks: tuple[Check, ...] = ()
+    if dataset.label_set is not None:
+        labels = {name: split.labels for name, split in splits.items()}
+        classes = class_balance(dataset.label_set, labels)
+        checks = label_checks(splits, labels, classes)
+    inspector = Inspector(config.data, splits, counters, tokenizer, tokens, capacity, cut_at, labels)
     return Inspection(
         config=config,
         format=form,
         prepared=location,
         splits=inspector.split_views(),
         duplicates=inspector.duplicates(),
-        checks=inspector.checks(kind=dataset.kind()),
+        checks=(*checks, *inspector.checks(kind=dataset.kind())),
         parity=parity,
         examples=inspector.examples(examples, chosen),
+        classes=classes,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -17,9 +17,11 @@ from rich.console import Console
 
 from finray.config.schema import Config, DataConfig
 from finray.data.dataset.prepared import PreparedSplit
+from finray.data.formats.labels import Label
 from finray.data.sampling.packing import plan_packs
 from finray.errors import DataError
 from finray.inspection.checks import Check, TokenScan, findings
+from finray.inspection.labels import ClassBalance, label_text
 from finray.inspection.prompt_parity import PromptParity
 from finray.inspection.tokens import SpecialTokens, TokenView, token_views
 from finray.results import Result
@@ -109,6 +111,7 @@ class SplitView:
         histogram: rows by length.
         packing: None without packing, and for splits that are not trained on.
         longest, shortest: a few rows.
+        cut_at: some rows that were cut off, as ``file:row``.
     """
 
     name: str
@@ -121,6 +124,7 @@ class SplitView:
     packing: Packing | None
     longest: tuple[RowSummary, ...]
     shortest: tuple[RowSummary, ...]
+    cut_at: tuple[str, ...] = ()
 
     @property
     def dropped(self) -> int:
@@ -130,12 +134,13 @@ class SplitView:
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """A row, token by token."""
+    """A row, token by token; ``label`` is that of labelled text, which has no token to learn."""
 
     split: str
     index: int
     where: str
     tokens: tuple[TokenView, ...]
+    label: str | None = None
 
     @property
     def supervised(self) -> int:
@@ -152,6 +157,7 @@ class Inspection(Result):
         format: formats of the sources, and whether they were detected.
         prepared: directory of the prepared dataset.
         refusal: why preparation refused the data, if it did.
+        classes: the labels of each split of labelled text; else none.
     """
 
     config: Config
@@ -163,6 +169,7 @@ class Inspection(Result):
     parity: PromptParity
     examples: tuple[RowView, ...]
     refusal: DataError | None = None
+    classes: tuple[ClassBalance, ...] = ()
 
     @property
     def sources(self) -> str:
@@ -176,7 +183,10 @@ class Inspection(Result):
         plain = asdict(self)
         return {
             "sources": self.sources,
-            **{name: plain[name] for name in ("format", "prepared", "splits", "duplicates", "parity", "examples")},
+            **{
+                name: plain[name]
+                for name in ("format", "prepared", "splits", "classes", "duplicates", "parity", "examples")
+            },
             "checks": [asdict(check) for check in findings(self)],
             "refusal": None if self.refusal is None else self.refusal.to_dict(),
         }
@@ -199,6 +209,8 @@ class Inspector:
         tokenizer: the Transformers tokenizer.
         tokens: its special tokens.
         capacity: tokens that a pack holds.
+        cut_at: split name to some rows that were cut off.
+        labels: split name to the labels of labelled text; nothing for other rows.
     """
 
     data: DataConfig
@@ -207,14 +219,22 @@ class Inspector:
     tokenizer: Any
     tokens: SpecialTokens
     capacity: int
+    cut_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    labels: Mapping[str, Sequence[Label]] = field(default_factory=dict)
+
+    def _read(self, name: str, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """Tokens of a row, and which are learned; labelled text has token types there, and no token to learn."""
+        ids, mask = self.splits[name].row(number)
+        return ids, np.zeros_like(mask) if name in self.labels else mask
 
     def checks(self, *, kind: str) -> tuple[Check, ...]:
         """Checks of the tokens of every row of this kind (``chat``, ``completion`` or ``text``)."""
         whole = self.data.train_on == "all"
         scan = TokenScan(self.tokens, self.tokenizer, max_length=self.data.max_length, whole=whole)
         for rows in self.splits.values():
-            scan.add(rows)
-        return scan.checks(kind=kind)
+            scan.add(rows, labelled=bool(self.labels))
+        # For labelled text those that are not about what is generated.
+        return tuple(one for one in scan.checks(kind=kind) if not self.labels or one.name == "Unknown tokens")
 
     def examples(self, count: int, chosen: Sequence[str]) -> tuple[RowView, ...]:
         """So many rows spread over the training rows; or those chosen, by index in them or by ``file:row``.
@@ -230,9 +250,10 @@ class Inspector:
         views = []
         for split, number in found:
             rows = self.splits[split]
-            ids, mask = rows.row(number)
+            ids, mask = self._read(split, number)
             tokens = token_views(ids.tolist(), mask.tolist(), self.tokenizer, self.tokens.special)
-            views.append(RowView(split, number, rows.where(number), tokens))
+            label = label_text(self.labels[split][number]) if self.labels else None
+            views.append(RowView(split, number, rows.where(number), tokens, label))
         return tuple(views)
 
     def split_views(self) -> tuple[SplitView, ...]:
@@ -252,14 +273,15 @@ class Inspector:
                 counts=dict(self.counters.get(name, {})),
                 histogram=histogram(rows.lengths),
                 packing=packing(rows.lengths, self.capacity) if packed else None,
-                longest=tuple(self._summary(rows, int(number)) for number in longest),
-                shortest=tuple(self._summary(rows, int(number)) for number in shortest),
+                longest=tuple(self._summary(name, int(number)) for number in longest),
+                shortest=tuple(self._summary(name, int(number)) for number in shortest),
+                cut_at=self.cut_at.get(name, ()),
             )
             views.append(view)
         return tuple(views)
 
-    def _summary(self, rows: PreparedSplit, number: int) -> RowSummary:
-        ids, mask = rows.row(number)
+    def _summary(self, name: str, number: int) -> RowSummary:
+        rows, (ids, mask) = self.splits[name], self._read(name, number)
         start = int(mask.argmax()) if mask.any() else len(ids)
         stop = start + int((mask[start:] == 0).argmax()) if (mask[start:] == 0).any() else len(ids)
         decode = self.tokenizer.backend_tokenizer.decode
@@ -268,6 +290,9 @@ class Inspector:
         before = " ".join(last_question(text, self.tokens.names.values()).split())
         learned = decode(ids[start : min(stop, start + _PREVIEW_TOKENS)].tolist(), skip_special_tokens=True)
         after = " ".join(learned.strip("\ufffd").split())
+        if self.labels:
+            text = self.tokenizer.decode(ids[-_PREVIEW_TOKENS:].tolist(), skip_special_tokens=True)
+            before, after = " ".join(text.split()), label_text(self.labels[name][number])
         return RowSummary(
             number,
             rows.where(number),
@@ -286,17 +311,18 @@ class Inspector:
             digests, counts = np.unique(pairs[:, 0], return_counts=True)
             copied = digests[counts > 1]
             extra = int((counts[counts > 1] - 1).sum())
-            found.append(Duplicates((name,), extra, len(copied), len(pairs), self._groups([rows], copied)))
+            found.append(Duplicates((name,), extra, len(copied), len(pairs), self._groups([name], copied)))
         for first, second in combinations(self.splits, 2):
             known, asked = self.splits[first], self.splits[second]
             both = np.isin(asked.digests, known.digests)
             shared = np.unique(asked.digests[both])
-            groups = self._groups([known, asked], shared)
+            groups = self._groups([first, second], shared)
             found.append(Duplicates((first, second), int(both.sum()), len(shared), len(asked), groups))
         return tuple(found)
 
-    def _groups(self, splits: list[PreparedSplit], digests: IntArray) -> tuple[DuplicateGroup, ...]:
+    def _groups(self, names: list[str], digests: IntArray) -> tuple[DuplicateGroup, ...]:
         """The largest groups of rows with one of these digests; places are taken from every split in turn."""
+        splits = [self.splits[name] for name in names]
         total = np.zeros(len(digests), dtype=np.int64)
         once = []
         for rows in splits:
@@ -313,7 +339,7 @@ class Inspector:
             where = [
                 rows.where(int(number)) for rows, found in zip(splits, numbers, strict=True) for number in found[:limit]
             ]
-            groups.append(DuplicateGroup(int(total[at]), tuple(where), self._summary(splits[0], int(numbers[0][0]))))
+            groups.append(DuplicateGroup(int(total[at]), tuple(where), self._summary(names[0], int(numbers[0][0]))))
         return tuple(groups)
 
     def _find(self, wanted: str) -> list[tuple[str, int]]:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import resources
+from itertools import cycle
 
 from markupsafe import Markup, escape
 
 from finray.inspection.checks import findings, verdict
+from finray.inspection.labels import ClassBalance
 from finray.inspection.measure import Inspection, SplitView
 from finray.inspection.tokens import Stretch, segments, shortened
+from finray.limits import cut
 from finray.reporting.page import render
 from finray.reporting.plots import Plot, histogram
 
 _SHOWN_TOKENS = 1600
+_SHOWN_CLASSES = 20
+# Of the bars of classes.
+_COLOURS = ("learned", "cut", "nothing", "dropped", "bad")
 # White space is shown, but not selected and copied with the text.
 _VISIBLE = {
     "space": Markup('<i class="sp"> </i>'),
@@ -34,7 +40,8 @@ def page(inspection: Inspection) -> str:
         level=level,
         verdict=sentence,
         lengths={split.name: lengths_plot(split, limit) for split in inspection.splits},
-        token_parts={split.name: token_parts(split) for split in inspection.splits},
+        token_parts={split.name: token_parts(split, labelled=bool(inspection.classes)) for split in inspection.splits},
+        class_parts={one.split: class_parts(one) for one in inspection.classes},
         row_parts={split.name: row_parts(split) for split in inspection.splits},
         row_html=lambda tokens: stretches_html(shortened(tokens, _SHOWN_TOKENS // 2, _SHOWN_TOKENS // 2)),
         stretches_html=stretches_html,
@@ -57,14 +64,23 @@ def lengths_plot(split: SplitView, limit: int) -> Plot:
 Part = tuple[str, str, int, float]
 
 
-def token_parts(split: SplitView) -> list[Part]:
+def token_parts(split: SplitView, *, labelled: bool = False) -> list[Part]:
     """Where the tokens of a split went, as CSS class, label, count and share: learned, prompt, cut off, dropped."""
+    learned = 0 if labelled else split.supervised
     return _parts(
-        ("learned", "learned", split.supervised),
-        ("prompt", "not learned", split.tokens - split.supervised),
+        ("learned", "learned", learned),
+        ("prompt", "text" if labelled else "not learned", split.tokens - learned),
         ("cut", "cut off", split.counts.get("truncated_tokens", 0)),
         ("dropped", "dropped", split.counts.get("dropped_tokens", 0)),
     )
+
+
+def class_parts(labels: ClassBalance) -> list[Part]:
+    """The classes of a split with their rows, the largest first; nothing for numbers."""
+    ordered = sorted(labels.rows, key=lambda one: -one[1])
+    shown, rest = ordered[:_SHOWN_CLASSES], ordered[_SHOWN_CLASSES:]
+    parts = [(key, cut(name, 60), rows) for key, (name, rows) in zip(cycle(_COLOURS), shown, strict=False)]
+    return _parts(*parts, ("prompt", f"{len(rest):,} other classes", sum(rows for _, rows in rest)))
 
 
 def row_parts(split: SplitView) -> list[Part]:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from finray.inspection.checks import findings, verdict
 from finray.inspection.tokens import segments, shortened
+from finray.limits import cut
 from finray.tracking.console import several
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _ONLY = {"trained": "bold yellow", "served": "bold cyan"}
 _BARS = 16
 _BAR_WIDTH = 50
 _SHOWN_TOKENS = 400
+_SHOWN_CLASSES = 20
 
 
 def print_inspection(console: Console, found: Inspection) -> None:
@@ -40,7 +42,7 @@ def print_inspection(console: Console, found: Inspection) -> None:
         ("source", found.sources),
         ("model", found.config.model.name),
         ("format", found.format),
-        ("train_on", data.train_on),
+        ("learned", "labels") if found.classes else ("train_on", data.train_on),
         ("max_length", f"{data.max_length:,}"),
     ):
         facts.add_row(Text(label, style="dim"), Text(value))
@@ -48,6 +50,9 @@ def print_inspection(console: Console, found: Inspection) -> None:
     console.print(Text(f"\n{sentence}\n", style=_STYLES[level]))
     if found.splits:
         console.print(_splits(found))
+    if found.classes:
+        console.print(Text("\nlabels", style="bold"))
+        console.print(_classes(found))
     for split in found.splits[:1]:
         console.print(Text(f"\nrow lengths of {split.name} (tokens)", style="bold"))
         console.print(_bars(split.histogram, bar="█" if unicode else "#"))
@@ -75,7 +80,8 @@ def print_inspection(console: Console, found: Inspection) -> None:
         console.print(Text(title, style="bold red"))
         console.print(stretches_text(difference.excerpt()), soft_wrap=True)
     for view in found.examples:
-        size = f"{len(view.tokens):,} tokens, {view.supervised:,} learned"
+        learned = f"{view.supervised:,} learned" if view.label is None else f"label {view.label}"
+        size = f"{len(view.tokens):,} tokens, {learned}"
         console.print(Text(f"\n{view.split}, row {view.index:,} ({view.where}): {size}", style="bold"))
         stretches = shortened(view.tokens, _SHOWN_TOKENS // 2, _SHOWN_TOKENS // 2)
         console.print(stretches_text(stretches, brackets=brackets), soft_wrap=True)
@@ -104,7 +110,8 @@ def stretches_text(stretches: Iterable[Stretch], *, brackets: tuple[str, str] | 
 def _splits(found: Inspection) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
     table.add_column("split")
-    for column in ("rows", "tokens", "learned", "share", "cut off", "dropped", "answers lost", "shortest", "longest"):
+    learned = ("labels",) if found.classes else ("learned", "share")
+    for column in ("rows", "tokens", *learned, "cut off", "dropped", "answers lost", "shortest", "longest"):
         table.add_column(column, justify="right")
     for split in found.splits:
         counts = split.counts
@@ -112,11 +119,34 @@ def _splits(found: Inspection) -> Table:
         table.add_row(
             Text(split.name, style="bold"),
             *(f"{number:,}" for number in (split.rows, split.tokens, split.supervised)),
-            f"{split.supervised / split.tokens:.1%}",
+            *([] if found.classes else [f"{split.supervised / split.tokens:.1%}"]),
             # Rows held out by ratio are counted with those that they were taken from.
             *(lost if counts else ["-"] * 3),
             *(f"{number:,}" for number in (split.quantiles[0], split.quantiles[3])),
         )
+    return table
+
+
+def _classes(found: Inspection) -> Table:
+    """Rows of each class in each split, the largest classes of the training rows first; of numbers their range."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    if found.classes[0].problem == "regression":
+        table.add_column("split")
+        for column in ("least", "mean", "largest"):
+            table.add_column(column, justify="right")
+        for one in found.classes:
+            table.add_row(Text(one.split, style="bold"), f"{one.low:g}", f"{one.mean:g}", f"{one.high:g}")
+        return table
+    table.add_column("class")
+    for one in found.classes:
+        table.add_column(one.split, justify="right")
+    counts = [dict(one.rows) for one in found.classes]
+    names = sorted({name: None for own in counts for name in own}, key=lambda name: -counts[0].get(name, 0))
+    for name in names[:_SHOWN_CLASSES]:
+        each = ((own.get(name, 0), split.rows) for own, split in zip(counts, found.splits, strict=True))
+        table.add_row(Text(cut(name, 60), style="bold"), *(f"{rows:,} ({rows / size:.1%})" for rows, size in each))
+    if len(names) > _SHOWN_CLASSES:
+        table.add_row(Text(f"and {len(names) - _SHOWN_CLASSES:,} more", style="dim"))
     return table
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import BertTokenizerFast, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from finray.config.identity import differences, settled
 from finray.config.load import build_config
@@ -21,31 +20,10 @@ from finray.data.formats.convert import FormatChoice, converter_of
 from finray.data.formats.examples import Label, Labelled
 from finray.data.formats.labels import LabelRules, LabelSet, label_of
 from finray.errors import ConfigError, DataError
+from tests.support.labelled import CLASSIFIES, bert_tokenizer
+from tests.support.labelled import classifying as classifying
 from tests.support.preparing import Preparing, Write, lines
 from tests.support.preparing import put as put
-from tests.support.tiny import WORDS
-
-CLASSIFIES = {"task": "sequence_classification"}
-
-
-def bert_tokenizer() -> Any:
-    """A tokenizer of BERT's kind: [CLS] a [SEP] b [SEP], with token types."""
-    words = {word: at for at, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *dict.fromkeys(WORDS)])}
-    core = Tokenizer(models.WordPiece(words, unk_token="[UNK]"))
-    core.normalizer = normalizers.BertNormalizer()
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.post_processor = processors.BertProcessing(("[SEP]", words["[SEP]"]), ("[CLS]", words["[CLS]"]))
-    return BertTokenizerFast(tokenizer_object=core)
-
-
-@pytest.fixture
-def classifying(tmp_path: Path) -> Preparing:
-    """Prepares for an encoder."""
-    folder = tmp_path / "encoder"
-    tokenizer = bert_tokenizer()
-    tokenizer.save_pretrained(str(folder))
-    (folder / "config.json").write_text("{}", encoding="utf-8")
-    return Preparing(folder, tokenizer, tmp_path / "prepared")
 
 
 def read(row: dict[str, Any], mapping: dict[str, str] | None = None) -> Labelled:

@@ -92,6 +92,7 @@ class PartResult(RowCounts):
         passed: rows of each range, blank ones included.
         bad: rows that were left out.
         lost: the first rows that lost their whole answer: number of the range, and number in it.
+        cut: likewise the first that were cut off.
     """
 
     stream: str
@@ -108,6 +109,7 @@ class PartResult(RowCounts):
     lost: tuple[tuple[int, int], ...] = ()
     problem: Problem | None = None
     label_rows: tuple[int, ...] = ()
+    cut: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PartResult:
@@ -169,6 +171,7 @@ class SplitStats(RowCounts):
         label_rows: rows of each of ``labels``.
         streams: its sources.
         answers_lost_at: the first rows that lost their whole answer, as ``file:row``.
+        truncated_at: likewise the first that were cut off.
     """
 
     longest: int
@@ -178,6 +181,7 @@ class SplitStats(RowCounts):
     answers_lost_at: tuple[str, ...] = ()
     problem: Problem | None = None
     label_rows: tuple[int, ...] = ()
+    truncated_at: tuple[str, ...] = ()
 
     @property
     def parts(self) -> list[PartEntry]:
@@ -267,12 +271,15 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             error = mixed_labels(first, other)
             raise DataError(error.message, where=file, repair=error.repair)
         streams_of = tuple(_stream_entry(_parts_of(stream.name, results)) for stream in own)
-        entries = (entry for stream in streams_of for entry in stream.parts)
-        lost = [
-            f"{entry.pieces[piece].file}:{entry.pieces[piece].first + number}"
-            for entry, part in zip(entries, parts, strict=True)
-            for piece, number in part.lost
-        ]
+        entries = [entry for stream in streams_of for entry in stream.parts]
+        lost, cut = (
+            tuple(
+                f"{entry.pieces[piece].file}:{entry.pieces[piece].first + number}"
+                for entry, part in zip(entries, parts, strict=True)
+                for piece, number in (part.lost if which == "lost" else part.cut)
+            )[:NAMED_ROWS]
+            for which in ("lost", "cut")
+        )
         split = splits[name] = SplitStats(
             **counts,
             longest=max(part.longest for part in parts),
@@ -281,7 +288,8 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             label_rows=tuple(of_class[name] for name in labels),
             problem=next((part.problem for part in parts if part.problem), None),
             streams=streams_of,
-            answers_lost_at=tuple(lost[:NAMED_ROWS]),
+            answers_lost_at=lost,
+            truncated_at=cut,
         )
         if not split.supervised:
             reasons = (

@@ -121,6 +121,7 @@ class PartWriter:
                 passed=tuple(passed),
                 bad=tuple(bad),
                 lost=tuple(files.lost),
+                cut=tuple(files.cut),
                 **files.counts,
             )
             self._folder.write(note, result.to_bytes())
@@ -194,6 +195,7 @@ class _ArrowFiles:
         labels: rows of each class.
         problem: that the labels speak for; None without labels.
         lost: piece and number of the first rows that lost their whole answer.
+        cut: likewise of those that were cut off.
     """
 
     def __init__(self, folder: Folder, number: int) -> None:
@@ -211,6 +213,7 @@ class _ArrowFiles:
         self.problem: Problem | None = None
         self._is_labelled: bool | None = None
         self.lost: list[tuple[int, int]] = []
+        self.cut: list[tuple[int, int]] = []
 
     def close(self) -> None:
         """Leave nothing but what was finished."""
@@ -239,6 +242,8 @@ class _ArrowFiles:
                 counts["split_tokens"] += sum(len(tokens.ids) for tokens in one.rows)
             for tokens in one.rows:
                 counts["truncated"] += tokens.truncated
+                if tokens.truncated and len(self.cut) < NAMED_ROWS:
+                    self.cut.append((row.piece, row.number))
                 if tokens.label is None and not tokens.supervised:
                     counts["unlearnable"] += 1
                     continue

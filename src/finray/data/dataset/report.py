@@ -49,7 +49,7 @@ def report_lines(manifest: Manifest) -> list[str]:
                 f"{stats.split_tokens / max(1, stats.tokens):.0%} of all tokens: the chat template rewrites "
                 "earlier turns (data.train_on: last_assistant makes one row of each)"
             )
-        named = {"answers_lost": stats.answers_lost_at}
+        named = {"answers_lost": stats.answers_lost_at, "truncated": stats.truncated_at}
         lines += [
             f"warning: {split}: {getattr(stats, name):,} of {stats.source_rows:,} rows {text}"
             + (f", such as {', '.join(places)}" if (places := named.get(name)) else "")
