@@ -137,6 +137,12 @@ class EvalRecord:
         counts = {"eval_targets": self.targets, "eval_seconds": self.seconds}
         return {"kind": "eval", "step": self.step, **self.metrics, **counts}
 
+    @staticmethod
+    def metrics_of(plain: Mapping[str, Any]) -> dict[str, float]:
+        """The metrics in what :meth:`json` gave."""
+        others = ("kind", "step", "eval_targets", "eval_seconds")
+        return {name: value for name, value in plain.items() if name not in others}
+
 
 # What trackers take, and what the driver is told.
 Metrics = TrainRecord | EvalRecord | Note

@@ -87,7 +87,9 @@ def resolved_of(config: Config, *, world_size: int = 1) -> Resolved:
     return resolve(config, placement, device_of(placement), packing=packing_of(config.model))
 
 
-def assemble_alone(plain: Plain, run_dir: Path, *, notify: Callable[[Record], None] = lambda record: None) -> Assembled:
+def assemble_alone(
+    plain: Plain, run_dir: Path, *, notify: Callable[[Record], None] = lambda record: None, **options: Any
+) -> Assembled:
     """The loop of a run of one process, without Ray."""
     torch.set_num_threads(1)
     config = config_of(plain)
@@ -99,12 +101,13 @@ def assemble_alone(plain: Plain, run_dir: Path, *, notify: Callable[[Record], No
         run_dir=run_dir,
         strategy=DDPStrategy(torch.device("cpu")),
         notify=notify,
+        **options,
     )
 
 
-def run_alone(plain: Plain, run_dir: Path) -> Assembled:
-    """Run (or continue) in this process."""
-    assembled = assemble_alone(plain, run_dir)
+def run_alone(plain: Plain, run_dir: Path, **options: Any) -> Assembled:
+    """Run (or continue) in this process; options are those of :func:`assemble`."""
+    assembled = assemble_alone(plain, run_dir, **options)
     assembled.loop.run()
     assembled.loop.trackers.finish()
     return assembled

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.config.resume_adapter import with_start
+from finray.data.sampling.splits import sample
 from finray.training.assemble import Assembled
 from tests.support import runs, tiny
 from tests.support.runs import Plain
@@ -175,7 +176,8 @@ class Reference:
     def evaluate(self) -> tuple[float, int]:
         """Loss per target of the held-out rows, and the number of targets."""
         self.model.eval()
-        rows = self.rows(self.plain["data"]["eval_source"])[: self.plain["evaluation"]["max_rows"]]
+        rows = self.rows(self.plain["data"]["eval_source"])
+        rows = [rows[row] for row in sample(len(rows), self.plain["evaluation"]["max_rows"], seed=SEED)]
         targets = sum(len(learned) for _, learned in rows)
         return sum(float(loss_sum(self.model, *row)) for row in rows) / targets, targets
 

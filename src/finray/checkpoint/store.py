@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,10 +237,32 @@ class CheckpointStore:
                 scored.append((metrics[metric] if mode == "min" else -metrics[metric], step))
         return min(scored)[1] if scored else None
 
-    def prune(self, *, keep_last: int, best: tuple[str, str] | None) -> list[int]:
-        """Delete checkpoints that no rule keeps, and return their steps: kept are the newest, and the best if given."""
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics that came later into the manifest of a checkpoint; nothing where it is gone or damaged.
+
+        Raises:
+            CheckpointError: another attempt has taken the run over, or storage failed.
+        """
+        path = self.path_of(step)
+        try:
+            content = manifest.read(path)
+        except CheckpointError:
+            return
+        with self._storage(step):
+            self._fence()
+            scratch = self.run_dir / f".tmp-manifest-{uuid.uuid4().hex[:8]}"
+            scratch.mkdir()
+            manifest.write(scratch, content["files"], step=step, metrics={**content["metrics"], **metrics})
+            self._sync(scratch / manifest.NAME)
+            os.replace(scratch / manifest.NAME, path / manifest.NAME)
+            self._sync(path)
+            scratch.rmdir()
+
+    def prune(self, *, keep_last: int, best: tuple[str, str] | None, others: Collection[int] = ()) -> list[int]:
+        """Delete checkpoints that no rule keeps, and return their steps: kept are the newest, the best if given, and
+        ``others``."""
         kept = None if best is None else self.best(*best)
-        doomed = to_delete(self.steps(), keep_last=keep_last, best=kept)
+        doomed = [one for one in to_delete(self.steps(), keep_last=keep_last, best=kept) if one not in others]
         for step in doomed:
             shutil.rmtree(self.path_of(step), ignore_errors=True)
         return doomed

@@ -373,7 +373,8 @@ class CheckpointConfig(Section):
     )
     keep_best: bool = Field(
         True,
-        description="Also save a checkpoint at every evaluation with a new lowest loss, and keep the best one.",
+        description="Also save a checkpoint at every evaluation with a new best value of `evaluation.metric`, and keep "
+        "the best one.",
     )
 
 
@@ -382,7 +383,10 @@ class EarlyStoppingConfig(Section):
 
     patience: PositiveInt = Field(3, description="Stop after this many consecutive evaluations without improvement.")
     min_gain: float = Field(
-        0.0, ge=0, description="How far below its lowest value the loss must fall to count as an improvement."
+        0.0,
+        ge=0,
+        description="By how much `evaluation.metric` must be better than its best value (a loss lower, an accuracy "
+        "higher) to count as an improvement.",
     )
 
 
@@ -397,17 +401,43 @@ class EvaluationConfig(Section):
         description="Also evaluate before the first step: the loss of the model that training starts from. It has no "
         "part in `early_stopping` and the best checkpoint.",
     )
+    mode: Literal["inline", "async"] = Field(
+        "inline",
+        description="Who evaluates: the training workers, between two steps (`inline`), or a Ray task with the "
+        "checkpoint just written, on what one worker more would have, while training goes on (`async`).",
+    )
     early_stopping: EarlyStoppingConfig | None = Field(
         None,
-        description="Stop the run when the evaluation loss no longer improves: `{patience: 3, min_gain: 0.001}`.",
+        description="Stop the run when `metric` no longer improves: `{patience: 3, min_gain: 0.001}`.",
+    )
+    metric: str | None = Field(
+        None,
+        description="The metric that chooses the best checkpoint (`checkpoint.keep_best`, `final/`) and stops a run "
+        "early: one of the task's, such as `eval_loss` or `perplexity`, or, with `generate_rows`, one of `metrics`. "
+        "null is the task's own choice (`eval_loss`).",
+    )
+    metric_mode: Literal["min", "max"] | None = Field(
+        None,
+        description="Whether less (`min`) or more (`max`) of `metric` is better. null goes by its name: less is better "
+        "of a loss, a perplexity and an error, more of everything else.",
     )
     metrics: list[Annotated[str, AfterValidator(named("finray.metrics"))]] = Field(
         default_factory=lambda: ["exact_match"],
-        description="Scores of the answers in `finray evaluate`, by name or as `package.module:function`.",
+        description="Scores of answers, by name or as `package.module:function`: in `finray evaluate`, and in training "
+        "with `generate_rows`.",
     )
     scoring: ScoringConfig | None = Field(None, description="Settings of single scores: `{encoder: roberta-large}`.")
-    max_rows: PositiveInt | None = Field(None, description="Evaluate at most this many rows.")
-    max_new_tokens: PositiveInt = Field(128, description="`finray evaluate`: maximum tokens generated per answer.")
+    max_rows: PositiveInt | None = Field(
+        None,
+        description="Evaluate a sample of at most this many rows: the same at every evaluation, chosen by `run.seed`. "
+        "A larger sample holds the rows of a smaller one.",
+    )
+    generate_rows: PositiveInt | None = Field(
+        None,
+        description="Held-out prompts that the model answers, greedily, at each evaluation in training. `metrics` of "
+        "the answers then stand beside the loss. null answers none.",
+    )
+    max_new_tokens: PositiveInt = Field(128, description="Maximum tokens generated per answer.")
     batch_size: PositiveInt = Field(16, description="`finray evaluate`: prompts per batch.")
 
 
@@ -529,14 +559,20 @@ class Config(Section):
             raise ValueError(
                 "data: eval_ratio and eval_source or eval_split both choose the evaluation rows; keep one of them"
             )
-        if evaluation.every_steps is not None and not (by_name or data.eval_ratio):
+        for name in ("every_steps", "metric", "generate_rows"):
+            if getattr(evaluation, name) is not None and not (by_name or data.eval_ratio):
+                raise ValueError(
+                    f"evaluation.{name}: there is nothing to evaluate on; set data.eval_ratio, data.eval_split or "
+                    "data.eval_source"
+                )
+        if evaluation.generate_rows is not None and data.train_on == "all":
             raise ValueError(
-                "evaluation.every_steps: there is nothing to evaluate on; set data.eval_ratio, data.eval_split or "
-                "data.eval_source"
+                "evaluation.generate_rows: with data.train_on all everything is learned, and there are no prompts; "
+                "leave one of them out"
             )
         if evaluation.early_stopping is not None and evaluation.every_steps is None:
             raise ValueError(
-                "evaluation.early_stopping: without evaluation.every_steps the loss is evaluated only once, at the "
+                "evaluation.early_stopping: without evaluation.every_steps there is only one evaluation, at the "
                 "end; set evaluation.every_steps"
             )
         return self

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from finray.config.extensions import load_named
+from finray.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from finray.config.schema import EvaluationConfig
+
+Mode = Literal["min", "max"]
+# A metric with such a word in its name is better the less it is.
+_LESS_IS_BETTER = {"loss", "perplexity", "error", "mse", "rmse", "mae"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +25,9 @@ class TaskSpec:
         rows: kinds of prepared rows that it learns from (``chat``, ``completion``, ``text``, ``labelled``).
         auto_class: Transformers' class that loads its models.
         peft_type: PEFT's ``TaskType``.
-        best: the metric that chooses the best checkpoint and stops a run early, and whether less or more is better.
+        best: the metric that chooses the best checkpoint and stops a run early, and whether less or more is better;
+            what ``evaluation.metric`` names takes its place.
+        metrics: names of all metrics; None where only an evaluation tells.
         reads_labels: whether ``data.format: auto`` is text with a label, and the model is made for the labels in it.
     """
 
@@ -25,8 +35,31 @@ class TaskSpec:
     rows: frozenset[str]
     auto_class: str
     peft_type: str
-    best: tuple[str, Literal["min", "max"]]
+    best: tuple[str, Mode]
     reads_labels: bool = False
+    metrics: tuple[str, ...] | None = None
+
+    def chosen(self, evaluation: EvaluationConfig) -> tuple[str, Mode]:
+        """The metric that chooses the best checkpoint and stops a run early, and whether less or more is better.
+
+        Raises:
+            ConfigError: ``evaluation.metric`` is none of the task's.
+        """
+        answers = [metric_name(name) for name in evaluation.metrics] if evaluation.generate_rows else []
+        metric, own = evaluation.metric or self.best[0], [self.best[0], *(self.metrics or ())]
+        if self.metrics is not None and metric not in (*own, *answers):
+            known = list(dict.fromkeys([*own, *answers]))
+            scores = " or, with evaluation.generate_rows, one of evaluation.metrics" if not answers else ""
+            raise ConfigError(
+                f"{self.name} has no metric `{metric}`{did_you_mean(metric, known)}",
+                where=f"evaluation.metric={metric}",
+                repair=f"use one of: {', '.join(known)}{scores}",
+            )
+        if evaluation.metric_mode is not None:
+            return metric, evaluation.metric_mode
+        if metric == self.best[0]:
+            return self.best
+        return metric, "min" if _LESS_IS_BETTER & set(metric.split("_")) else "max"
 
 
 CAUSAL_LM = TaskSpec(
@@ -35,6 +68,7 @@ CAUSAL_LM = TaskSpec(
     auto_class="AutoModelForCausalLM",
     peft_type="CAUSAL_LM",
     best=("eval_loss", "min"),
+    metrics=("eval_loss", "perplexity"),
 )
 SEQUENCE_CLASSIFICATION = TaskSpec(
     "sequence_classification",
@@ -45,6 +79,11 @@ SEQUENCE_CLASSIFICATION = TaskSpec(
     reads_labels=True,
 )
 SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
+
+
+def metric_name(name: str) -> str:
+    """What a metric of ``evaluation.metrics`` is called where its value stands: a function without its module."""
+    return name.rpartition(":")[2]
 
 
 def task_class(name: str) -> Any:

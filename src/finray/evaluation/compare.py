@@ -202,7 +202,7 @@ def evaluate(
 
 
 def held_out_rows(run: RunDir, config: Config, max_rows: int | None) -> list[HeldOut]:
-    """The test split of a run, or its evaluation split where it has no test split.
+    """The test split of a run, or its evaluation split where it has no test split; a sample of ``max_rows`` of it.
 
     Raises:
         DataError: the run holds no rows out, or the data has changed.
@@ -220,8 +220,9 @@ def held_out_rows(run: RunDir, config: Config, max_rows: int | None) -> list[Hel
             where="data",
             repair="train with data.eval_ratio, data.eval_split or data.eval_source",
         )
+    split = split.sample(max_rows, seed=config.run.seed)
     rows = []
-    for number in range(min(len(split), max_rows or len(split))):
+    for number in range(len(split)):
         ids, mask = split.row(number)
         if config.data.train_on == "all" or dataset.kind() == "text":
             rows.append(HeldOut((ids, mask)))

@@ -17,9 +17,11 @@ from finray.config.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
 from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
 from finray.config.schema import Config
+from finray.config.scoring import ScoringConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.data.dataset.prepare import check_inputs
 from finray.errors import ConfigError, FinrayError, ModelError, unmatched
+from finray.evaluation.scores.base import score_named
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.findings import refuse
 from finray.pretrained.weights import stored_weights
@@ -66,6 +68,7 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
         check_start,
         deepspeed_config.check,
         check_quantization,
+        check_evaluation,
     ):
         try:
             check(config)
@@ -137,6 +140,32 @@ def check_extras(
                 repair=f"pip install 'finray[{','.join(sorted(absent))}]'",
             )
         )
+
+
+def check_evaluation(config: Config) -> None:
+    """See that the task has the metric that chooses checkpoints, and answers where it is asked to.
+
+    Raises:
+        ConfigError: it has not, or does not.
+    """
+    spec, evaluation = task_spec(config.model.task), config.evaluation
+    spec.chosen(evaluation)
+    if evaluation.generate_rows is not None and not spec.rows & {"chat", "completion"}:
+        raise ConfigError(
+            f"a model of the task {spec.name} answers no prompts",
+            where="evaluation.generate_rows",
+            repair="leave it out; the task has metrics of its own",
+        )
+    for name in evaluation.metrics if evaluation.generate_rows is not None else ():
+        found = load_named("finray.metrics", name, where="evaluation.metrics")
+        if more := sorted(getattr(found, "needs", frozenset()) - {"answers"}):
+            raise ConfigError(
+                f"`{name}` needs more than answers ({', '.join(more)}), which are all there is in training",
+                where="evaluation.metrics",
+                repair="leave it out of the config, and ask `finray evaluate` for it after the run",
+            )
+        # Says what is not installed.
+        score_named(name, evaluation.scoring or ScoringConfig())
 
 
 def check_quantization(config: Config) -> None:

@@ -24,11 +24,12 @@ ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_th
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What each worker gets."""
+    """What each worker gets, and the evaluator beside them, where there is one."""
 
     num_workers: int
     cpus_per_worker: int
     use_gpu: bool
+    evaluator: bool = False
 
     @property
     def resources(self) -> dict[str, float]:
@@ -36,7 +37,7 @@ class Placement:
         return {"CPU": float(self.cpus_per_worker), **({"GPU": 1.0} if self.use_gpu else {})}
 
 
-def place(cluster: ClusterConfig, nodes: Sequence[Node]) -> Placement:
+def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = False) -> Placement:
     """How workers are placed on a cluster.
 
     A worker runs on one node, so the CPUs of two nodes cannot be added up for it. GPUs are counted over the whole
@@ -45,11 +46,15 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node]) -> Placement:
     Args:
         cluster: what the run asks for.
         nodes: resources of each node; a worker lies on one of them.
+        evaluator: whether checkpoints are evaluated beside the training, on what one worker more would have.
 
     Raises:
         ClusterError: the workers do not fit.
     """
     wanted = cluster.num_workers
+    together, who = wanted + evaluator, f"{wanted} workers"
+    if evaluator:
+        who = f"{wanted} worker{'s' if wanted > 1 else ''} and an evaluator"
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     use_gpu = gpus >= wanted if cluster.use_gpu == "auto" else cluster.use_gpu
     if use_gpu and gpus < wanted:
@@ -60,20 +65,30 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node]) -> Placement:
             if gpus
             else "set cluster.use_gpu to false",
         )
+    if use_gpu and gpus < together:
+        raise ClusterError(
+            f"{who} want a GPU each, the cluster has {gpus}",
+            where="evaluation.mode=async",
+            repair="set evaluation.mode to inline"
+            + (f", or cluster.num_workers to {gpus - 1}" if gpus > 1 else ", or join a cluster with one GPU more"),
+        )
     cpus = [int(node.get("CPU", 0)) for node in nodes]
     if cluster.cpus_per_worker is not None:
         each = cluster.cpus_per_worker
     else:
-        each = next((size for size in range(max(cpus, default=1), 1, -1) if _fit(cpus, size) >= wanted), 1)
-    if _fit(cpus, each) < wanted:
-        fitting = _fit(cpus, each)
+        each = next((size for size in range(max(cpus, default=1), 1, -1) if _fit(cpus, size) >= together), 1)
+    if (fitting := _fit(cpus, each)) < together:
+        fewer, of = fitting - evaluator, f"of {each} CPU{'s' if each > 1 else ''}"
+        repair = f"set cluster.num_workers to {fewer} or less" if fewer > 0 else "set cluster.cpus_per_worker lower"
+        if evaluator:
+            repair = "set evaluation.mode to inline" + (f", or {repair[4:]}" if each > 1 or fewer > 0 else "")
         raise ClusterError(
-            f"{wanted} workers of {each} CPU{'s' if each > 1 else ''} do not fit: the cluster has {sum(cpus)}, "
+            f"{who} {of} {'each ' if evaluator else ''}do not fit: the cluster has {sum(cpus)}, "
             f"which is room for {fitting}",
-            where="cluster.num_workers",
-            repair=f"set cluster.num_workers to {fitting} or less" if fitting else "set cluster.cpus_per_worker lower",
+            where="evaluation.mode=async" if evaluator and fitting >= wanted else "cluster.num_workers",
+            repair=repair,
         )
-    return Placement(wanted, each, use_gpu)
+    return Placement(wanted, each, use_gpu, evaluator)
 
 
 def elsewhere(cluster: ClusterConfig) -> Placement:

@@ -319,7 +319,7 @@ def _place(
         return None, elsewhere(config.cluster), device
     try:
         nodes = [this_machine(local_gpus())] if address is None else ask(config)
-        placement = place(config.cluster, nodes)
+        placement = place(config.cluster, nodes, evaluator=config.evaluation.mode == "async")
     except FinrayError as error:
         found.problem(error)
         return None, None if named is None else elsewhere(config.cluster), device

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from finray.config.resolved import Packing, Precision, Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.errors import ConfigError
+from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.findings import refuse
 from finray.planning.placement import Device, Placement
 from finray.planning.steps import batch_and_epochs
@@ -114,13 +115,37 @@ def resolve(
         weights="bf16" if config.train.precision == "bf16-true" else "fp32",
     )
     if found.strategy != "auto":
+        require_whole_weights(config, found)
         return found
     if found.world_size == 1:
         choice = StrategyChoice("ddp", "there is one worker, and nothing to share")
     else:
         choice = estimated_choice(config, found, device, shape, before=None if before is None else before.strategy)
     chose(choice)
-    return replace(found, strategy=choice.strategy)
+    found = replace(found, strategy=choice.strategy)
+    require_whole_weights(config, found)
+    return found
+
+
+def require_whole_weights(config: Config, resolved: Resolved) -> None:
+    """See that every worker holds the model that it lets answer at evaluations.
+
+    Answers are of many lengths, and workers that share weights would have to take every step of them together.
+
+    Raises:
+        ConfigError: the strategy shares the weights out.
+    """
+    asks = config.evaluation.generate_rows is not None and config.evaluation.mode == "inline"
+    shares = resolved.strategy == "fsdp" or (
+        resolved.strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3
+    )
+    if asks and shares:
+        raise ConfigError(
+            f"workers that share weights ({resolved.strategy}) cannot let the model answer prompts between two steps",
+            where="evaluation.generate_rows",
+            repair="set evaluation.mode to async, which answers with the whole model on resources of its own; or "
+            "parallel.strategy to ddp" + (", or parallel.zero_stage to 2" if resolved.strategy == "deepspeed" else ""),
+        )
 
 
 def needs_torch(config: Config) -> bool:

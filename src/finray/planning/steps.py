@@ -14,7 +14,7 @@ from finray.config.adapter_files import read_notes, read_settings
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, TrainConfig
 from finray.data.sampling.packing import plan_packs
-from finray.errors import FinrayError
+from finray.errors import DataError, FinrayError
 
 # A step as large as this, unless an epoch would then have fewer steps than that; and as many epochs, within limits, as
 # make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
@@ -157,6 +157,20 @@ def _other_base(config: Config) -> str | None:
         return None
     same = any(Path(str(name)).name.lower() == Path(config.model.name).name.lower() for name in names)
     return None if same or not names else str(min(names, key=str))
+
+
+def require_prompts(config: Config, kind: str) -> None:
+    """See that prepared rows of a kind have prompts, where ``evaluation.generate_rows`` asks for answers to them.
+
+    Raises:
+        DataError: they are learned as a whole.
+    """
+    if config.evaluation.generate_rows is not None and kind not in ("chat", "completion"):
+        raise DataError(
+            f"the rows are {kind}: they are learned as a whole, and have no prompts to answer",
+            where="evaluation.generate_rows",
+            repair="leave it out, or give rows with prompts and answers",
+        )
 
 
 def step_note(train: TrainConfig, size: int, epochs: float, *, pack_length: int | None = None) -> str | None:

@@ -35,7 +35,14 @@ from finray.errors import FinrayError, TrainingError, from_dict
 from finray.planning.checks import require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
-from finray.planning.steps import batch_and_epochs, count_packs, pack_length_of, step_note, step_warnings
+from finray.planning.steps import (
+    batch_and_epochs,
+    count_packs,
+    pack_length_of,
+    require_prompts,
+    step_note,
+    step_warnings,
+)
 from finray.records import Note, Record, RunSummary
 from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
@@ -152,13 +159,13 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
         handle(Note("starting Ray on this machine" if is_own else f"joining the Ray cluster at {address}"))
     with clusters.connected(config.cluster) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        placement = place(config.cluster, nodes)
+        placement = place(config.cluster, nodes, evaluator=config.evaluation.mode == "async")
         env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
         worker_env = env
         if is_own and not placement.use_gpu:
             # A library that looks for GPUs while it is imported would see them all, and go on to.
             worker_env = {**_early(config), **env}
-            clusters.start_worker_processes(ray, worker_env, placement.num_workers)
+            clusters.start_worker_processes(ray, worker_env, placement.num_workers + placement.evaluator)
         packing = packing_of(config.model)
         if not packing.safe:
             handle(Note(packing.warning, level="warning"))
@@ -322,6 +329,7 @@ def _trainer(
         run_dir=str(run.path),
         threads=placement.cpus_per_worker,
         listener=listener,
+        evaluator=placement.resources if placement.evaluator else None,
         secrets=secrets_of(),
     )
     return Trainer(
@@ -354,6 +362,7 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
         handle(Note(line.removeprefix("warning: "), level="warning" if is_warning else "note"))
     train = config.train
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
+    require_prompts(config, dataset.kind())
     splits = dataset.splits(config.data, seed=config.run.seed)
     lengths = splits.train.lengths
     if (spec := task_spec(config.model.task)).reads_labels:
@@ -408,7 +417,7 @@ def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, ha
 
 def _best(config: Config) -> tuple[str, str] | None:
     """The metric whose best checkpoint becomes final, and whether less or more is better; None for the last one."""
-    return task_spec(config.model.task).best if config.checkpoint.keep_best else None
+    return task_spec(config.model.task).chosen(config.evaluation) if config.checkpoint.keep_best else None
 
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -15,14 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from finray.config.environment import accept
 from finray.config.load import build_config
-from finray.config.resolved import Resolved
+from finray.config.resolved import Resolved, Settled
+from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
-from finray.records import RunSummary
+from finray.records import Record, RunSummary
 from finray.runtime import failures
 from finray.runtime.progress import Address, Sender, ask
 
 if TYPE_CHECKING:
     import torch
+
+    from finray.training.evaluator import Answering, Evaluator
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class WorkerSpec:
         threads: of this worker.
         listener: where the driver takes records.
         secrets: of the user, for the worker's environment.
+        evaluator: Ray's resources for evaluations beside the training; None where there are none.
     """
 
     config: dict[str, Any]
@@ -47,6 +52,7 @@ class WorkerSpec:
     threads: int
     listener: Address
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    evaluator: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,8 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             strategy=strategy,
             notify=sender.put,
             reported=_report,
+            answering=_answering(config, spec),
+            evaluator=partial(_evaluator, spec, sender.put),
             asked=sender.stop.is_set,
         ).loop
         step = loop.state.step
@@ -119,6 +127,21 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         raise
     finally:
         sender.close()
+
+
+def _answering(config: Config, spec: WorkerSpec) -> Answering | None:
+    if config.evaluation.generate_rows is None or config.evaluation.mode == "async":
+        return None
+    from finray.evaluation.during import Answers
+
+    return Answers(config, spec.resolved.precision)
+
+
+def _evaluator(spec: WorkerSpec, tell: Callable[[Record], None], known: Settled) -> Evaluator:
+    from finray.runtime.evaluator import RayEvaluator
+
+    assert spec.evaluator is not None
+    return RayEvaluator.of(spec, spec.evaluator, known, tell)
 
 
 def _join_group() -> torch.device:

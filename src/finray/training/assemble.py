@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from finray.checkpoint import CheckpointStore
+from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.store import Fence
 from finray.config.adapter_files import NOTES
 from finray.config.identity import settled
@@ -21,7 +21,7 @@ from finray.config.redact import redact
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.config.tasks import task_class, task_spec
-from finray.data.dataset.prepared import PreparedDataset
+from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.order import Order, derive_key, total_steps
 from finray.data.sampling.packing import one_length_each, one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
@@ -31,19 +31,23 @@ from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.roles import roles_of
 from finray.models.sharded import cut_model, left_out, materialise
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
+from finray.parallel.ddp import DDPStrategy
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import stored_weights
-from finray.records import Metrics, Note, Record, RunHeader, TrainRecord
+from finray.records import EvalRecord, Metrics, Note, Record, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
-from finray.tracking.jsonl import JsonlTracker
+from finray.tracking.jsonl import FILE as METRICS
+from finray.tracking.jsonl import JsonlTracker, read_records
 from finray.training import extending
 from finray.training.checkpointing import CheckpointWriter, find_latest, restore
 from finray.training.cpu_checks import refusals_on_cpu
+from finray.training.evaluator import Answering, Evaluated, Evaluator
 from finray.training.loader import EvalLoader, StepLoader
 from finray.training.loop import Loop
 from finray.training.optim.optimizer import Optimizer, warnings_of
 from finray.training.profile import Profiler
 from finray.training.state import TrainState
+from finray.training.step import evaluate
 from finray.training.task import Task
 
 # Names the run for trackers; the same at every start.
@@ -69,6 +73,8 @@ def assemble(
     strategy: Strategy,
     notify: Notify = lambda record: None,
     reported: Callable[[Path, dict[str, float]], None] = lambda path, metrics: None,
+    answering: Answering | None = None,
+    evaluator: Callable[[Settled], Evaluator] | None = None,
     asked: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Assembled:
@@ -81,6 +87,8 @@ def assemble(
         prepared: directory or URL of the prepared dataset, or a function that waits for it while the model is loaded.
         notify: shown records (header, warnings, metrics), on rank 0.
         reported: called on every rank after each checkpoint.
+        answering: lets the model answer prompts at evaluations, where ``evaluation.generate_rows`` asks for that.
+        evaluator: makes what evaluates checkpoints on other resources, with ``evaluation.mode: async``.
         asked: whether this rank has been asked to stop.
         clock: seconds, monotonic.
 
@@ -101,25 +109,26 @@ def assemble(
         fence.take()
     store = CheckpointStore(run_dir, fence=fence.check)
 
-    def opened() -> tuple[PreparedDataset, Resolved, float]:
+    def opened() -> tuple[PreparedDataset, Settled, float]:
         late = prepared() if callable(prepared) else Settled(str(prepared), resolved)
         at = clock()
-        return (
-            open_dataset(config, late.prepared, rank=strategy.rank, world_size=strategy.world_size),
-            late.resolved,
-            at,
-        )
+        return open_dataset(config, late.prepared, rank=strategy.rank, world_size=strategy.world_size), late, at
 
     with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
         # While the model is loaded: each rank compares a share of the prepared files with their digests.
         opening = pool.submit(opened)
         task, optimizer = _model(config, resolved, strategy, warn)
         model_at = clock()
-        dataset, resolved, data_at = on_all_ranks(strategy, opening.result)
+        dataset, late, data_at = on_all_ranks(strategy, opening.result)
+    resolved = late.resolved
     config = settled(config, resolved)
     on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
     dataset.trust()
-    loader, evaluation, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
+    loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
+    evaluation = None if held_out is None else _held_out(config, resolved, task, held_out, strategy)
+    answered = None
+    if held_out is not None and answering is not None and (count := config.evaluation.generate_rows) is not None:
+        answered = partial(answering, task, held_out.sample(count, seed=config.run.seed), strategy)
     state, steps, said = _resume(config, task, optimizer, loader, dataset, steps, store, strategy, warn)
     state.total_steps = steps
     if dataset.folder.is_remote:
@@ -139,6 +148,12 @@ def assemble(
             _extras(config, dataset, resolved) if first else lambda folder: None,
         ),
     )
+    best = task.spec.chosen(config.evaluation)
+    beside, come = None, []
+    if first and evaluation is not None:
+        if config.evaluation.mode == "async" and evaluator is not None:
+            beside = evaluator(late)
+        come = _taken_up(state, store, beside)
     loop = Loop(
         config=config,
         task=task,
@@ -148,10 +163,13 @@ def assemble(
         evaluation=evaluation,
         total_steps=steps,
         state=state,
-        writer=CheckpointWriter(store, strategy, config.checkpoint, best=task.spec.best),
+        writer=CheckpointWriter(store, strategy, config.checkpoint, best=best, in_use=state.evaluating),
         trackers=trackers,
         save_extras=extras,
         reported=reported,
+        answered=answered,
+        evaluator=beside,
+        come=strategy.broadcast_object(come),
         precision=resolved.precision,
         clock=clock,
         asked=asked,
@@ -165,24 +183,9 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
     """The task with its model as the strategy shares it, and the optimizer; a collective."""
     train, device, seed = config.train, strategy.device, derive_key(config.run.seed, "adapter")
 
-    def build() -> Task:
-        if device.type == "cpu":
-            for refusal in refusals_on_cpu(config):
-                raise refusal
-        made: Task = task_class(config.model.task).build(
-            config, resolved, device=device, seed=seed, on_meta=strategy.shards_weights
-        )
-        stored = stored_weights(folder) if (folder := Path(config.model.name)).is_dir() else None
-        if stored is not None and (tensors := left_out(made.model, stored)):
-            warn(cut_model(tensors))
-        if resolved.liger:
-            liger.apply(made.model)
-        if train.compile:
-            compile_blocks(made.model)
-        wrap_blocks(made.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
-        return made
-
-    task = on_all_ranks(strategy, build)
+    task = on_all_ranks(
+        strategy, lambda: _task(config, resolved, device=device, seed=seed, on_meta=strategy.shards_weights, warn=warn)
+    )
     # ZeRO gives tensors on the meta device some memory when it shards them, and no values.
     on_meta = task.is_on_meta
     strategy.shard(task.module, blocks_of(task.model))
@@ -198,6 +201,93 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
     made = Optimizer(task.trainable(), train, lora_plus_ratio=ratio, roles=roles, seed=rounding)
     task.module, optimizer = strategy.prepare(task.module, made)
     return task, optimizer
+
+
+def _task(config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool, warn: Warn) -> Task:
+    """The task with its model, before it is sharded."""
+    if device.type == "cpu":
+        for refusal in refusals_on_cpu(config):
+            raise refusal
+    train = config.train
+    made: Task = task_class(config.model.task).build(config, resolved, device=device, seed=seed, on_meta=on_meta)
+    stored = stored_weights(folder) if (folder := Path(config.model.name)).is_dir() else None
+    if stored is not None and (tensors := left_out(made.model, stored)):
+        warn(cut_model(tensors))
+    if resolved.liger:
+        liger.apply(made.model)
+    if train.compile:
+        compile_blocks(made.model)
+    wrap_blocks(made.model, checkpointing=train.gradient_checkpointing, offload=train.activation_offload)
+    return made
+
+
+@torch.no_grad()
+def evaluate_checkpoint(
+    config: Config,
+    known: Settled,
+    step: int,
+    checkpoint: Path | None,
+    *,
+    device: torch.device,
+    answering: Answering | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Evaluated:
+    """Evaluate a checkpoint as the training does it, in a process of its own.
+
+    The arithmetic is that of one rank that holds the whole model: the same forward passes, and their sums in the order
+    of the packs. It needs no optimizer, and reads nothing that a training writes but the checkpoint.
+
+    Args:
+        config: the run's.
+        known: the prepared dataset, and what every ``auto`` of the config comes to.
+        step: of the checkpoint.
+        checkpoint: its directory; None is the model that training starts from.
+        device: to compute on.
+        answering: lets the model answer prompts, where ``evaluation.generate_rows`` asks for that.
+        clock: seconds, monotonic.
+
+    Raises:
+        FinrayError: something cannot be loaded, or the checkpoint is damaged.
+    """
+    started, resolved, seed = clock(), known.resolved, derive_key(config.run.seed, "adapter")
+    config, strategy = settled(config, resolved), DDPStrategy(device)
+    task = _task(config, resolved, device=device, seed=seed, on_meta=False, warn=lambda message: None)
+    if task.is_on_meta:
+        materialise(task.model, config.model, config.adapter, device=device, seed=seed)
+    if checkpoint is not None:
+        task.layout.load(checkpoint, [entry["path"] for entry in manifest.verify(checkpoint)["files"]])
+    local_dir = config.prepare.local_dir
+    dataset = PreparedDataset(known.prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
+    held_out = dataset.splits(config.data, seed=config.run.seed).eval
+    assert held_out is not None
+    loader = _held_out(config, resolved, task, held_out, strategy)
+    task.model.eval()
+    metrics = evaluate(task, strategy, loader)
+    if answering is not None and (count := config.evaluation.generate_rows) is not None:
+        metrics |= answering(task, held_out.sample(count, seed=config.run.seed), strategy)
+    return Evaluated(step, metrics, loader.weight, round(clock() - started, 6))
+
+
+def _taken_up(state: TrainState, store: CheckpointStore, evaluator: Evaluator | None) -> list[Evaluated]:
+    """Have evaluations done again that were out at the checkpoint that a run goes on from; what is known of the others.
+
+    A result that came later, before the run ended, is in ``metrics.jsonl``.
+    """
+    if not state.evaluating:
+        return []
+    records = {one["step"]: one for one in read_records(store.run_dir / METRICS) if one["kind"] == "eval"}
+    come = []
+    for step in state.evaluating:
+        checkpoint = store.path_of(step) if step else None
+        if step in records:
+            come.append(Evaluated(step, EvalRecord.metrics_of(records[step])))
+        elif checkpoint is not None and not checkpoint.is_dir():
+            come.append(Evaluated(step, failure="it did not come to its end, and the checkpoint is gone"))
+        elif evaluator is None:
+            come.append(Evaluated(step, failure="it did not come to its end before evaluation.mode became inline"))
+        else:
+            evaluator.submit(step, checkpoint)
+    return come
 
 
 def _resume(
@@ -265,8 +355,8 @@ def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config)
 
 def _data(
     config: Config, resolved: Resolved, task: Task, dataset: PreparedDataset, strategy: Strategy
-) -> tuple[StepLoader, EvalLoader | None, int]:
-    """This rank's training data, the rows that are held out, and the steps of the run."""
+) -> tuple[StepLoader, PreparedSplit | None, int]:
+    """This rank's training data, all rows that are held out, and the steps of the run."""
     data, train = config.data, config.train
     splits = dataset.splits(data, seed=config.run.seed)
     rows, held_out = splits.train, splits.eval
@@ -288,21 +378,25 @@ def _data(
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
     )
-    if held_out is None:
-        return loader, None, steps
-    lengths = held_out.lengths[: config.evaluation.max_rows]
-    evaluation = EvalLoader(
+    return loader, held_out, steps
+
+
+def _held_out(
+    config: Config, resolved: Resolved, task: Task, held_out: PreparedSplit, strategy: Strategy
+) -> EvalLoader:
+    """This rank's share of the rows that are evaluated."""
+    sampled = held_out.sample(config.evaluation.max_rows, seed=config.run.seed)
+    return EvalLoader(
         # Packed even where training is not: the loss of a row does not depend on its neighbours.
-        plan=(plan_packs if resolved.packs else one_length_each)(lengths, data.max_length),
-        collate=partial(task.collate, held_out),
-        rows=len(lengths),
+        plan=(plan_packs if resolved.packs else one_length_each)(sampled.lengths, config.data.max_length),
+        collate=partial(task.collate, sampled),
+        rows=len(sampled),
         held_out=len(held_out),
-        weight=int(held_out.supervised[: len(lengths)].sum()),
+        weight=int(sampled.supervised.sum()),
         rank=strategy.rank,
         world_size=strategy.world_size,
         lockstep=strategy.lockstep,
     )
-    return loader, evaluation, steps
 
 
 def _start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn) -> Trackers:

@@ -9,7 +9,7 @@ checkpoint at the step at which every rank has said that it is done (a number th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -175,15 +175,23 @@ class CheckpointWriter:
         strategy: of the group.
         config: the checkpoint section.
         best: the metric whose best checkpoint is kept, and whether less or more is better.
+        in_use: steps of checkpoints that are kept as long as they are here.
     """
 
     def __init__(
-        self, store: CheckpointStore, strategy: Strategy, config: CheckpointConfig, *, best: tuple[str, str]
+        self,
+        store: CheckpointStore,
+        strategy: Strategy,
+        config: CheckpointConfig,
+        *,
+        best: tuple[str, str],
+        in_use: Collection[int] = (),
     ) -> None:
         self._store = store
         self._strategy = strategy
         self._config = config
         self._best = best
+        self._in_use = in_use
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-checkpoint")
         # What is being written, still under its scratch name.
         self._pending: tuple[Saved, Future[list[Entry]]] | None = None
@@ -231,7 +239,28 @@ class CheckpointWriter:
 
     def _commit(self, saved: Saved, entries: list[Entry]) -> None:
         self._store.commit(saved.path, saved.step, entries, metrics=saved.metrics)
-        self._store.prune(keep_last=self._config.keep_last, best=self._best if self._config.keep_best else None)
+        self._prune()
+
+    def _prune(self) -> None:
+        best = self._best if self._config.keep_best else None
+        self._store.prune(keep_last=self._config.keep_last, best=best, others=self._in_use)
+
+    def path_of(self, step: int) -> Path:
+        """The directory of a step's checkpoint."""
+        return self._store.path_of(step)
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write what an evaluation came to into the checkpoint it was of, and keep those that the rules keep now.
+
+        Raises:
+            FinrayError: on every rank alike.
+        """
+
+        def add() -> None:
+            self._store.add_metrics(step, metrics)
+            self._prune()
+
+        on_all_ranks(self._strategy, add if self._strategy.rank == 0 else lambda: None)
 
     def close(self) -> None:
         """Leave the thread behind, and a checkpoint that was not finished unfinished."""

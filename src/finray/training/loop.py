@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +19,17 @@ from finray.parallel.base import NamedOptimizer, Strategy
 from finray.records import EvalRecord, Note, RunSummary, TrainRecord
 from finray.tracking.base import Trackers
 from finray.training.checkpointing import CheckpointWriter, take_snapshot
+from finray.training.evaluator import MOST_OUT, Evaluated, Evaluator
 from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Profiler
 from finray.training.schedule import learning_rate
 from finray.training.state import TrainState
-from finray.training.step import ASKED, StepResult, evaluate, train_step
+from finray.training.step import ASKED, CAME, StepResult, evaluate, train_step
 from finray.training.task import Task
+
+# How long evaluations are waited for in silence, and between two looks at them.
+_PATIENCE_S, _PAUSE_S = 10.0, 0.1
 
 
 @dataclass
@@ -39,6 +44,12 @@ class Loop:
         precision: dtype of the forward and backward pass.
         clock: seconds, monotonic.
         phases: seconds by phase.
+        answered: metrics of answers to held-out prompts, beside those of the task; a collective. None where none are
+            asked for.
+        evaluator: with ``evaluation.mode: async`` on rank 0, what evaluates checkpoints on other resources.
+        come: what came of evaluations that were out at the checkpoint that the run goes on from, where that is known
+            already; the same on every rank.
+        pause: sleeps so many seconds, on rank 0, while evaluations are waited for.
         asked: whether this rank has been asked to stop; the ranks stop together where one has.
         last_metrics: of the evaluation after this step, if there was one.
         stopped: it ended before its time, with a checkpoint, because that was asked for.
@@ -59,6 +70,10 @@ class Loop:
     precision: str
     clock: Callable[[], float]
     profiler: Profiler
+    answered: Callable[[], dict[str, float]] | None = None
+    evaluator: Evaluator | None = None
+    come: Sequence[Evaluated] = ()
+    pause: Callable[[float], None] = time.sleep
     asked: Callable[[], bool] = lambda: False
     phases: dict[str, float] = field(
         default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0}
@@ -72,6 +87,13 @@ class Loop:
     def __post_init__(self) -> None:
         self._window = _Window()
         self._said = _Said()
+        self._waiting: list[Evaluated] = []
+        self._best = self.task.spec.chosen(self.config.evaluation)
+        if self.state.metric not in ("", self._best[0]):
+            message = f"{self._best[0]} chooses the best checkpoint from now on, and no longer {self.state.metric}"
+            self.trackers.log(Note(f"{message}; its best value is looked for anew", self.state.step))
+            self.state.best, self.state.stale_evaluations = None, 0
+        self.state.metric = self._best[0]
         self._guard = NonFiniteGuard(self.state, self.strategy.device, scaled=self.precision == "fp16")
         # Reused by every snapshot: fresh memory costs more than copying.
         self._copies: dict[str, torch.Tensor] = {}
@@ -82,11 +104,21 @@ class Loop:
         Raises:
             FinrayError: on every rank alike.
         """
-        if self._is_over():
-            return
         config, state = self.config, self.state
-        if self.evaluation is not None and config.evaluation.on_start and state.step == 0:
-            self._evaluate(self.evaluation)
+        try:
+            self._count(self.come, is_logged=True)
+            if not self._is_over():
+                if self.evaluation is not None and config.evaluation.on_start and state.step == 0:
+                    self._begin_evaluation(self.evaluation)
+                self._train()
+            self._wait_for_evaluations(0)
+        finally:
+            self.writer.close()
+            if self.evaluator is not None:
+                self.evaluator.close()
+
+    def _train(self) -> None:
+        config, state = self.config, self.state
         self.task.model.train()
         self.first_step = state.step + 1
         data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
@@ -111,14 +143,22 @@ class Loop:
                     self._guard,
                     learning_rate=rate,
                     max_grad_norm=config.train.max_grad_norm,
-                    say=float(self.writer.is_done) + ASKED * self.asked(),
+                    say=float(self.writer.is_done) + ASKED * self.asked() + CAME * self._has_results(),
                     parts=self.profiler.parts,
                 )
                 state.advance(items=data.items, tokens=data.tokens, supervised=data.supervised)
                 self._window.add(data, result, waited)
                 numbers = None
-                stopping = self._said.read(result.said) >= ASKED
-                if stopping or state.step == self.total_steps or any(state.step % every == 0 for every in reading):
+                said = self._said.read(result.said)
+                stopping, came = said % CAME >= ASKED, said >= CAME
+                # A checkpoint that waits to be evaluated becomes one at once.
+                came = came or (bool(state.evaluating) and round(said % ASKED) == self.strategy.world_size)
+                if (
+                    stopping
+                    or came
+                    or state.step == self.total_steps
+                    or any(state.step % every == 0 for every in reading)
+                ):
                     numbers = self._window.read(result)
                     self._guard.raise_if_bad(state)
                     if self.first_loss is None:
@@ -131,11 +171,10 @@ class Loop:
                 self.phases["data_wait"] += waited
                 self.profiler.after(state.step)
                 if numbers is not None:
-                    self._after_step(data, rate, numbers, stopping=stopping)
+                    self._after_step(data, rate, numbers, stopping=stopping, came=came)
         finally:
             data_ahead.close()
             self.profiler.close()
-            self.writer.close()
 
     def _is_over(self) -> bool:
         return self.stopped or self.state.step >= self.total_steps or self._has_stopped()
@@ -145,24 +184,27 @@ class Loop:
         stopping = self.config.evaluation.early_stopping
         return stopping is not None and self.state.stale_evaluations >= stopping.patience
 
-    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, stopping: bool) -> None:
+    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, stopping: bool, came: bool) -> None:
         """Log, evaluate and save, each where it is due; where the run is stopped, log what is left and save."""
         config, state = self.config, self.state
+        if came:
+            self._count(self._fetch())
         if round(numbers.said % ASKED) == self.strategy.world_size:
             self._finish_saving()
         last = state.step == self.total_steps
         if last or state.step % config.tracking.log_every == 0:
             self._log_step(data, rate, numbers)
         every = config.evaluation.every_steps
-        self.last_metrics, is_best = {}, False
+        self.last_metrics, is_wanted = {}, False
         if self.evaluation is not None and (last or (every is not None and state.step % every == 0)):
-            self.last_metrics = self._evaluate(self.evaluation)
-            is_best = self._is_best()
+            self.last_metrics = self._begin_evaluation(self.evaluation)
+            # What is evaluated beside the training is a checkpoint.
+            is_wanted = self._is_best(self.last_metrics) and config.checkpoint.keep_best if self.last_metrics else True
         if self._has_stopped() and not last:
             last = True
             if self._window.tokens:
                 self._log_step(data, rate, numbers)
-            metric, _ = self.task.spec.best
+            metric, _ = self._best
             rule = config.evaluation.early_stopping
             gain = f" by more than {rule.min_gain:g}" if rule is not None and rule.min_gain else ""
             message = (
@@ -170,10 +212,10 @@ class Loop:
                 f"{state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is {state.best:.4f}"
             )
             self.trackers.log(Note(message, state.step))
-        self.stopped = stopping and not last
+        self.stopped = (stopping or self.stopped) and not last
         if self.stopped and self._window.tokens:
             self._log_step(data, rate, numbers)
-        due = state.step % config.checkpoint.every_steps == 0 or (is_best and config.checkpoint.keep_best)
+        due = state.step % config.checkpoint.every_steps == 0 or is_wanted
         if not (last or due or self.stopped):
             return
         started = self.clock()
@@ -212,13 +254,86 @@ class Loop:
             )
         )
 
+    def _begin_evaluation(self, loader: EvalLoader) -> dict[str, float]:
+        """Evaluate and return the metrics; or, beside the training, have it done, and return none."""
+        step = self.state.step
+        if self.config.evaluation.mode == "inline":
+            return self._evaluate(loader)
+        self._wait_for_evaluations(MOST_OUT - 1)
+        self.state.evaluating.append(step)
+        if not step and self.evaluator is not None:
+            self.evaluator.submit(0, None)
+        return {}
+
+    def _has_results(self) -> bool:
+        if self.evaluator is not None:
+            self._waiting += self.evaluator.results()
+        return bool(self._waiting)
+
+    def _fetch(self) -> list[Evaluated]:
+        """What has come on rank 0; a collective."""
+        self._has_results()
+        come, self._waiting = self._waiting, []
+        found: list[Evaluated] = self.strategy.broadcast_object(come)
+        return found
+
+    def _wait_for_evaluations(self, most: int) -> None:
+        """Wait until at most so many are out, or the run is asked to stop; a collective."""
+        if len(self.state.evaluating) <= most or self.stopped:
+            return
+        # Of a checkpoint that is not one yet there is none.
+        self._finish_saving()
+        started, said = self.clock(), False
+        while len(self.state.evaluating) > most and not self.stopped:
+            self._count(self._fetch())
+            if self.strategy.broadcast_object(self.asked()):
+                self.stopped = True
+            elif len(self.state.evaluating) > most and self.strategy.rank == 0:
+                if not said and self.clock() - started > _PATIENCE_S:
+                    steps = ", ".join(map(str, self.state.evaluating))
+                    what = f"the training waits for evaluations that are behind it (of step {steps}); "
+                    what += "evaluation.every_steps is small for what an evaluation takes"
+                    self.trackers.log(
+                        Note(what if most else f"waiting for the evaluation of step {steps}", self.state.step)
+                    )
+                    said = True
+                self.pause(_PAUSE_S)
+        self.phases["evaluate"] += self.clock() - started
+
+    def _count(self, results: Sequence[Evaluated], *, is_logged: bool = False) -> None:
+        """Log what came of evaluations beside the training, and count it; the same on every rank.
+
+        The record comes first: a run that goes on counts what is in ``metrics.jsonl``, and has the rest done once more.
+        """
+        for one in results:
+            self.state.evaluating.remove(one.step)
+            value = one.metrics.get(self._best[0], math.nan)
+            if one.failure or not math.isfinite(value):
+                why = one.failure or f"{self._best[0]} is {value}"
+                message = f"step {one.step} has no evaluation, and is not chosen as the best: {why}"
+                self.trackers.log(Note(message, self.state.step, "warning"))
+                continue
+            if not is_logged:
+                self.trackers.log(EvalRecord(one.step, one.metrics, one.targets, one.seconds))
+            if one.step:
+                self.writer.add_metrics(one.step, one.metrics)
+                self._is_best(one.metrics)
+
     def _evaluate(self, loader: EvalLoader) -> dict[str, float]:
         """Evaluate and log; returns the metrics."""
         started = self.clock()
         self.task.model.eval()
         metrics = evaluate(self.task, self.strategy, loader)
+        if self.answered is not None:
+            metrics |= self.answered()
         self.task.model.train()
-        metric, _ = self.task.spec.best
+        metric, _ = self._best
+        if metric not in metrics:
+            raise TrainingError(
+                f"the evaluation has no metric `{metric}`",
+                where="evaluation.metric",
+                repair=f"use one of: {', '.join(metrics)}",
+            )
         if not math.isfinite(metrics[metric]):
             # No checkpoint could be called better or worse than another by it.
             learned = ", or lower train.learning_rate; the last checkpoint is good" if self.state.step else ""
@@ -231,17 +346,19 @@ class Loop:
         self.trackers.log(EvalRecord(self.state.step, metrics, loader.weight, round(seconds, 6)))
         return metrics
 
-    def _is_best(self) -> bool:
-        """Count the evaluation after this step; returns whether the task's metric is the best so far."""
-        metric, mode = self.task.spec.best
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Count an evaluation; returns whether the metric that chooses is the best so far."""
+        metric, mode = self._best
         stopping = self.config.evaluation.early_stopping
         min_gain = 0.0 if stopping is None else stopping.min_gain
-        return self.state.evaluated(self.last_metrics[metric], mode, min_gain=min_gain)
+        return self.state.evaluated(metrics[metric], mode, min_gain=min_gain)
 
     def _finish_saving(self) -> None:
         """Make what was written behind the training a checkpoint, and tell Ray."""
         saved = self.writer.finish()
         if saved is not None:
+            if self.evaluator is not None and saved.step in self.state.evaluating:
+                self.evaluator.submit(saved.step, saved.path)
             self.reported(saved.path, {"step": float(saved.step), **saved.metrics})
 
     def summary(self) -> RunSummary:
@@ -257,7 +374,7 @@ class Loop:
             first_loss=self.first_loss,
             first_step=self.first_step,
             final_loss=self.final_loss,
-            best_metric=self.task.spec.best[0],
+            best_metric=self._best[0],
             best=state.best,
             phases=self.phases,
             peak_memory_bytes=tuple(self.strategy.all_gather_object(peak_memory(self.strategy.device))),

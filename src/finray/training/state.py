@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +29,10 @@ class TrainState:
         data: digest of all rows of the prepared dataset. The cursor means something in these rows only.
         tokens, supervised: tokens seen and targets learned from, over all ranks.
         seconds: training time so far, over all attempts.
-        best: best value so far of the metric that chooses checkpoints (``TaskSpec.best``).
+        best: best value so far of the metric that chooses checkpoints (``TaskSpec.chosen``).
+        metric: its name; empty in files of older versions.
         stale_evaluations: evaluations since the last gain, as ``evaluation.early_stopping`` sees it.
+        evaluating: steps whose evaluation beside the training has not come to an end, ascending.
         loss_scale: factor of the loss in fp16; None before the first step, and in other dtypes.
         good_steps: steps since the scale was changed.
         skipped: updates skipped because gradients overflowed in fp16.
@@ -47,7 +49,9 @@ class TrainState:
     supervised: int = 0
     seconds: float = 0.0
     best: float | None = None
+    metric: str = ""
     stale_evaluations: int = 0
+    evaluating: list[int] = field(default_factory=list)
     loss_scale: float | None = None
     good_steps: int = 0
     skipped: int = 0
@@ -86,7 +90,7 @@ class TrainState:
             if "best_eval_loss" in plain:
                 # Written by finray 0.1 before there was a second task.
                 plain["best"] = plain.pop("best_eval_loss")
-            if unknown := sorted(plain.keys() - {field.name for field in fields(cls)}):
+            if unknown := sorted(plain.keys() - {one.name for one in fields(cls)}):
                 # Of another version, to which they mean something.
                 raise _FILES.refused(f"has keys that are not known here: {', '.join(unknown)}", path)
             return typed(plain, cls)

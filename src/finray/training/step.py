@@ -34,6 +34,8 @@ def reseed(key: int, step: int, micro_batch: int) -> None:
 # A rank that was asked to stop adds this to what it says; no run has so many ranks. One number more to sum could change
 # the order in which a ring sums the loss, and its last bit.
 ASKED = 2.0**32
+# Rank 0 adds this where evaluations beside the training have come to an end. Sums stay below 2**53, and exact.
+CAME = 2.0**48
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from finray.data.dataset.prepared import Splits
-from finray.data.sampling.splits import Chosen, hold_out, mixed, sizes_of_mix
+from finray.data.sampling.splits import Chosen, hold_out, mixed, sample, sizes_of_mix
 from finray.data.sources import pieces
 from finray.errors import DataError, FinrayError
 from tests.support.preparing import Preparing, Write, lines
@@ -236,6 +236,23 @@ def test_the_held_out_rows_are_pinned(
 ) -> None:
     chosen = hold_out(GROUPS, eval_ratio=eval_ratio, test_ratio=test_ratio, seed=seed)
     assert (chosen.eval.tolist(), chosen.test.tolist()) == (held_out, tested)
+
+
+@given(count=st.integers(0, 60), most=st.integers(1, 70), more=st.integers(0, 70), seed=_seeds)
+def test_a_larger_sample_holds_the_smaller_one(count: int, most: int, more: int, seed: int) -> None:
+    few, many = (sample(count, size, seed=seed).tolist() for size in (most, most + more))
+    assert few == sorted(set(few))
+    assert len(few) == min(count, most)
+    assert set(few) <= set(many) <= set(range(count))
+    assert sample(count, None, seed=seed).tolist() == list(range(count))
+
+
+def test_the_rows_of_a_sample_are_pinned_and_follow_from_the_seed() -> None:
+    assert sample(8, 3, seed=17).tolist() == [1, 4, 6]
+    # Every row is in some sample, and none in all: without the seed these would be the same three rows.
+    drawn = [set(sample(8, 3, seed=seed).tolist()) for seed in range(40)]
+    assert set.union(*drawn) == set(range(8))
+    assert not set.intersection(*drawn)
 
 
 @pytest.mark.parametrize(("seed", "again"), [(0, [1, 3]), (7, [2, 3])])

@@ -52,6 +52,48 @@ def test_what_does_not_fit(fields: dict[str, object], nodes: list[dict[str, floa
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "nodes", "expected"),
+    [
+        ({}, [{"CPU": 8.0}], Placement(1, 4, False, evaluator=True)),
+        ({"num_workers": 3}, [{"CPU": 8.0}], Placement(3, 2, False, evaluator=True)),
+        ({"cpus_per_worker": 2}, [{"CPU": 4.0}], Placement(1, 2, False, evaluator=True)),
+        ({}, [{"CPU": 8.0, "GPU": 2.0}], Placement(1, 4, True, evaluator=True)),
+    ],
+)
+def test_an_evaluator_has_what_one_worker_more_would_have(
+    fields: dict[str, object], nodes: list[dict[str, float]], expected: Placement
+) -> None:
+    assert place(asked(**fields), nodes, evaluator=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes", "parts"),
+    [
+        (
+            {},
+            [{"CPU": 1.0}],
+            ("1 worker and an evaluator of 1 CPU each do not fit: the cluster has 1", "mode to inline"),
+        ),
+        ({"cpus_per_worker": 4}, [{"CPU": 4.0}], ("of 4 CPUs each", "or cluster.cpus_per_worker lower")),
+        ({"num_workers": 4}, [{"CPU": 4.0}], ("which is room for 4", "or cluster.num_workers to 3 or less")),
+        # The workers have the GPUs, and are not made to do without.
+        ({}, [{"CPU": 8.0, "GPU": 1.0}], ("1 worker and an evaluator want a GPU each", "a cluster with one GPU more")),
+        ({"num_workers": 2}, [{"CPU": 8.0, "GPU": 2.0}], ("mode to inline, or cluster.num_workers to 1",)),
+    ],
+)
+def test_an_evaluator_that_has_no_room_is_an_error(
+    fields: dict[str, object], nodes: list[dict[str, float]], parts: tuple[str, ...]
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        place(asked(**fields), nodes, evaluator=True)
+    assert caught.value.where == "evaluation.mode=async"
+    for part in parts:
+        assert part in str(caught.value)
+    # Without one they fit.
+    place(asked(**fields), nodes)
+
+
 def test_threads_follow_the_placement_and_the_users_own_variables_win() -> None:
     env = worker_environment(asked(env={"TOKENIZERS_PARALLELISM": "true", "X": "1"}), threads=3, environ={})
     assert env["OMP_NUM_THREADS"] == "3"

@@ -205,7 +205,7 @@ def test_a_run_goes_on_where_its_state_stands(make: Make) -> None:
     assert (made.loop.first_loss, made.loop.first_step) == (LOSSES[6], 7)
     over = make(state=TrainState(step=10, position=30, updates=10))
     over.loop.run()
-    assert (over.said, over.saved) == ([], [])
+    assert (over.said, over.saved) == (["closed"], [])
 
 
 @pytest.mark.parametrize("every", [None, 3, 5])
@@ -300,7 +300,7 @@ def test_a_run_without_gain_stops_with_a_checkpoint_and_says_why(
     # A new start does not begin again.
     again = make(held_out=[], evaluation=stopping, state=made.loop.state)
     again.loop.run()
-    assert again.said == []
+    assert again.said == ["closed"]
 
 
 @pytest.mark.parametrize("log_every", [1, 4])

@@ -22,7 +22,7 @@ from finray.data.dataset.manifest import MANIFEST, DataFile, Manifest, StreamEnt
 from finray.data.dataset.plan import ROWS_PER_BATCH
 from finray.data.formats.labels import Label, LabelSet
 from finray.data.sampling.order import mix
-from finray.data.sampling.splits import hold_out, mixed, sizes_of_mix
+from finray.data.sampling.splits import hold_out, mixed, sample, sizes_of_mix
 from finray.data.storage import Folder
 from finray.errors import DataError
 
@@ -95,6 +95,10 @@ class PreparedSplit:
             setattr(some, name, getattr(self, name)[rows])
         some._groups = None if self._groups is None else self._groups[rows]
         return some
+
+    def sample(self, most: int | None, *, seed: int) -> PreparedSplit:
+        """The rows that are evaluated where at most ``most`` are, in their order; see :func:`splits.sample`."""
+        return self.take(sample(len(self), most, seed=seed))
 
     def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Token ids, and loss mask or (of labelled text) token types of a row, as views of the mapped file."""

@@ -67,6 +67,15 @@ def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: in
     return Chosen(np.flatnonzero(of_row == 0), np.flatnonzero(of_row == 1), np.flatnonzero(of_row == 2))
 
 
+def sample(count: int, most: int | None, *, seed: int) -> IntArray:
+    """Which of ``count`` rows are evaluated where at most ``most`` are, ascending.
+
+    They are the first of a seeded permutation: the same wherever they are evaluated, and among those of a larger
+    ``most``. The first rows of a file may be all of one kind.
+    """
+    return np.sort(permutation(count, "sample", seed)[:most])
+
+
 def sizes_of_mix(available: Sequence[int], weights: Sequence[float | None], counts: Sequence[int | None]) -> list[int]:
     """Rows of each source in an epoch.
 

@@ -1,0 +1,116 @@
+"""Answers of a model that is being trained to held-out prompts, and their scores: handed to the loop by ``runtime``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from finray import compat
+from finray.config.schema import Config
+from finray.config.scoring import ScoringConfig
+from finray.config.tasks import metric_name
+from finray.data.dataset.prepared import PreparedSplit
+from finray.errors import FinrayError, TrainingError
+from finray.evaluation.engines.sampling import Sampling
+from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.scores.base import Answered, score_named
+from finray.files import first_line
+from finray.models import attention
+from finray.models.loading import DTYPES
+from finray.parallel.base import Strategy, on_all_ranks
+from finray.pretrained.tokenizers import load_tokenizer
+from finray.training.task import Task
+
+
+def prompt_and_answer(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
+    """A row's tokens up to its last answer, and those of that answer."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.astype(bool), [False]]).astype(np.int8)))
+    start, stop = int(edges[-2]), int(edges[-1])
+    return ids[:start].tolist(), ids[start:stop].tolist()
+
+
+class Answers:
+    """Metrics of greedy answers at an evaluation; see :class:`finray.training.evaluator.Answering`.
+
+    Args:
+        config: the run's.
+        precision: dtype of the forward pass of training.
+    """
+
+    def __init__(self, config: Config, precision: str) -> None:
+        self._config = config
+        self._precision = precision
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._config.model)
+
+    def __call__(self, task: Task, split: PreparedSplit, strategy: Strategy) -> dict[str, float]:
+        """The metrics of ``evaluation.metrics`` by name; each rank answers every ``world_size``-th prompt.
+
+        Raises:
+            FinrayError: on every rank alike: a prompt has no answer, or a metric fails.
+        """
+        asked = [prompt_and_answer(*split.row(row)) for row in range(len(split))]
+        own = [prompt for prompt, _ in asked[strategy.rank :: strategy.world_size]]
+        said = strategy.all_gather_object(on_all_ranks(strategy, lambda: self._answer(task.model, own)))
+        # Dealt out one by one, and taken back so.
+        answers = [said[row % strategy.world_size][row // strategy.world_size] for row in range(len(asked))]
+        first = strategy.rank == 0
+        found = on_all_ranks(strategy, lambda: self._scores(answers, [right for _, right in asked]) if first else {})
+        metrics: dict[str, float] = strategy.broadcast_object(found)
+        return metrics
+
+    def _answer(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
+        settings = self._config.evaluation
+        engine = TransformersEngine.of(model, self._tokenizer, batch_size=settings.batch_size)
+        texts = [""] * len(prompts)
+        device = model.device
+        amp = torch.autocast(device.type, dtype=DTYPES[self._precision]) if self._precision != "fp32" else nullcontext()
+        with _attending_by_itself(model), amp:
+            for answer in engine.generate(prompts, Sampling(max_new_tokens=settings.max_new_tokens)):
+                texts[answer.row] = answer.text
+        return texts
+
+    def _scores(self, answers: list[str], references: list[list[int]]) -> dict[str, float]:
+        expected = [str(self._tokenizer.decode(one, skip_special_tokens=True)) for one in references]
+        rows = [Answered((said,), right) for said, right in zip(answers, expected, strict=True)]
+        found = {}
+        for name in self._config.evaluation.metrics:
+            try:
+                score = score_named(name, self._config.evaluation.scoring or ScoringConfig())
+                found[metric_name(name)] = float(score.value(rows))
+            except FinrayError:
+                raise
+            except Exception as error:
+                # Somebody's own function.
+                raise TrainingError(
+                    f"the metric `{name}` failed: {type(error).__name__}: {first_line(error)}",
+                    where="evaluation.metrics",
+                    repair="mend it, or leave it out; the same command goes on from the last checkpoint",
+                ) from None
+        return found
+
+
+@contextmanager
+def _attending_by_itself(model: Any) -> Iterator[None]:
+    """Give a model the attention of Transformers: that over packed rows knows neither padding nor a cache."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    usual = compat.attention_implementation(inner)
+    if usual != attention.NAME:
+        yield
+        return
+    try:
+        inner.set_attn_implementation("sdpa")
+    except ValueError:
+        inner.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(usual)

@@ -1,0 +1,161 @@
+"""Evaluates checkpoints as Ray tasks beside the training, one after the other; made and asked by rank 0.
+
+Not by Ray Train's ``ValidationConfig`` (Ray 2.60), which begins a task for a checkpoint that is reported, too. Its
+results stay in Ray's list of checkpoints, which finray does not believe and no worker hears of; and an evaluator that
+is killed (``WorkerCrashedError``) ends its controller, and with it the run.
+
+The worker owns its tasks: where it ends, Ray ends them with it, and the next start has them done again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finray.config.environment import accept
+from finray.config.load import build_config
+from finray.config.resolved import Settled
+from finray.errors import FinrayError
+from finray.files import first_line
+from finray.records import Note, Record
+from finray.runtime import failures
+
+if TYPE_CHECKING:
+    from finray.runtime.worker import WorkerSpec
+    from finray.training.evaluator import Evaluated
+
+# How often one that ended without a word is begun.
+TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    step: int
+    checkpoint: Path | None
+    tries: int = 1
+
+
+class RayEvaluator:
+    """See :class:`finray.training.evaluator.Evaluator`.
+
+    Args:
+        begin: starts the evaluation of a checkpoint of a step, and returns a reference to its result.
+        ended: whether a reference's task has ended, without waiting.
+        fetch: the result, or the error of its task.
+        cancel: ends a task.
+        tell: told of evaluations that are repeated.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[int, Path | None], Any],
+        *,
+        ended: Callable[[Any], bool],
+        fetch: Callable[[Any], Any],
+        cancel: Callable[[Any], None],
+        tell: Callable[[Record], None],
+    ) -> None:
+        self._begin, self._ended, self._fetch, self._cancel, self._tell = begin, ended, fetch, cancel, tell
+        self._queue: deque[_Job] = deque()
+        self._running: tuple[_Job, Any] | None = None
+
+    @classmethod
+    def of(
+        cls, spec: WorkerSpec, resources: Mapping[str, float], known: Settled, tell: Callable[[Record], None]
+    ) -> RayEvaluator:
+        """On resources of a cluster that Ray is connected to, beside those of this worker."""
+        import ray
+
+        task = ray.remote(_evaluate).options(
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            # Ray itself would repeat one for ever that memory is lacking for.
+            max_retries=0,
+            # Not in the placement group of the workers, which has no room.
+            scheduling_strategy="DEFAULT",
+            name="finray evaluation",
+        )
+        return cls(
+            lambda step, checkpoint: task.remote(spec, known, step, None if checkpoint is None else str(checkpoint)),
+            ended=lambda running: bool(ray.wait([running], timeout=0)[0]),
+            fetch=ray.get,
+            cancel=lambda running: ray.cancel(running, force=True),
+            tell=tell,
+        )
+
+    def submit(self, step: int, checkpoint: Path | None) -> None:
+        """Evaluate a checkpoint after those before it; None is the model that training starts from."""
+        self._queue.append(_Job(step, checkpoint))
+        self._go_on()
+
+    def results(self) -> Sequence[Evaluated]:
+        """What has come since the last call, in the order of submission."""
+        come = []
+        while self._running is not None and self._ended(self._running[1]):
+            (job, running), self._running = self._running, None
+            if (found := self._result(job, running)) is not None:
+                come.append(found)
+            self._go_on()
+        return come
+
+    def close(self) -> None:
+        """Give up what is out."""
+        if self._running is not None:
+            self._cancel(self._running[1])
+        self._queue.clear()
+        self._running = None
+
+    def _go_on(self) -> None:
+        if self._running is None and self._queue:
+            job = self._queue.popleft()
+            self._running = job, self._begin(job.step, job.checkpoint)
+
+    def _result(self, job: _Job, running: Any) -> Evaluated | None:
+        """What came of a task; None where it is begun again."""
+        from ray.exceptions import RayTaskError
+
+        from finray.training.evaluator import Evaluated
+
+        try:
+            found: Evaluated = self._fetch(running)
+            return found
+        except RayTaskError as error:
+            cause = failures.describe(error.cause) if isinstance(error.cause, Exception) else first_line(error)
+            return Evaluated(job.step, failure=cause)
+        except Exception as error:
+            # Ray has several errors for a process that was killed, and for a machine that was lost.
+            lost = failures.lost_process(str(error))
+            why = lost[0] if lost is not None else failures.describe(error)
+            if job.tries == TRIES:
+                return Evaluated(job.step, failure=f"{why}; it was tried {TRIES} times")
+            self._tell(Note(f"the evaluation of step {job.step} is begun again: {why}", job.step))
+            self._queue.appendleft(_Job(job.step, job.checkpoint, job.tries + 1))
+            return None
+
+
+def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None) -> Evaluated:
+    """The Ray task; an error that another try would meet again is a result."""
+    import torch
+
+    from finray.evaluation.during import Answers
+    from finray.training.assemble import evaluate_checkpoint
+    from finray.training.evaluator import Evaluated
+
+    accept(spec.secrets)
+    torch.set_num_threads(spec.threads)
+    config = build_config(spec.config, source="driver")
+    device = torch.device("cuda" if known.resolved.use_gpu else "cpu")
+    try:
+        return evaluate_checkpoint(
+            config,
+            known,
+            step,
+            None if checkpoint is None else Path(checkpoint),
+            device=device,
+            answering=Answers(config, known.resolved.precision),
+        )
+    except FinrayError as error:
+        return Evaluated(step, failure=str(error))

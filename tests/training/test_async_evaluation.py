@@ -1,0 +1,234 @@
+"""Evaluation beside the training: the numbers of `inline`, on the right steps, whenever they come, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint.rundir import RunDir
+from finray.config.resolved import Settled
+from finray.training import loop as loop_module
+from finray.training.assemble import evaluate_checkpoint
+from finray.training.evaluator import MOST_OUT, Evaluated
+from finray.training.loop import Loop
+from tests.support import runs
+from tests.support.runs import Plain, changed
+
+ASYNC = {"evaluation.mode": "async"}
+
+
+class Beside:
+    """Evaluates in this process; a result comes so many questions after it was asked for.
+
+    Args:
+        plain: the run's config.
+        delays: of each evaluation in turn; the last one of all others.
+        change: what becomes of a result.
+    """
+
+    def __init__(
+        self, plain: Plain, *delays: int, change: Callable[[Evaluated], Evaluated | None] = lambda found: found
+    ) -> None:
+        self.config = runs.config_of(plain)
+        self.submitted: list[int] = []
+        self.most = 0
+        self._delays, self._change, self._known = [*delays], change, Settled("", None)  # type: ignore[arg-type]
+        self._out: deque[list[Any]] = deque()
+
+    def __call__(self, known: Settled) -> Beside:
+        self._known = known
+        return self
+
+    def submit(self, step: int, checkpoint: Path | None) -> None:
+        self.submitted.append(step)
+        delay = self._delays[0] if len(self._delays) == 1 else self._delays.pop(0)
+        self._out.append([delay, step, checkpoint])
+        self.most = max(self.most, len(self._out))
+
+    def results(self) -> Sequence[Evaluated]:
+        come = []
+        while self._out and self._out[0][0] <= 0:
+            _, step, checkpoint = self._out.popleft()
+            found = evaluate_checkpoint(self.config, self._known, step, checkpoint, device=torch.device("cpu"))
+            if (changed := self._change(found)) is not None:
+                come.append(changed)
+        for one in self._out:
+            one[0] -= 1
+        return come
+
+    def close(self) -> None:
+        self._out.clear()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
+    evaluation = {"every_steps": 2, "on_start": True, "max_rows": 4}
+    changes = {"data.eval_ratio": 0.3, "adapter.dropout": 0.2, "evaluation": evaluation}
+    # So that the loss falls, and rises again: the best checkpoint is not the last.
+    return tiny_run({**changes, "train": {"max_steps": 10, "learning_rate": 0.05}}, model=dropout_model)
+
+
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory: pytest.TempPathFactory, plain: Plain) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "inline"
+    runs.run_alone(plain, run_dir)
+    return run_dir
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_PAUSE_S", 0.0)
+
+
+def beside(plain: Plain, run_dir: Path, *delays: int, **options: Any) -> Beside:
+    plain = changed(plain, ASYNC)
+    made = Beside(plain, *delays, **options)
+    runs.run_alone(plain, run_dir, evaluator=made)
+    return made
+
+
+def evaluations(run_dir: Path) -> dict[int, tuple[float, float, int]]:
+    """Of each step its loss, perplexity and number of targets; no step twice."""
+    found = runs.records(run_dir, "eval")
+    assert len({one["step"] for one in found}) == len(found)
+    return {one["step"]: (one["eval_loss"], one["perplexity"], one["eval_targets"]) for one in found}
+
+
+@pytest.mark.parametrize("delays", [(0,), (3,), (9, 1, 0, 5), (60,)])
+def test_its_numbers_are_those_of_inline_and_the_training_is_the_same_to_the_bit(
+    plain: Plain, inline: Path, tmp_path: Path, delays: tuple[int, ...]
+) -> None:
+    made = beside(plain, tmp_path / "run", *delays)
+    assert made.submitted == [0, 2, 4, 6, 8, 10]
+    assert evaluations(tmp_path / "run") == evaluations(inline)
+    assert runs.trace(tmp_path / "run") == runs.trace(inline)
+    for name in ("checkpoint-000010/adapter_model.safetensors", "checkpoint-000010/training_state/state.json"):
+        one, other = (folder / name for folder in (tmp_path / "run", inline))
+        if name.endswith("safetensors"):
+            assert one.read_bytes() == other.read_bytes()
+    stores = [CheckpointStore(folder) for folder in (tmp_path / "run", inline)]
+    best = {store.best("eval_loss", "min") for store in stores}
+    assert best == {min(evaluations(inline).items(), key=lambda one: (one[0] == 0, one[1]))[0]}
+    final = RunDir(tmp_path / "run")
+    assert final.make_final(best=("eval_loss", "min"), warn=pytest.fail) in best
+
+
+def test_the_numbers_of_another_step_would_be_seen(plain: Plain, inline: Path, tmp_path: Path) -> None:
+    """The negative control of the test above."""
+    before: list[Evaluated] = []
+
+    def late(found: Evaluated) -> Evaluated:
+        before.append(found)
+        return replace(before[-2] if len(before) > 1 else found, step=found.step)
+
+    beside(plain, tmp_path / "run", 1, change=late)
+    assert evaluations(tmp_path / "run").keys() == evaluations(inline).keys()
+    assert evaluations(tmp_path / "run") != evaluations(inline)
+
+
+def test_without_the_wait_at_the_end_the_last_are_lost(
+    plain: Plain, inline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control of the wait."""
+    monkeypatch.setattr(Loop, "_wait_for_evaluations", lambda self, most: None)
+    beside(plain, tmp_path / "run", 4)
+    assert 10 not in evaluations(tmp_path / "run")
+    # The next start has them done again, and then nothing is missing and nothing twice.
+    monkeypatch.undo()
+    monkeypatch.setattr(loop_module, "_PAUSE_S", 0.0)
+    again = beside(plain, tmp_path / "run", 0)
+    assert 10 in again.submitted
+    assert evaluations(tmp_path / "run") == evaluations(inline)
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_a_run_that_was_killed_has_lost_evaluations_done_again_and_counts_none_twice(
+    plain: Plain, inline: Path, tmp_path: Path, has_come: bool
+) -> None:
+    """At the checkpoint of step 6 its evaluation is out; the result comes before the run is killed, or not."""
+    beside(plain, tmp_path / "whole", 0 if has_come else 60)
+    cut = runs.cut(tmp_path / "whole", tmp_path / "cut", step=6)
+    lines = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
+    if not has_come:
+        (cut / "metrics.jsonl").write_text("".join(line for line in lines if '"eval"' not in line))
+    again = beside(plain, cut, 0)
+    assert again.submitted == ([8, 10] if has_come else [0, 2, 4, 6, 8, 10])
+    assert evaluations(cut) == evaluations(inline)
+    assert runs.trace(cut) == runs.trace(inline)
+
+
+def test_results_that_tell_of_no_gain_end_the_run_at_the_next_step(plain: Plain, tmp_path: Path) -> None:
+    stopping = changed(plain, {"evaluation.early_stopping": {"patience": 2, "min_gain": 100.0}})
+    stopping = changed(stopping, {"checkpoint.asynchronous": False})
+    # Of steps 2, 4 and 6; what says so comes while step 7 is at work.
+    beside(stopping, tmp_path / "run", 0)
+    (note,) = [one["message"] for one in runs.records(tmp_path / "run", "note")]
+    assert "stopped early at step 7 of 10: eval_loss has not improved by more than 100 in 2 evaluations" in note
+    assert CheckpointStore(tmp_path / "run").steps()[-1] == 7
+    assert list(evaluations(tmp_path / "run")) == [0, 2, 4, 6]
+    # It stays stopped, and a run whose results come after its end was not stopped by them.
+    assert beside(stopping, tmp_path / "run", 0).submitted == []
+
+
+def test_what_fails_for_good_is_a_warning_and_is_not_chosen(plain: Plain, inline: Path, tmp_path: Path) -> None:
+    losses = {step: found[0] for step, found in evaluations(inline).items() if step}
+    bad = min(losses, key=lambda step: losses[step])
+
+    def fail(found: Evaluated) -> Evaluated:
+        if found.step == bad:
+            return Evaluated(bad, failure="the disk is full")
+        return replace(found, metrics={"eval_loss": float("nan")}) if found.step == 10 else found
+
+    beside(plain, tmp_path / "run", 0, change=fail)
+    warnings = [one["message"] for one in runs.records(tmp_path / "run", "warning")]
+    assert warnings == [
+        f"step {bad} has no evaluation, and is not chosen as the best: the disk is full",
+        "step 10 has no evaluation, and is not chosen as the best: eval_loss is nan",
+    ]
+    assert CheckpointStore(tmp_path / "run").best("eval_loss", "min") not in (bad, 10, None)
+    assert runs.trace(tmp_path / "run") == runs.trace(inline)
+
+
+def test_checkpoints_are_kept_until_they_are_evaluated_and_training_waits_for_the_oldest(
+    plain: Plain, inline: Path, tmp_path: Path
+) -> None:
+    often = changed(plain, {"evaluation.every_steps": 1, "checkpoint": {"keep_last": 1, "every_steps": 100}})
+    made = beside(often, tmp_path / "run", 12)
+    assert made.submitted == list(range(11))
+    assert made.most == MOST_OUT
+    assert len(evaluations(tmp_path / "run")) == 11
+    best = CheckpointStore(tmp_path / "run").best("eval_loss", "min")
+    assert CheckpointStore(tmp_path / "run").steps() == sorted({best, 10})
+    for step in {best, 10}:
+        assert manifest.verify(tmp_path / "run" / f"checkpoint-{step:06d}")["metrics"].keys() >= {"eval_loss"}
+
+
+def test_a_checkpoint_that_is_gone_cannot_be_evaluated_again(plain: Plain, tmp_path: Path) -> None:
+    beside(plain, tmp_path / "run", 60)
+    cut = runs.cut(tmp_path / "run", tmp_path / "cut", step=6)
+    (cut / "metrics.jsonl").unlink()
+    shutil.rmtree(cut / "checkpoint-000004")
+    again = beside(plain, cut, 0)
+    assert again.submitted == [0, 2, 6, 8, 10]
+    (warning,) = runs.records(cut, "warning")
+    assert "step 4 has no evaluation" in warning["message"]
+    assert "the checkpoint is gone" in warning["message"]
+
+
+def test_a_run_that_goes_on_inline_says_what_was_not_evaluated(plain: Plain, tmp_path: Path) -> None:
+    beside(plain, tmp_path / "run", 60)
+    cut = runs.cut(tmp_path / "run", tmp_path / "cut", step=6)
+    lines = (cut / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (cut / "metrics.jsonl").write_text("".join(line for line in lines if '"step": 6' not in line or "eval" not in line))
+    runs.run_alone(plain, cut)
+    (warning,) = runs.records(cut, "warning")
+    assert "step 6 has no evaluation" in warning["message"]
+    assert list(evaluations(cut)) == [0, 2, 4, 8, 10]
