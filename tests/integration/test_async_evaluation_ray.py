@@ -1,0 +1,130 @@
+"""`evaluation.mode: async` under Ray: a task with a CPU of its own evaluates what the workers write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from finray.runtime import evaluator
+from tests.support import runs
+from tests.support.runs import Plain, changed
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
+    evaluation = {"every_steps": 3, "on_start": True, "max_rows": 6, "generate_rows": 2, "max_new_tokens": 4}
+    changes = {"data.eval_ratio": 0.3, "adapter.dropout": 0.2, "evaluation": evaluation}
+    return tiny_run({**changes, "train": {"max_steps": 9, "learning_rate": 0.05}}, model=dropout_model)
+
+
+def train(plain: Plain, output: Path, *changes: dict[str, Any]) -> tuple[Path, str]:
+    """The run's directory, and what it said."""
+    output.mkdir()
+    config = runs.write_config(changed(plain, {"run.output_dir": str(output)}, *changes), output / "run.yaml")
+    code, out, err = runs.finray("train", str(config))
+    assert code == 0, err
+    return output / "run", out + err
+
+
+def evaluations(run_dir: Path) -> list[tuple[int, float, float, float]]:
+    found = runs.records(run_dir, "eval")
+    return sorted((one["step"], one["eval_loss"], one["perplexity"], one["exact_match"]) for one in found)
+
+
+@contextmanager
+def killing(times: int) -> Iterator[list[int]]:
+    """Kill the process of an evaluation so often, as soon as it is there."""
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill() -> None:
+        while not over.wait(0.01) and len(killed) < times:
+            for process in psutil.process_iter(["pid", "cmdline"]):
+                named = any("finray evaluation" in word for word in process.info["cmdline"] or ())
+                if named and process.pid not in killed:
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+                    killed.append(process.pid)
+                    break
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_it_gives_the_numbers_of_inline_and_changes_no_bit_of_the_training(
+    plain: Plain, tmp_path: Path, ray_cluster: str
+) -> None:
+    inline, _ = train(plain, tmp_path / "inline")
+    beside, said = train(plain, tmp_path / "async", {"evaluation.mode": "async"})
+    assert [step for step, *_ in evaluations(inline)] == [0, 3, 6, 9]
+    # One rank and one evaluator, with the same packs and as many threads: the same bits.
+    assert evaluations(beside) == evaluations(inline)
+    assert runs.trace(beside) == runs.trace(inline)
+    last = "checkpoint-000009/adapter_model.safetensors"
+    assert (beside / last).read_bytes() == (inline / last).read_bytes()
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (beside / "final" / file).read_bytes() == (inline / "final" / file).read_bytes()
+    assert "step 0/9  eval loss" in said
+
+    # Killed twice, an evaluation is begun again; what is killed each time is given up, and the run goes on.
+    with killing(evaluator.TRIES - 1) as killed:
+        disturbed, said = train(plain, tmp_path / "killed", {"evaluation.mode": "async"})
+    assert len(killed) == evaluator.TRIES - 1
+    assert said.count("is begun again") == len(killed)
+    assert evaluations(disturbed) == evaluations(inline)
+    assert runs.trace(disturbed) == runs.trace(inline)
+    with killing(100) as killed:
+        hopeless, said = train(plain, tmp_path / "hopeless", {"evaluation.mode": "async", "evaluation.on_start": False})
+    assert len(killed) == 3 * evaluator.TRIES
+    assert evaluations(hopeless) == []
+    assert len(runs.records(hopeless, "warning")) == 3
+    assert "is not chosen as the best" in said
+    assert runs.trace(hopeless) == runs.trace(inline)
+    assert (hopeless / "final" / "adapter_model.safetensors").read_bytes() == (inline / last).read_bytes()
+
+
+def test_two_workers_share_prompts_and_differ_from_an_evaluator_in_the_last_bits_of_a_sum_at_most(
+    plain: Plain, tmp_path: Path, ray_cluster: str
+) -> None:
+    two = {"cluster.num_workers": 2}
+    inline, _ = train(plain, tmp_path / "inline", two)
+    beside, _ = train(plain, tmp_path / "async", two, {"evaluation.mode": "async"})
+    for one, other in zip(evaluations(inline), evaluations(beside), strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
+    assert runs.trace(beside) == runs.trace(inline)
+
+
+def test_a_driver_that_was_killed_has_lost_evaluations_done_again(
+    plain: Plain, tmp_path: Path, ray_cluster: str
+) -> None:
+    inline, _ = train(plain, tmp_path / "inline")
+    changes = {"run.output_dir": str(tmp_path), "evaluation.mode": "async", "checkpoint.every_steps": 3}
+    config = runs.write_config(changed(plain, changes), tmp_path / "run.yaml")
+    process = runs.start_cli("train", str(config))
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoint-000006").is_dir():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    for worker in runs.read_workers(tmp_path / "run"):
+        runs.kill(worker["pid"])
+    code, _, err = runs.finray("train", str(config))
+    assert code == 0, err
+    assert evaluations(tmp_path / "run") == evaluations(inline)
+    assert runs.trace(tmp_path / "run") == runs.trace(inline)

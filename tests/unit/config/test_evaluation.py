@@ -1,0 +1,125 @@
+"""Which metric chooses, and what evaluation in training cannot be asked for; all of it without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from finray.config.load import build_config
+from finray.config.resolved import Resolved
+from finray.config.tasks import CAUSAL_LM
+from finray.errors import ConfigError, DataError, FinrayError
+from finray.planning.checks import check_evaluation
+from finray.planning.resolve import require_whole_weights
+from finray.planning.steps import require_prompts
+
+OWN = "tests.unit.config.test_evaluation:letters"
+
+
+def letters(answers: list[str], references: list[str]) -> float:
+    return 0.0
+
+
+def config(evaluation: dict[str, Any], **others: Any) -> Any:
+    plain = {"model": {"name": "m"}, "data": {"source": "d", "eval_ratio": 0.1}, "evaluation": evaluation}
+    return build_config({**plain, **others}, source="test")
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "chosen"),
+    [
+        ({}, ("eval_loss", "min")),
+        ({"metric": "perplexity"}, ("perplexity", "min")),
+        ({"metric": "perplexity", "metric_mode": "max"}, ("perplexity", "max")),
+        ({"metric_mode": "max"}, ("eval_loss", "max")),
+        ({"metric": "exact_match", "generate_rows": 4}, ("exact_match", "max")),
+        ({"metric": "letters", "generate_rows": 4, "metrics": [OWN]}, ("letters", "max")),
+    ],
+)
+def test_the_metric_that_chooses_and_its_direction(evaluation: dict[str, Any], chosen: tuple[str, str]) -> None:
+    made = config(evaluation)
+    check_evaluation(made)
+    assert CAUSAL_LM.chosen(made.evaluation) == chosen
+
+
+def test_a_metric_that_only_an_evaluation_knows_goes_by_its_name() -> None:
+    spec = replace(CAUSAL_LM, metrics=None, best=("accuracy", "max"))
+    for metric, mode in (("accuracy", "max"), ("macro_f1", "max"), ("mean_error", "min"), ("rmse", "min")):
+        assert spec.chosen(config({"metric": metric}).evaluation) == (metric, mode)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "where", "parts"),
+    [
+        (
+            {"metric": "accuracy"},
+            "evaluation.metric=accuracy",
+            ("has no metric `accuracy`", "eval_loss, perplexity or,"),
+        ),
+        # Answers are not asked for.
+        ({"metric": "exact_match"}, "evaluation.metric=exact_match", ("with evaluation.generate_rows, one of",)),
+        (
+            {"metric": "perplexty", "generate_rows": 1},
+            "evaluation.metric=perplexty",
+            ("did you mean `perplexity`?", "use one of: eval_loss, perplexity, exact_match"),
+        ),
+        ({"generate_rows": 1, "metrics": ["multiple_choice"]}, "evaluation.metrics", ("needs more than answers",)),
+        ({"generate_rows": 1, "metrics": ["bertscore"]}, "evaluation.scoring.encoder", ("none is named",)),
+    ],
+)
+def test_what_there_is_not_is_found_on_the_cpu(evaluation: dict[str, Any], where: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_evaluation(config(evaluation))
+    assert caught.value.where == where
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["metric", "generate_rows", "every_steps"])
+def test_without_held_out_rows_there_is_nothing_to_ask_for(field: str) -> None:
+    value = "perplexity" if field == "metric" else 3
+    with pytest.raises(FinrayError, match=rf"evaluation\.{field}: there is nothing to evaluate on"):
+        config({field: value}, data={"source": "d"})
+    config({field: value})
+
+
+def test_rows_that_are_learned_as_a_whole_have_no_prompts() -> None:
+    with pytest.raises(FinrayError, match="with data.train_on all everything is learned"):
+        config({"generate_rows": 2}, data={"source": "d", "eval_ratio": 0.1, "train_on": "all"})
+    with pytest.raises(DataError) as caught:
+        require_prompts(config({"generate_rows": 2}), "text")
+    assert caught.value.where == "evaluation.generate_rows"
+    require_prompts(config({"generate_rows": 2}), "chat")
+    require_prompts(config({}), "text")
+
+
+def test_a_task_without_answers_is_not_asked_for_them() -> None:
+    with pytest.raises(ConfigError, match="sequence_classification answers no prompts"):
+        check_evaluation(config({"generate_rows": 2}, model={"name": "m", "task": "sequence_classification"}))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parallel", "refused"),
+    [
+        ("ddp", {}, False),
+        ("fsdp", {}, True),
+        ("deepspeed", {"strategy": "deepspeed", "zero_stage": 3}, True),
+        ("deepspeed", {"strategy": "deepspeed", "zero_stage": 2}, False),
+    ],
+)
+def test_workers_that_share_weights_answer_nothing_inline(
+    strategy: str, parallel: dict[str, Any], refused: bool
+) -> None:
+    resolved = Resolved("fp32", None, None, packs=True, strategy=strategy, world_size=2, use_gpu=False)
+    inline = config({"generate_rows": 2}, parallel=parallel)
+    if refused:
+        with pytest.raises(ConfigError) as caught:
+            require_whole_weights(inline, resolved)
+        assert caught.value.where == "evaluation.generate_rows"
+        assert "set evaluation.mode to async" in str(caught.value)
+    else:
+        require_whole_weights(inline, resolved)
+    require_whole_weights(config({"generate_rows": 2, "mode": "async"}, parallel=parallel), resolved)
+    require_whole_weights(config({}, parallel=parallel), resolved)
