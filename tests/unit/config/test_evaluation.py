@@ -86,7 +86,7 @@ def test_without_held_out_rows_there_is_nothing_to_ask_for(field: str) -> None:
 
 
 def test_rows_that_are_learned_as_a_whole_have_no_prompts() -> None:
-    with pytest.raises(FinrayError, match="with data.train_on all everything is learned"):
+    with pytest.raises(FinrayError, match=r"with data\.train_on all everything is learned"):
         config({"generate_rows": 2}, data={"source": "d", "eval_ratio": 0.1, "train_on": "all"})
     with pytest.raises(DataError) as caught:
         require_prompts(config({"generate_rows": 2}), "text")
