@@ -10,6 +10,14 @@ Problem = Literal["single_label", "multi_label", "regression"]
 
 
 @dataclass(frozen=True, slots=True)
+class LabelSet:
+    """What a classifier predicts: the kind of problem, and the names of the classes by id (none in a regression)."""
+
+    problem: Problem
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Resolved:
     """The decisions of a run that its config may leave open.
 
@@ -51,6 +59,11 @@ class Resolved:
     problem: Problem | None = None
     labels: tuple[str, ...] = ()
     class_weights: tuple[float, ...] = ()
+
+    @property
+    def label_set(self) -> LabelSet | None:
+        """What a classifier predicts; None for another task."""
+        return None if self.problem is None else LabelSet(self.problem, self.labels)
 
 
 @dataclass(frozen=True, slots=True)

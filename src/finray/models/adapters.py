@@ -16,6 +16,7 @@ from finray.config.tasks import CAUSAL_LM
 from finray.errors import FinrayError, ModelError, unmatched
 from finray.files import first_line
 from finray.models.adapter_methods import adapter_method, first_values
+from finray.models.classifier import modules_to_save
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL, SavedLayout
 from finray.pretrained.weights import stored_weights
 from finray.sharding import load_local, rows_of, shape_of
@@ -94,6 +95,7 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         # No values are drawn or decomposed for it: they come from its file.
         config.init_lora_weights = True
         return config
+    head = () if task_type == CAUSAL_LM.peft_type else modules_to_save(model)
     # New rows are trained in the embedding, and in the head where it is not tied to that.
     tables = [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
     if tables[-1].weight is tables[0].weight:
@@ -104,7 +106,7 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         lora_alpha=adapter.alpha,
         lora_dropout=adapter.dropout,
         target_modules=adapter.target_modules,
-        modules_to_save=list(adapter.modules_to_save) or None,
+        modules_to_save=[*adapter.modules_to_save, *head] or None,
         **adapter_method(adapter.method).options,
         trainable_token_indices={
             name: list(new_tokens) for name, module in model.named_modules() if any(module is one for one in tables)

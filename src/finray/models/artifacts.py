@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from finray.config.adapter_files import SETTINGS, read_notes, read_settings
+from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ModelError
@@ -41,6 +42,13 @@ class Artifact:
     def model(self) -> ModelConfig:
         """What is loaded before an adapter: its base, or the whole model."""
         return self.base or ModelConfig(name=str(self.folder), task=task_of(self.notes))
+
+    @property
+    def labels(self) -> LabelSet | None:
+        """What a classifier was trained to predict; None where it is a whole model, whose configuration says it."""
+        if not self.is_adapter or self.notes.get("problem") is None:
+            return None
+        return LabelSet(self.notes["problem"], tuple(self.notes.get("labels") or ()))
 
 
 def task_of(notes: dict[str, Any]) -> str:
@@ -86,7 +94,7 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
 
 def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     """The trained model, ready for inference; an adapter is not merged."""
-    model = load_model(artifact.model, dtype=dtype)
+    model = load_model(artifact.model, dtype=dtype, labels=artifact.labels)
     if not artifact.is_adapter:
         return model.eval()
     model = load_adapter(model, artifact.folder)
@@ -102,6 +110,15 @@ def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
     saved = read_settings(artifact.folder).modules_to_save or []
     adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=saved)
     device = torch.device("cpu")
-    model = build_model(artifact.base, adapter, precision="fp32", attention_name=None, bits=bits, seed=0, device=device)
+    model = build_model(
+        artifact.base,
+        adapter,
+        precision="fp32",
+        attention_name=None,
+        bits=bits,
+        seed=0,
+        device=device,
+        labels=artifact.labels,
+    )
     materialise(model, artifact.base, adapter, device=device, seed=0)
     return model.eval()

@@ -30,7 +30,7 @@ from finray.results import Result
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 # What finray wrote beside the weights and stays true when they are merged.
-_KEPT = ("rows", "task", "auto_class", "system", "tool_format", "chat_template_arguments")
+_KEPT = ("rows", "task", "auto_class", "problem", "labels", "system", "tool_format", "chat_template_arguments")
 _SCRATCH = ".tmp-export-"
 _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
 
@@ -113,7 +113,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
                 if (artifact.folder / name).is_file():
                     content = json.loads((artifact.folder / name).read_text(encoding="utf-8"))
                     _write_json(scratch / name, {**content, field: base.name})
-            again = load_adapter(load_model(base, dtype=torch.float32), scratch)
+            again = load_adapter(load_model(base, dtype=torch.float32, labels=artifact.labels), scratch)
         else:
             used = dtype
             whole = trained if base is None else trained.merge_and_unload(safe_merge=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.errors import FinrayError, ModelError
-from finray.models import adapters, attention, fused_lora, vocabulary
+from finray.models import adapters, attention, classifier, fused_lora, vocabulary
 from finray.models.quantised import quantise_layers
 from finray.pretrained.tokenizers import (
     check_exists,
@@ -22,7 +24,7 @@ from finray.pretrained.tokenizers import (
     silence_transformers,
     source_options,
 )
-from finray.pretrained.weights import stored_weights
+from finray.pretrained.weights import folder_of, stored_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,6 +36,7 @@ def load_model(
     attention_name: str | None = None,
     on_meta: bool = False,
     seed: int = 0,
+    labels: LabelSet | None = None,
 ) -> Any:
     """The base model of a task, in evaluation mode, on the CPU; with rows for the new tokens of the model section.
 
@@ -43,6 +46,7 @@ def load_model(
         attention_name: Transformers' name of the attention; its own choice when None.
         on_meta: build every module and shape on the meta device; no weights are read and none made.
         seed: of weights that the files lack (a head that the task adds), so that they are the same on every rank.
+        labels: that the head is for; None to leave it as the configuration has it.
 
     Raises:
         ModelError: it cannot be loaded, its files lack weights that its configuration asks for, or there is no such
@@ -54,26 +58,39 @@ def load_model(
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     attention.register()
     options = {"dtype": dtype} | ({} if attention_name is None else {"attn_implementation": attention_name})
+    has_head = task_spec(model.task).auto_class != CAUSAL_LM.auto_class
     try:
         if on_meta:
             from transformers import AutoConfig
 
-            config = AutoConfig.from_pretrained(**source_options(model))
+            config = AutoConfig.from_pretrained(**source_options(model), **classifier.head_options(labels))
             # What is built here has plain layers, also where the files hold quantised ones.
             if getattr(config, "quantization_config", None) is not None:
                 del config.quantization_config
             with torch.device("meta"):
                 loaded = auto_class.from_config(config, trust_remote_code=model.trust_remote_code, **options)
+            if has_head and (folder := Path(model.name).expanduser()).is_dir():
+                # What is wrong with the files is said where they are read.
+                with suppress(FinrayError):
+                    classifier.mark_new(loaded, stored_weights(folder))
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                loaded = _from_files(auto_class, model, **options)
+                loaded, new = _from_files(auto_class, model, **options, **classifier.head_options(labels))
+            if has_head:
+                classifier.mark_new(loaded, new)
+                shapes = {name: tuple(loaded.get_parameter(name).shape) for name in new}
+                for name, value in classifier.new_values(loaded.config, shapes, seed).items():
+                    loaded.get_parameter(name).data.copy_(value)
             if model.name.endswith(".gguf") and getattr(loaded.config, "quantization_config", None) is not None:
                 # It is dequantised, yet still calls itself quantised and refuses to be saved.
                 del loaded.config.quantization_config
                 loaded.hf_quantizer, loaded.is_quantized = None, False
         if (added := new_tokens(model)) is not None:
             vocabulary.widen(loaded, added)
+        if labels is not None:
+            classifier.set_padding(loaded, model)
+            loaded.config.architectures = [type(loaded).__name__]
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
@@ -116,34 +133,36 @@ def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
     return getattr(transformers, task_spec(model.task).auto_class)
 
 
-def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> Any:
-    """The model as Transformers reads it, with no weight that its files do not have."""
+def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[Any, list[str]]:
+    """The model as Transformers reads it, and the weights of a head that its files do not have."""
     loaded, report = auto_class.from_pretrained(
         **source_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    _require_all_weights(loaded, report, model)
-    return loaded
+    return loaded, _require_all_weights(loaded, report, model)
 
 
-def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelConfig) -> None:
+def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """Refuse a model that Transformers has drawn at random in part, which it says in a log at most.
 
     Args:
         loaded: the model.
         report: Transformers' ``loading_info``.
         model: the model section.
+
+    Returns:
+        The weights that may be new: of a head that the task adds, or what feeds it.
     """
-    missing = sorted(report["missing_keys"])
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    new: list[str] = []
     if (auto_class := task_spec(model.task).auto_class) != CAUSAL_LM.auto_class:
-        # A head that the task adds is new, and so may be what feeds it.
-        body = f"{loaded.base_model_prefix}."
-        missing = [name for name in missing if name.startswith(body) and "pooler" not in name]
+        odd = [*missing, *(name for name, _, _ in mismatched)]
+        new = [name for name in odd if classifier.may_be_new(loaded, name)]
+        missing = [name for name in missing if name not in new]
+        mismatched = [one for one in mismatched if one[0] not in new]
     what, names = "are not in its files: they would be random", missing
     if not missing:
         what = "have another shape in its files than its configuration says"
-        names = [
-            f"{name} ({tuple(there)}, not {tuple(here)})" for name, there, here in sorted(report["mismatched_keys"])
-        ]
+        names = [f"{name} ({tuple(there)}, not {tuple(here)})" for name, there, here in mismatched]
     if names:
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         raise ModelError(
@@ -152,6 +171,7 @@ def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelCon
             repair="check `config.json` (model_type, num_hidden_layers, vocab_size, ...), or fetch the model again, "
             "with all of its `.safetensors` files",
         )
+    return new
 
 
 def build_model(
@@ -165,6 +185,7 @@ def build_model(
     device: torch.device,
     on_meta: bool = False,
     weights: str = "fp32",
+    labels: LabelSet | None = None,
 ) -> Any:
     """Load a model and add adapters: the PEFT model, or the Transformers model itself.
 
@@ -182,17 +203,22 @@ def build_model(
         device: where it is put.
         on_meta: whether to build it without memory.
         weights: dtype of the weights of a model without an adapter.
+        labels: that a classifier's head is for.
 
     Raises:
         ModelError: it cannot be loaded, or the adapter cannot be added.
     """
     on_meta = on_meta or bits is not None
     dtype = DTYPES[precision if adapter.method != "none" else weights]
-    loaded = load_model(model, dtype=dtype, attention_name=attention_name, on_meta=on_meta, seed=seed)
+    loaded = load_model(model, dtype=dtype, attention_name=attention_name, on_meta=on_meta, seed=seed, labels=labels)
+    has_head = task_spec(model.task).auto_class != CAUSAL_LM.auto_class
+    if on_meta and has_head and (folder := folder_of(model)) is not None:
+        classifier.mark_new(loaded, stored_weights(folder))
     if adapter.method != "none":
         loaded.requires_grad_(False)
         if bits is not None:
-            quantise_layers(loaded, bits, dtype=dtype, keep=adapter.modules_to_save)
+            keep = [*adapter.modules_to_save, *(classifier.modules_to_save(loaded) if has_head else ())]
+            quantise_layers(loaded, bits, dtype=dtype, keep=keep)
         loaded = adapters.add_lora(
             loaded,
             adapter,

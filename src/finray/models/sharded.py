@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from finray import compat
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.errors import ModelError
 from finray.models import adapters, vocabulary
+from finray.models.classifier import labels_in, may_be_new, new_values, stored_name
 from finray.models.loading import load_model
 from finray.models.quantised import QuantisedLinear
 from finray.models.saved_layout import NAME
 from finray.pretrained.tokenizers import new_tokens
-from finray.pretrained.weights import StoredWeights, stored_weights
-from finray.sharding import load_local, rows_of
+from finray.pretrained.weights import StoredWeights, folder_of, stored_weights
+from finray.sharding import load_local, rows_of, shape_of
 
 _NUMBER = re.compile(r"\.\d+\.")
 
@@ -57,22 +57,6 @@ def cut_model(tensors: list[str]) -> str:
         f"{len(tensors):,} weights in the model's files are of layers that its `config.json` does not ask for, such as "
         f"{tensors[0]}: a cut model is trained"
     )
-
-
-def folder_of(model: ModelConfig) -> Path | None:
-    """Where the files of a model lie: its directory, or the cache of the Hub; None where that cannot be told."""
-    path = Path(model.name).expanduser()
-    if path.is_dir():
-        return path
-    if path.suffix == ".gguf":
-        return None
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model.name, revision=model.revision, allow_patterns=["*.safetensors", "*.json"]))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
-        return None
 
 
 @torch.no_grad()
@@ -160,21 +144,29 @@ class _BaseWeights:
     def __init__(self, config: ModelConfig, model: Any, wanted: set[str], *, seed: int) -> None:
         folder = folder_of(config)
         stored = None if folder is None else stored_weights(folder)
-        if stored is not None and wanted <= stored.tensors.keys():
-            self._stored, self.is_whole = stored, False
+        labels = labels_in(model.config)
+        found = {} if stored is None else {name: stored_name(model, name, stored) for name in wanted}
+        places = {name: place for name, place in found.items() if place is not None}
+        new = wanted - places.keys()
+        if stored is not None and (not new or (labels is not None and all(may_be_new(model, one) for one in new))):
+            self._stored, self._places, self.is_whole = stored, places, False
+            shapes = {base_name(name): shape_of(one) for name, one in model.named_parameters()}
+            self._new = new_values(model.config, {name: shapes[name] for name in new}, seed)
             self._added = new_tokens(config)
             self._tables = {base_name(name) for name in vocabulary.table_weights(model)} if self._added else set()
             return
-        self.is_whole = True
-        self._state: dict[str, torch.Tensor] = dict(load_model(config, dtype=torch.float32, seed=seed).state_dict())
+        self.is_whole, self._new = True, {}
+        whole = load_model(config, dtype=torch.float32, seed=seed, labels=labels)
+        self._state: dict[str, torch.Tensor] = dict(whole.state_dict())
         if absent := sorted(wanted - self._state.keys()):
             raise ModelError(f"the model has no weight {absent[0]}", where=f"model.name={config.name}")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows of a weight; all of them when nothing else is said."""
-        if self.is_whole:
-            tensor = self._state[name]
+        if self.is_whole or name in self._new:
+            tensor = self._state[name] if self.is_whole else self._new[name]
             return tensor[start:stop] if tensor.ndim else tensor
+        place = self._places[name]
         if self._added is None or name not in self._tables:
-            return self._stored.read(name, start, stop)
-        return vocabulary.read_with_new_rows(self._stored, name, start, stop, self._added)
+            return self._stored.read(place, start, stop)
+        return vocabulary.read_with_new_rows(self._stored, place, start, stop, self._added)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
+from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.files import FileKind
 
@@ -132,3 +133,19 @@ def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] 
                 part = file.get_slice(name)
                 tensors[name] = StoredTensor(path, part.get_dtype(), tuple(part.get_shape()))
     return StoredWeights(tensors, sum(path.stat().st_size for path in paths))
+
+
+def folder_of(model: ModelConfig) -> Path | None:
+    """Where the files of a model lie: its directory, or the cache of the Hub; None where that cannot be told."""
+    path = Path(model.name).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.name, revision=model.revision, allow_patterns=["*.safetensors", "*.json"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+        return None

@@ -443,6 +443,11 @@ def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved) -> Cal
         "chat_template_arguments": config.model.chat_template_arguments,
         "quantization": {None: "none", 4: "4bit", 8: "8bit"}[resolved.bits],
     }
+    if resolved.problem is not None:
+        notes |= {"problem": resolved.problem, "labels": list(resolved.labels)}
+        if tokenizer.pad_token is None:
+            # Whoever classifies batches needs one, and the model's configuration names it.
+            tokenizer.pad_token = tokenizer.eos_token
 
     def save(folder: Path) -> None:
         tokenizer.save_pretrained(str(folder))

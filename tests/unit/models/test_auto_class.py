@@ -115,7 +115,7 @@ def test_an_exported_classifier_is_read_by_plain_transformers(
     loaded = plain.from_pretrained(str(tmp_path / "out")).eval()
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, expected, rtol=1e-4, atol=1e-5)
     again = read_artifact(tmp_path / "out")
-    assert again.model.task == TOY.name
+    assert tasks.SPECS[again.model.task].auto_class == TOY.auto_class
     torch.testing.assert_close(
         load_artifact(again, dtype=torch.float32)(input_ids=TOKENS).logits, expected, rtol=1e-4, atol=1e-5
     )

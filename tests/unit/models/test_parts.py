@@ -24,9 +24,9 @@ from finray.models.packed import JoinedRows, PackedModel
 from finray.models.packing_check import check_packing_of, shrunk
 from finray.models.quantised import QuantisedLinear, quantise_layers
 from finray.models.saved_layout import WEIGHTS, SavedLayout
-from finray.models.sharded import base_name, folder_of
+from finray.models.sharded import base_name
 from finray.pretrained.tokenizers import NewTokens
-from finray.pretrained.weights import stored_weights
+from finray.pretrained.weights import folder_of, stored_weights
 from tests.support import tiny
 
 CPU = torch.device("cpu")

@@ -118,7 +118,7 @@ def test_the_notes_of_a_checkpoint_are_what_a_later_command_needs(
     model = {"revision": "r", "new_tokens": ["<a>"], "chat_template_arguments": {"enable_thinking": False}}
     settings = config(model=model, data={"system": "Be brief.", "tool_format": "hermes"})
     dataset: Any = SimpleNamespace(kind=lambda: "chat")
-    resolved: Any = SimpleNamespace(bits=bits)
+    resolved: Any = SimpleNamespace(bits=bits, problem=None)
     module._extras(settings, dataset, resolved)(tmp_path)
     assert saved == [str(tmp_path)]
     assert json.loads((tmp_path / "finray.json").read_text()) == {

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from finray.config.resolved import LabelSet as LabelSet
 from finray.config.resolved import Problem
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
@@ -38,14 +39,6 @@ class LabelRules:
             return None
         section = config.classification
         return cls(section.problem, tuple(section.labels or ()))
-
-
-@dataclass(frozen=True, slots=True)
-class LabelSet:
-    """What a classifier predicts: the kind of problem, and the names of the classes by id (none in a regression)."""
-
-    problem: Problem
-    names: tuple[str, ...]
 
 
 def label_of(value: Any, rules: LabelRules) -> Label:

@@ -1,0 +1,101 @@
+"""The head of a classifier: what its configuration says of it, which weights are new, and their first values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from finray.config.resolved import LabelSet, Problem
+from finray.config.schema import ModelConfig
+from finray.pretrained.tokenizers import load_tokenizer
+from finray.pretrained.weights import StoredWeights
+
+# Transformers' names.
+_PROBLEMS: dict[Problem, str] = {
+    "single_label": "single_label_classification",
+    "multi_label": "multi_label_classification",
+    "regression": "regression",
+}
+_NEW = "_finray_new_weights"
+
+
+def head_options(labels: LabelSet | None) -> dict[str, Any]:
+    """What a configuration says of a head for these labels; a regression has one output."""
+    if labels is None:
+        return {}
+    names = labels.names or ("LABEL_0",)
+    return {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: number for number, name in enumerate(names)},
+        "problem_type": _PROBLEMS[labels.problem],
+    }
+
+
+def labels_in(config: Any) -> LabelSet | None:
+    """What :func:`head_options` gave a configuration."""
+    problem = next(
+        (ours for ours, theirs in _PROBLEMS.items() if theirs == getattr(config, "problem_type", None)), None
+    )
+    if problem is None:
+        return None
+    names = tuple(config.id2label[number] for number in range(config.num_labels))
+    return LabelSet(problem, () if problem == "regression" else names)
+
+
+def set_padding(model: Any, config: ModelConfig) -> None:
+    """Give a model without a padding token its tokenizer's: a decoder's head asks where the padding begins."""
+    of_text = model.config.get_text_config()
+    if of_text.pad_token_id is None:
+        tokenizer = load_tokenizer(config)
+        own = tokenizer.pad_token_id
+        of_text.pad_token_id = tokenizer.eos_token_id if own is None else own
+
+
+def may_be_new(model: Any, name: str) -> bool:
+    """Whether a weight belongs to what a task adds to a body: its head, or the pooler that feeds it."""
+    return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
+
+
+def stored_name(model: Any, name: str, stored: StoredWeights) -> str | None:
+    """The name of a weight in files, which may hold the body alone or another head; None where it is in none."""
+    body = f"{model.base_model_prefix}."
+    return next((one for one in (name, name.removeprefix(body), body + name) if one in stored.tensors), None)
+
+
+def mark_new(model: Any, found: StoredWeights | Iterable[str] | None) -> None:
+    """Note which weights of a Transformers model no file has: their names, or the files that may have them."""
+    if isinstance(found, StoredWeights):
+        names = [name for name, _ in model.named_parameters() if may_be_new(model, name)]
+        found = [name for name in names if stored_name(model, name, found) is None]
+    setattr(model, _NEW, tuple(found or ()))
+
+
+def modules_to_save(model: Any) -> list[str]:
+    """The modules that are trained whole beside an adapter: the head, and a pooler that is new.
+
+    PEFT by itself names ``classifier`` and ``score``; a random layer before them would be frozen, and not saved.
+    """
+    new = {name.rpartition(".pooler.")[0] + ".pooler" for name in getattr(model, _NEW, ()) if ".pooler." in name}
+    return sorted(new) + [
+        name
+        for name, module in model.named_children()
+        if name != model.base_model_prefix and any(True for _ in module.parameters())
+    ]
+
+
+def new_value(name: str, shape: tuple[int, ...], *, seed: int, std: float) -> torch.Tensor:
+    """The first value (fp32) of a weight: of a matrix normal numbers, of a bias zeros, of a norm ones."""
+    if len(shape) < 2:
+        return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") % 2**63)
+    return torch.randn(shape, generator=generator) * std
+
+
+def new_values(config: Any, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    """First values of new weights, by name, from their shapes and the model's configuration."""
+    std = float(getattr(config.get_text_config(), "initializer_range", 0.02))
+    return {name: new_value(name, shape, seed=seed, std=std) for name, shape in shapes.items()}

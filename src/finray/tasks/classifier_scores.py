@@ -1,0 +1,168 @@
+"""Scores of a classifier: sums that are added up on the device, and what they come to; the numbers are scikit-learn's.
+
+Counts are enough for most. AUROC and the correlations need all rows at once: for these each row has a place of its own
+in the same vector, with its label and its score, and the sum over the ranks puts them together. Logits are not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from finray.config.resolved import Problem
+
+Array = npt.NDArray[np.float64]
+# Of labels and scores by row (128 MiB); what needs them is left out where there would be more.
+MOST_PLACES = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierScores:
+    """How a classifier did.
+
+    Attributes:
+        metrics: by name; one that the rows do not define (AUROC of rows of one class, say) is left out.
+        confusion: rows by their class (first index) and the predicted one, where each row has one class.
+    """
+
+    metrics: Mapping[str, float]
+    confusion: tuple[tuple[int, ...], ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSums:
+    """Where the numbers of an evaluation are added up.
+
+    Args:
+        problem: what is predicted.
+        names: of the C classes, by id; none in a regression.
+    """
+
+    problem: Problem
+    names: tuple[str, ...]
+
+    def size(self, rows: int) -> int:
+        """Numbers that are kept for so many rows."""
+        counts, width = self._layout()
+        return counts + (rows * width if rows * width <= MOST_PLACES else 0)
+
+    def _layout(self) -> tuple[int, int]:
+        """Numbers that are counts, and numbers for each row."""
+        classes = len(self.names)
+        if self.problem == "regression":
+            return 0, 2
+        if self.problem == "multi_label":
+            return 2 + 3 * classes, 2 * classes
+        return classes**2, 2 if classes == 2 else 1 + classes
+
+    def add(self, sums: torch.Tensor, rows: Sequence[int], logits_SC: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add rows to ``sums`` (fp64): ``rows`` are their places among the rows that are evaluated, from 0.
+
+        Args:
+            logits_SC: (S, C), or (S, 1) in a regression.
+            labels: int64 (S) classes, (S, C) of 0 and 1, or (S) numbers.
+        """
+        (counts, width), classes, logits = self._layout(), len(self.names), logits_SC.double()
+        if self.problem == "regression":
+            kept = torch.stack([labels.double(), logits[:, 0]], dim=1)
+        elif self.problem == "multi_label":
+            truth, predicted = labels.bool(), logits > 0
+            sums[0] += (truth == predicted).all(-1).sum()
+            sums[1] += len(rows)
+            cases = torch.stack([truth & predicted, ~truth & predicted, truth & ~predicted])
+            sums[2:counts] += cases.sum(1).flatten()
+            kept = torch.cat([labels.double(), logits.sigmoid()], dim=1)
+        else:
+            cell = labels * classes + logits.argmax(-1)
+            sums[:counts].index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
+            probabilities = logits.softmax(-1)
+            kept = torch.cat([labels[:, None].double(), probabilities[:, 1:] if classes == 2 else probabilities], dim=1)
+        if len(sums) > counts:
+            sums[counts:].view(-1, width)[torch.tensor(rows, device=sums.device)] = kept
+
+    def scores(self, sums: Sequence[float]) -> ClassifierScores:
+        """What the sums over all rows come to."""
+        (counts, width), classes = self._layout(), len(self.names)
+        numbers = np.asarray(sums, dtype=np.float64)
+        rows = numbers[counts:].reshape(-1, width)
+        if self.problem == "regression":
+            return ClassifierScores(_regression(rows[:, 0], rows[:, 1]))
+        if self.problem == "multi_label":
+            hits, wrong, missed = numbers[2:counts].reshape(3, classes)
+            found = {"accuracy": float(numbers[0] / numbers[1])}
+            found |= self._by_class(hits, wrong, missed, np.ones(classes, dtype=bool))
+            found |= _auroc(rows[:, :classes], rows[:, classes:])
+            return ClassifierScores(found)
+        confusion = numbers[:counts].reshape(classes, classes)
+        hits, there, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
+        found = {"accuracy": float(hits.sum() / confusion.sum())}
+        found |= self._by_class(hits, predicted - hits, there - hits, there + predicted > 0)
+        found["matthews_corrcoef"] = _matthews(confusion)
+        ids = np.arange(classes)[1:] if classes == 2 else np.arange(classes)
+        found |= _auroc(rows[:, :1] == ids, rows[:, 1:])
+        return ClassifierScores(found, tuple(tuple(int(one) for one in line) for line in confusion))
+
+    def _by_class(self, hits: Array, wrong: Array, missed: Array, counts: npt.NDArray[np.bool_]) -> dict[str, float]:
+        """F1, precision and recall; 0 where there is nothing to divide by, as scikit-learn has it."""
+        precision, recall = (_ratio(hits, hits + other) for other in (wrong, missed))
+        f1, support = _ratio(2 * hits, 2 * hits + wrong + missed), hits + missed
+        found = {
+            # Classes that are neither in the labels nor in the predictions do not count.
+            "f1_macro": float(f1[counts].mean()),
+            "f1_weighted": float(_ratio((f1 * support).sum(), support.sum())),
+        }
+        for name, share, part in zip(self.names, precision.tolist(), recall.tolist(), strict=True):
+            found |= {f"precision_{name}": share, f"recall_{name}": part}
+        return found
+
+
+def _ratio(above: npt.ArrayLike, below: npt.ArrayLike) -> Array:
+    above, below = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
+    result: Array = np.divide(above, below, out=np.zeros_like(above), where=below != 0)
+    return result
+
+
+def _matthews(confusion: Array) -> float:
+    """Of any number of classes (Gorodkin 2004)."""
+    hits, total, there, predicted = np.trace(confusion), confusion.sum(), confusion.sum(1), confusion.sum(0)
+    spread = (total**2 - there @ there) * (total**2 - predicted @ predicted)
+    return float((hits * total - there @ predicted) / np.sqrt(spread)) if spread > 0 else 0.0
+
+
+def _ranks(values: Array) -> Array:
+    """Ranks from 1; equal values share the mean of theirs."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: Array = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return ranks
+
+
+def _auroc(truth_NC: Array | npt.NDArray[np.bool_], scores_NC: Array) -> dict[str, float]:
+    """Mean over the classes that some rows have and others have not, each against the rest (Mann and Whitney 1947)."""
+    found = []
+    for truth, scores in zip(truth_NC.astype(bool).T, scores_NC.T, strict=True):
+        there, others = int(truth.sum()), int((~truth).sum())
+        if there and others:
+            found.append((_ranks(scores)[truth].sum() - there * (there + 1) / 2) / (there * others))
+    return {"roc_auc": float(np.mean(found))} if found else {}
+
+
+def _correlation(one: Array, other: Array) -> float | None:
+    """Pearson's; None of numbers that are all the same."""
+    one, other = one - one.mean(), other - other.mean()
+    spread = float(np.sqrt(one @ one) * np.sqrt(other @ other))
+    return float(np.clip(one @ other / spread, -1, 1)) if spread > 0 else None
+
+
+def _regression(truth: Array, predicted: Array) -> dict[str, float]:
+    if not len(truth):
+        return {}
+    found = {
+        "mean_squared_error": float(np.mean((truth - predicted) ** 2)),
+        "pearson": _correlation(truth, predicted),
+        "spearman": _correlation(_ranks(truth), _ranks(predicted)),
+    }
+    return {name: one for name, one in found.items() if one is not None}
