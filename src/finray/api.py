@@ -224,15 +224,19 @@ def generate(
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
     seed: int = 0,
-    batch_size: int = 16,
+    stop: Sequence[str] = (),
+    batch_size: int = 32,
+    engine: str = "auto",
+    merge: bool = False,
     raw: bool | None = None,
     base: str | None = None,
 ) -> Answers:
     """Answers of a trained model.
 
     Args:
-        model: run, checkpoint or model directory, or what :func:`train` gave.
+        model: run, checkpoint or model directory, a Hub id, or what :func:`train` gave.
         prompts: a text, or several, each a text or a conversation (a list of messages with ``role`` and ``content``).
         file: of further prompts: one a line, or JSONL with ``prompt`` or ``messages``.
         system: system message put before each text.
@@ -240,8 +244,12 @@ def generate(
         max_new_tokens: of each answer.
         temperature: 0 is greedy decoding.
         top_p: share of probability to sample from.
-        seed: of sampling.
-        batch_size: prompts in one batch.
+        top_k: how many tokens to sample from; 0 is all of them.
+        seed: of sampling; each prompt has random numbers of its own.
+        stop: texts before which an answer ends.
+        batch_size: prompts that are answered at the same time.
+        engine: what runs the model: ``transformers``, ``vllm``, or ``auto`` (vLLM where it is installed).
+        merge: fold an adapter into the weights first, for speed.
         raw: do not apply the chat template; None does not where the model was trained on plain prompts.
         base: base model of an adapter, if it is no longer where it was.
 
@@ -266,8 +274,11 @@ def generate(
     if file is not None or not asked:
         path = None if file is None else Path(file).expanduser()
         asked += read_prompts([], path, system=system, tools=offered)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    return generate_text(_directory(model), asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
+    sampling = Sampling(
+        max_new_tokens, temperature, top_p, seed, top_k, (stop,) if isinstance(stop, str) else tuple(stop)
+    )
+    options: dict[str, Any] = {"batch_size": batch_size, "raw": raw, "base": base, "engine": engine, "merge": merge}
+    return generate_text(_directory(model), asked, sampling=sampling, **options)
 
 
 def evaluate(

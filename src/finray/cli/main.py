@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from finray.cli import chat, data, failure, look, show
 from finray.cli import config as config_commands
-from finray.cli import data, failure, look, show
 from finray.config.load import suggest_owner
 from finray.config.redact import redact_text
 from finray.errors import ConfigError
@@ -55,6 +55,7 @@ app.command("init")(config_commands.init)
 app.command("plan")(show.command(look.plan))
 app.command("prepare")(show.command(data.prepare))
 app.command("inspect")(show.command(look.inspect))
+app.command("chat")(show.command(chat.chat))
 app.add_typer(data.cache, name="cache")
 
 _INTERRUPTED = 130
@@ -108,7 +109,7 @@ def train(
 @app.command()
 @show.command
 def generate(
-    model: RunPath,
+    model: Annotated[str, typer.Argument(help="Run, checkpoint or model directory, or a Hub id.", show_default=False)],
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
     file: Annotated[
         Path | None,
@@ -124,8 +125,16 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    batch_size: Annotated[int, typer.Option(min=1)] = 16,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all of them.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**63 - 1, help="Of sampling; each prompt has random numbers of its own.")
+    ] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="An answer ends before this text; may be repeated.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered at the same time.")] = 32,
+    engine: Annotated[
+        str, typer.Option(help="What runs the model: transformers, vllm, or auto (vllm where it is installed).")
+    ] = "auto",
+    merge: Annotated[bool, typer.Option("--merge", help="Fold an adapter into the weights first, for speed.")] = False,
     raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
     base: BaseModel = None,
 ) -> None:
@@ -143,9 +152,24 @@ def generate(
     if file == Path("-"):
         prompts, file = [*(prompts or []), *(line.rstrip("\n") for line in sys.stdin if line.strip())], None
     asked = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
-    answers = generate_text(model, asked, sampling=sampling, batch_size=batch_size, raw=raw, base=base)
-    if output is None:
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
+    # A single answer is written as it comes where somebody watches.
+    streams = output is None and len(asked) == 1 and not show.mode().json and sys.stdout.isatty()
+    answers = generate_text(
+        model,
+        asked,
+        sampling=sampling,
+        batch_size=batch_size,
+        raw=raw,
+        base=base,
+        engine=engine,
+        merge=merge,
+        tell=(lambda line: None) if show.mode().quiet else show.note,
+        write=show.write if streams else None,
+    )
+    if streams:
+        show.write("\n")
+    elif output is None:
         show.result(answers)
     else:
         answers.write(output)

@@ -147,3 +147,15 @@ def lines(plain: Any, *texts: str) -> None:
         document(plain)
     else:
         say("\n".join(texts))
+
+
+def write(text: str) -> None:
+    """A piece of an answer to standard output, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """A line to standard error, so that standard output has the answers alone."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -35,7 +35,10 @@ TABLES: dict[str, dict[str, str]] = {
         "pissa": "finray.models.adapter_methods:PISSA",
     },
     "finray.trackers": {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"},
-    "finray.engines": {"transformers": "finray.evaluation.engines.transformers:TransformersEngine"},
+    "finray.engines": {
+        "transformers": "finray.evaluation.engines.transformers:TransformersEngine",
+        "vllm": "finray.evaluation.engines.vllm:VLLMEngine",
+    },
     "finray.metrics": {
         "exact_match": "finray.evaluation.scores.match:ExactMatch",
         "normalised_match": "finray.evaluation.scores.match:NormalisedMatch",

@@ -18,7 +18,7 @@ from finray.hardware import cpu_has_bf16
 from finray.models.artifacts import Artifact, load_artifact, read_artifact
 from finray.models.export import TOLERANCE, Exported, export
 from finray.models.loading import DTYPES
-from finray.pretrained.tokenizers import TOKENIZER_FILES, load_tokenizer
+from finray.pretrained.tokenizers import TOKENIZER_FILES, check_exists, load_tokenizer
 
 _READ_BY_NAME = (*TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "*.bin", "*_config.json", "*.py")
 _AGAIN = "move final/ away if it is there; the command that trained the run then makes it again from a checkpoint"
@@ -59,6 +59,23 @@ def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
             raise CheckpointError(error.message, where=error.where, repair=repair) from None
         _require_listed(folder, [entry["path"] for entry in content["files"]])
     return read_artifact(folder, base=base)
+
+
+def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
+    """As :func:`find_artifact`, and the model of a Hub id.
+
+    Raises:
+        FinrayError: nothing is there, or it is damaged.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir() or base is not None:
+        return find_artifact(path, base=base)
+    try:
+        check_exists(str(model))
+    except ModelError as error:
+        repair = "name a run, checkpoint or model directory, or a Hub id"
+        raise ModelError(error.message, where=str(model), repair=repair) from None
+    return Artifact(Path(model), None, {})
 
 
 def _require_listed(folder: Path, files: Collection[str]) -> None:

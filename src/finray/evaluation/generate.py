@@ -1,9 +1,9 @@
-"""Answers of a model to prompts, by Transformers' own ``generate``."""
+"""Answers of a model to prompts, by an engine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -13,13 +13,18 @@ import torch
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
-from finray.errors import DataError
-from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
+from finray.config.tasks import CAUSAL_LM, SPECS
+from finray.errors import DataError, ModelError
+from finray.evaluation.artifacts import artifact_of
+from finray.evaluation.engines import make_engine
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.prompts import Prompt, prompt_ids
-from finray.models.artifacts import load_artifact
+from finray.files import FileKind
+from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
+
+_CONFIGS = FileKind(ModelError, repair="fetch the model again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +136,95 @@ def generate(
     return answers
 
 
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How a model is asked: as it was trained.
+
+    Attributes:
+        tokenizer: of the model.
+        raw: whether text is given without the chat template.
+        system: system message of conversations that have none.
+        arguments: variables for the chat template.
+        tool_format: how tools are written where the template knows none.
+    """
+
+    tokenizer: Any
+    raw: bool
+    system: str | None
+    arguments: Mapping[str, Any] | None
+    tool_format: str
+
+    @classmethod
+    def of(cls, artifact: Artifact, tokenizer: Any, *, raw: bool | None = None) -> Asking:
+        """As finray wrote it down beside the weights; ``raw`` overrides that.
+
+        Raises:
+            ModelError: the model gives no answers, because it is a classifier.
+        """
+        notes, task = artifact.notes, artifact.model.task
+        found = [] if not (artifact.folder / "config.json").is_file() else _architectures(artifact.folder)
+        if (task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class) or any("Classif" in one for one in found):
+            raise ModelError(
+                "the model is a classifier, which answers nothing",
+                where=str(artifact.folder),
+                repair="`finray evaluate` scores it",
+            )
+        if raw is None:
+            raw = notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
+        kept = notes.get("chat_template_arguments"), notes.get("tool_format", "plain")
+        return cls(tokenizer, raw, notes.get("system"), *kept)
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, up to where the answer begins.
+
+        Raises:
+            FinrayError: a conversation meets no chat template, or the template refuses it.
+        """
+        kept: dict[str, Any] = {"system": self.system, "arguments": self.arguments, "tool_format": self.tool_format}
+        return prompt_ids(self.tokenizer, prompt, raw=self.raw, **kept)
+
+
+def _architectures(folder: Path) -> list[str]:
+    content = _CONFIGS.json(folder / "config.json", dict[str, Any])
+    return [str(one) for one in content.get("architectures") or ()]
+
+
+class TextStream:
+    """The text of an answer as its tokens come: what can no longer change is written.
+
+    Args:
+        tokenizer: of the model.
+        stop: strings before which an answer ends; the beginning of one is held back.
+        write: is given each piece of text.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], write: Callable[[str], None]) -> None:
+        self._tokenizer, self._stop, self._write = tokenizer, stop, write
+        self._tokens = list[int]()
+        self._written = 0
+
+    def token(self, row: int, token: int) -> None:  # noqa: ARG002
+        """The next token of the answer."""
+        self._tokens.append(token)
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        # Bytes of a character that is not whole yet are shown as this one.
+        safe = len(text.rstrip("\ufffd"))
+        for word in self._stop:
+            begun = next((size for size in range(len(word), 0, -1) if text[:safe].endswith(word[:size])), 0)
+            found = text.find(word)
+            safe = min(safe - begun, found if found >= 0 else safe)
+        self._advance(text[:safe])
+
+    def end(self, text: str) -> None:
+        """The whole answer, now that it is known."""
+        self._advance(text)
+
+    def _advance(self, text: str) -> None:
+        if len(text) > self._written:
+            self._write(text[self._written :])
+            self._written = len(text)
+
+
 def generate_text(
     path: str | Path,
     prompts: Sequence[Prompt],
@@ -139,30 +233,37 @@ def generate_text(
     batch_size: int,
     raw: bool | None = None,
     base: str | None = None,
+    engine: str = "auto",
+    merge: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
+    write: Callable[[str], None] | None = None,
 ) -> Answers:
     """Answers to prompts.
 
     Args:
-        path: a run, checkpoint or model directory.
+        path: a run, checkpoint or model directory, or a Hub id.
         prompts: what to answer.
         sampling: how tokens are chosen.
-        batch_size: prompts in one batch.
+        batch_size: prompts that are answered at the same time.
         raw: give text to the model without its chat template; None does so where it was trained on plain prompts.
         base: overrides the base model of an adapter.
+        engine: what runs the model; see :func:`finray.evaluation.engines.make_engine`.
+        merge: fold an adapter into the weights, for speed.
+        tell: is told in one line what a user should know.
+        write: is given the text of a single answer as it comes.
 
     Raises:
         FinrayError: the model cannot be loaded, or a conversation meets no chat template.
     """
-    artifact = find_artifact(Path(path).expanduser(), base=base)
-    tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
-    if raw is None:
-        raw = artifact.notes.get("rows") in ("completion", "text") or not tokenizer.chat_template
-    # As the run was trained.
-    notes = artifact.notes
-    kept: dict[str, Any] = {"system": notes.get("system"), "arguments": notes.get("chat_template_arguments")}
-    kept["tool_format"] = notes.get("tool_format", "plain")
-    ids = [prompt_ids(tokenizer, prompt, raw=raw, **kept) for prompt in prompts]
-    device = inference_device()
-    model = load_artifact(artifact, dtype=inference_dtype(None, device)).to(device)
-    texts = generate(model, tokenizer, ids, sampling=sampling, batch_size=batch_size)
+    artifact = artifact_of(path, base=base)
+    asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))), raw=raw)
+    ids = [asking.ids(prompt) for prompt in prompts]
+    running = make_engine(engine, artifact, batch_size=batch_size, merge=merge, tell=tell)
+    stream = None if write is None or len(prompts) != 1 else TextStream(asking.tokenizer, sampling.stop, write)
+    texts = [""] * len(prompts)
+    for answer in running.generate(ids, sampling, on_token=None if stream is None else stream.token):
+        texts[answer.row] = answer.text
+        if stream is not None:
+            stream.end(answer.text)
+    running.close()
     return Answers(tuple(prompts), tuple(texts))

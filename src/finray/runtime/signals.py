@@ -100,6 +100,14 @@ def deferred() -> Iterator[Pending]:
         _state.pending = None
 
 
+def is_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """Whether an interrupt is Ctrl-C, which a command that goes on has then dealt with: the next one is a first one."""
+    if getattr(error, "exit_code", None) == 128 + signal.SIGTERM:
+        return False
+    _state.received = 0
+    return True
+
+
 def _handle(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
     _state.received += 1
     # Ray's core, if it was the first to hear of it, would end this process three seconds later, by an alarm.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
 from finray.config.extensions import load_named
+from finray.errors import ModelError
 from finray.evaluation.engines.base import Answer, Continuation, Engine, Likelihood, Loading, OnToken
 from finray.evaluation.engines.sampling import Sampling
 from finray.models.artifacts import Artifact
@@ -37,7 +39,14 @@ def make_engine(
         FinrayError: there is no such engine, it is not installed, or the model cannot be loaded.
     """
     loading = Loading.of(artifact, batch_size=batch_size, merge=merge, dtype=dtype, tell=tell)
-    make: Callable[[Loading], Engine] = load_named(
-        "finray.engines", "transformers" if name == "auto" else name, where="--engine"
-    )
+    if name == "auto":
+        name = "transformers"
+        if find_spec("vllm") is None:
+            tell("finray's own engine answers, because vLLM is not installed (pip install vllm)")
+        else:
+            try:
+                return make_engine("vllm", artifact, batch_size=batch_size, merge=merge, dtype=dtype, tell=tell)
+            except ModelError as error:
+                tell(f"finray's own engine answers: {error.message}")
+    make: Callable[[Loading], Engine] = load_named("finray.engines", name, where="--engine")
     return make(loading)

@@ -167,3 +167,20 @@ def check_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[int], max_len
                 where=f"prompt {row + 1}",
                 repair="shorten it, or leave it out",
             )
+
+
+def check_continuations(rows: Sequence[Continuation], max_length: int | None) -> None:
+    """Refuse continuations that cannot be scored, before the first one is.
+
+    Raises:
+        DataError: one has no tokens, nothing before them, or more than the model reads (of the last, it reads none).
+    """
+    for number, row in enumerate(rows):
+        if not row.context or not row.tokens:
+            raise DataError("a continuation needs a token, and one before it", where=f"row {number + 1}")
+        if max_length is not None and len(row.context) + len(row.tokens) - 1 > max_length:
+            raise DataError(
+                f"the row has {len(row.context) + len(row.tokens):,} tokens, and the model reads {max_length:,}",
+                where=f"row {number + 1}",
+                repair="shorten it, or leave it out",
+            )

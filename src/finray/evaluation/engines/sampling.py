@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,14 @@ class Sampling:
         bits = np.random.Philox(key=self.seed << 64 | row, counter=step)
         return float(np.random.Generator(bits).random())
 
+    def row_seed(self, row: int) -> int:
+        """A seed of a row's own (63 bits), for an engine that draws its random numbers itself."""
+        return int(np.random.Philox(key=self.seed << 64 | row).random_raw()) >> 1
+
+    def cut(self, text: str) -> str:
+        """Text up to the first stop string."""
+        return text[: min((at for word in self.stop if (at := text.find(word)) >= 0), default=len(text))]
+
     def choose(self, logits_BV: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
         """The next token of each row (B, int64).
 
@@ -75,3 +84,13 @@ class Sampling:
         drawn = [self.uniform(row, step) for row, step in zip(rows, steps, strict=True)]
         drawn_B1 = torch.tensor(drawn, dtype=torch.float64, device=scores.device)[:, None] * below_BV[:, -1:]
         return torch.searchsorted(below_BV, drawn_B1, right=True)[:, 0]
+
+
+def end_tokens(tokenizer: Any, generation: Any) -> frozenset[int]:
+    """Tokens that end an answer.
+
+    A chat model ends its turns with a token of its generation config, which need not be the tokenizer's EOS.
+    """
+    configured = generation.eos_token_id
+    ends = configured if isinstance(configured, list | tuple) else [configured]
+    return frozenset(int(token) for token in (tokenizer.eos_token_id, *ends) if token is not None)

@@ -18,9 +18,17 @@ import torch
 import transformers
 
 from finray import compat
-from finray.errors import DataError, ModelError
-from finray.evaluation.engines.base import Answer, Continuation, Likelihood, Loading, OnToken, check_prompts
-from finray.evaluation.engines.sampling import Sampling
+from finray.errors import ModelError
+from finray.evaluation.engines.base import (
+    Answer,
+    Continuation,
+    Likelihood,
+    Loading,
+    OnToken,
+    check_continuations,
+    check_prompts,
+)
+from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.models import attention
 from finray.models.artifacts import load_artifact
 from finray.models.head import CHUNK_ELEMENTS, CHUNK_ROWS
@@ -80,7 +88,10 @@ class TransformersEngine:
     def of(
         cls, model: Any, tokenizer: Any, *, batch_size: int = 32, tell: Callable[[str], None] = lambda line: None
     ) -> TransformersEngine:
-        """Around a Transformers or PEFT causal language model in evaluation mode, on its device."""
+        """Around a Transformers or PEFT causal language model in evaluation mode, on its device.
+
+        Until :meth:`close` the model has finray's attention, and cannot be called in another way.
+        """
         engine = cls.__new__(cls)
         engine._is_merged = False
         engine._hold(model, tokenizer, batch_size, tell)
@@ -92,10 +103,7 @@ class TransformersEngine:
         self._inner = model.get_base_model() if hasattr(model, "get_base_model") else model
         config, generation = self._inner.config.get_text_config(), self._inner.generation_config
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
-        # A chat model ends its turns with a token of its generation config, which need not be the tokenizer's EOS.
-        configured = generation.eos_token_id
-        ends = configured if isinstance(configured, list | tuple) else [configured]
-        self._ends = frozenset(int(token) for token in (self.tokenizer.eos_token_id, *ends) if token is not None)
+        self._ends = end_tokens(tokenizer, generation)
         self._penalty = float(generation.repetition_penalty or 1.0)
         packing = check_packing_of(config)
         reason = packing.reason
@@ -114,6 +122,7 @@ class TransformersEngine:
             tell(f"{packing.family} is answered by Transformers' own generate, which is slower: {reason}")
             return
         attention.register()
+        self._usual = compat.attention_implementation(self._inner)
         self._inner.set_attn_implementation(attention.NAME)
         precision = "fp32" if self._inner.dtype == torch.float32 else "bf16"
         self._packed = PackedModel(model, precision=precision, attention_name=attention.NAME, device=model.device)
@@ -224,9 +233,7 @@ class TransformersEngine:
 
     def _answer(self, row: _Row, sampling: Sampling, finish: Literal["stop", "length"]) -> Answer:
         row.is_done = True
-        text = self._text(row.said)
-        ends = [at for word in sampling.stop if (at := text.find(word)) >= 0]
-        return Answer(row.number, tuple(row.said), text[: min(ends, default=len(text))], finish)
+        return Answer(row.number, tuple(row.said), sampling.cut(self._text(row.said)), finish)
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
@@ -264,16 +271,7 @@ class TransformersEngine:
     @torch.inference_mode()
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
         """Likelihoods in the order in which they are known; continuations of one context share its computation."""
-        for number, row in enumerate(rows):
-            if not row.context or not row.tokens:
-                raise DataError("a continuation needs a token, and one before it", where=f"row {number + 1}")
-            # The last token is not read.
-            if self.max_length is not None and len(row.context) + len(row.tokens) - 1 > self.max_length:
-                raise DataError(
-                    f"the row is longer than the {self.max_length:,} tokens that the model reads",
-                    where=f"row {number + 1}",
-                    repair="shorten it, or leave it out",
-                )
+        check_continuations(rows, self.max_length)
         groups = dict[tuple[int, ...], list[int]]()
         for number, row in enumerate(rows):
             groups.setdefault(tuple(row.context), []).append(number)
@@ -341,8 +339,10 @@ class TransformersEngine:
         ]
 
     def close(self) -> None:
-        """Nothing is held but memory."""
+        """Give a model that was handed over its own attention back."""
         self._kept = None
+        if self._packed is not None:
+            self._inner.set_attn_implementation(self._usual)
 
     def _with(self, adapter: bool) -> AbstractContextManager[Any]:
         """The context of a forward pass with the adapter or without it."""

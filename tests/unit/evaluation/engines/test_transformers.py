@@ -1,0 +1,307 @@
+"""The engine of finray's own says what plain Transformers says, token by token, whatever rows are beside a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from finray.errors import ConfigError, DataError
+from finray.evaluation.engines import Answer, Continuation, Sampling
+from finray.evaluation.engines import transformers as engine_module
+from finray.evaluation.engines.transformers import TransformersEngine
+from finray.models import slots
+from tests.support import tiny
+
+# Of many lengths, not sorted; some longer than the windows of the small models.
+LENGTHS = (3, 9, 1, 5, 2, 6, 30, 17, 4, 12)
+PROMPTS = [
+    torch.randint(3, 380, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in LENGTHS
+]
+NEW = 20
+PACKED = [name for name in tiny.FAMILIES if name not in ("bloom", "mamba")]
+
+
+class Words:
+    """A tokenizer whose text shows every token."""
+
+    def __init__(self, *, eos: int | None = None, pad: int | None = 0) -> None:
+        self.eos_token_id, self.pad_token_id = eos, pad
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        assert skip_special_tokens
+        return "".join(f"{token} " for token in tokens)
+
+
+@torch.no_grad()
+def plain(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
+    """Transformers' own greedy answer, without the token that ends it."""
+    ids = torch.tensor([prompt])
+    said = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    end = model.generation_config.eos_token_id
+    return said[: said.index(end)] if end in said else said
+
+
+def by_row(answers: Iterator[Answer]) -> dict[int, Answer]:
+    return {answer.row: answer for answer in answers}
+
+
+def made(family: str, **options: Any) -> TransformersEngine:
+    return TransformersEngine.of(tiny.build_model(family).eval(), Words(), **options)
+
+
+def reference(family: str) -> Any:
+    """The same model, with its own attention."""
+    return tiny.build_model(family).eval()
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_answers_are_those_of_transformers_greedy_generate_in_any_batch(family: str) -> None:
+    model = tiny.build_model(family).eval()
+    # Some answers end early, so that rows take each other's places.
+    model.generation_config.eos_token_id = plain(model, PROMPTS[0])[4]
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    assert len({len(one) for one in expected}) > 1, "some end early, and others do not"
+    for size in (1, 3, 16):
+        lines: list[str] = []
+        engine = TransformersEngine.of(model, Words(), batch_size=size, tell=lines.append)
+        found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
+        assert [list(found[row].tokens) for row in range(len(PROMPTS))] == expected
+        finished = {row: "stop" if len(said) < NEW else "length" for row, said in enumerate(expected)}
+        assert {row: answer.finish for row, answer in found.items()} == finished
+        assert len(lines) == (family not in PACKED)
+        engine.close()
+    assert plain(model, PROMPTS[0]) == expected[0], "the model has its own attention again"
+
+
+def test_the_comparison_can_see_a_row_that_reads_what_was_in_its_slot_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = made("llama", batch_size=3)
+    expected = {row: plain(reference("llama"), prompt) for row, prompt in enumerate(PROMPTS)}
+
+    def everything(self: Any, window: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(len(self._positions_B), 1, 1, self._longest, dtype=dtype)
+
+    monkeypatch.setattr(slots.Step, "_bias_of", everything)
+    found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
+    assert {row: list(answer.tokens) for row, answer in found.items()} != expected
+
+
+def test_a_row_in_a_slot_never_reads_the_one_before_it() -> None:
+    engine = made("llama", batch_size=1)
+    alone = by_row(engine.generate([PROMPTS[4], PROMPTS[2]], Sampling(NEW)))
+    # The same rows after a long one, whose keys and values fill the slot, as large as they can be.
+    held = slots.Slots._grown
+
+    def filled(self: Any, old: torch.Tensor) -> torch.Tensor:
+        return held(self, old).fill_(1e4)
+
+    after = by_row(engine.generate([PROMPTS[6], PROMPTS[4], PROMPTS[2]], Sampling(NEW)))
+    assert [alone[0].tokens, alone[1].tokens] == [after[1].tokens, after[2].tokens]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots.Slots, "_grown", filled)
+        assert by_row(engine.generate([PROMPTS[6], PROMPTS[4], PROMPTS[2]], Sampling(NEW)))[2].tokens == alone[1].tokens
+
+
+def test_memory_does_not_grow_with_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_slots: list[slots.Slots] = []
+
+    class Watched(slots.Slots):
+        def __init__(self, count: int) -> None:
+            super().__init__(count)
+            made_slots.append(self)
+
+    monkeypatch.setattr(engine_module, "Slots", Watched)
+    engine = made("llama", batch_size=4)
+    for times in (1, 5):
+        list(engine.generate(PROMPTS * times, Sampling(NEW)))
+    small, large = made_slots
+    assert small.count == large.count == 4
+    assert [keys.shape for keys, _ in small.layers] == [keys.shape for keys, _ in large.layers]
+
+
+def test_a_prompt_that_begins_like_the_one_before_is_read_from_where_they_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    laid = engine_module.Laid.of
+
+    def counted(pieces: Any, layout: Any, device: Any) -> Any:
+        read.append(sum(len(tokens) for tokens, _ in pieces))
+        return laid(pieces, layout, device)
+
+    monkeypatch.setattr(engine_module.Laid, "of", counted)
+    engine, model = made("gemma3"), reference("gemma3")
+    first = next(engine.generate([PROMPTS[6]], Sampling(5)))
+    longer = [*PROMPTS[6], *first.tokens, 17, 18, 19]
+    read.clear()
+    second = next(engine.generate([longer], Sampling(5)))
+    # The last token of the first answer was never given to the model.
+    assert read[0] == 4
+    assert list(second.tokens) == plain(model, longer, 5)
+    changed = [*PROMPTS[6][:20], 5, 6, 7]
+    assert list(next(engine.generate([changed], Sampling(5))).tokens) == plain(model, changed, 5)
+    assert list(next(engine.generate([PROMPTS[6]], Sampling(5))).tokens) == list(first.tokens)
+
+
+# --- how tokens are chosen --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_what_is_sampled_for_a_row_does_not_depend_on_the_rows_beside_it(family: str) -> None:
+    sampling = Sampling(8, temperature=1.3, top_k=50, top_p=0.9, seed=4)
+    whole = by_row(made(family, batch_size=16).generate(PROMPTS, sampling))
+    for size in (1, 3):
+        assert by_row(made(family, batch_size=size).generate(PROMPTS, sampling)) == whole
+    some = by_row(made(family, batch_size=2).generate(PROMPTS[5:8], sampling, rows=[5, 6, 7]))
+    assert some == {row: whole[row] for row in (5, 6, 7)}
+    other = by_row(made(family).generate(PROMPTS, Sampling(8, temperature=1.3, top_k=50, top_p=0.9, seed=5)))
+    assert all(other[row] != whole[row] for row in whole)
+    twice = by_row(made(family).generate([PROMPTS[0]] * 2, sampling))
+    assert twice[0].tokens != twice[1].tokens, "a prompt that is asked twice gets two samples"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.6, 5, 1.0), (1.0, 0, 0.6), (0.5, 9, 0.8)]
+)
+def test_tokens_are_sampled_as_often_as_transformers_warpers_make_them_likely(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(1)) * 2
+    wanted = TemperatureLogitsWarper(temperature)(None, logits)
+    wanted = TopKLogitsWarper(top_k)(None, wanted) if top_k else wanted
+    wanted = TopPLogitsWarper(top_p)(None, wanted).softmax(-1)[0]
+    draws = 20_000
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=2)
+    found = sampling.choose(logits.expand(draws, -1), range(draws), [3] * draws).bincount(minlength=30) / draws
+    assert (found[wanted == 0] == 0).all()
+    assert (found - wanted).abs().max() < 4 * (0.25 / draws) ** 0.5
+
+
+def test_an_answer_ends_before_a_stop_string_and_tokens_are_told_as_they_come() -> None:
+    engine = made("llama", batch_size=2)
+    whole = by_row(engine.generate(PROMPTS[:2], Sampling(NEW)))[1]
+    third, fourth = whole.tokens[3:5]
+    told: list[tuple[int, int]] = []
+    stop = (f"{third} {fourth} ", "nowhere")
+    cut = by_row(engine.generate(PROMPTS[:2], Sampling(NEW, stop=stop), on_token=lambda *one: told.append(one)))
+    at = whole.text.index(stop[0])
+    assert (cut[1].text, cut[1].finish) == (whole.text[:at], "stop")
+    assert [token for row, token in told if row == 1] == list(cut[1].tokens)
+    assert len(cut[0].tokens) == NEW
+
+
+def test_a_repetition_penalty_of_the_generation_config_is_transformers_own() -> None:
+    model = tiny.build_model("llama").eval()
+    usual = plain(model, PROMPTS[6])
+    model.generation_config.repetition_penalty = 1.4
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    assert expected[6] != usual
+    found = by_row(TransformersEngine.of(model, Words(), batch_size=4).generate(PROMPTS, Sampling(NEW)))
+    assert [list(found[row].tokens) for row in range(len(PROMPTS))] == expected
+
+
+def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> None:
+    model = tiny.build_model("llama").eval()
+    model.generation_config.no_repeat_ngram_size = 2
+    lines: list[str] = []
+    engine = TransformersEngine.of(model, Words(), tell=lines.append)
+    assert ["no_repeat_ngram_size" in line for line in lines] == [True]
+    assert list(next(engine.generate([PROMPTS[6]], Sampling(NEW))).tokens) == plain(model, PROMPTS[6])
+
+
+def test_any_token_of_the_generation_config_and_the_tokenizers_end_an_answer() -> None:
+    model = tiny.build_model("llama").eval()
+    model.generation_config.eos_token_id = None
+    whole = plain(model, PROMPTS[6])
+    first = {token: whole.index(token) for token in whole}
+    early, late = sorted(first.values())[2], sorted(first.values())[4]
+    for eos, ends in ((whole[late], [whole[early]]), (whole[early], whole[late])):
+        model.generation_config.eos_token_id = ends
+        answer = next(TransformersEngine.of(model, Words(eos=eos)).generate([PROMPTS[6]], Sampling(NEW)))
+        assert (list(answer.tokens), answer.finish) == (whole[:early], "stop")
+
+
+# --- what cannot be answered ------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_and_one_that_leaves_little_is_cut() -> None:
+    engine = made("llama")
+    assert engine.max_length == 512
+    with pytest.raises(DataError, match="prompt 2: the prompt has 512 tokens, and the model reads 512"):
+        engine.generate([[5], [5] * 512], Sampling())
+    with pytest.raises(DataError, match="empty prompt"):
+        engine.generate([[]], Sampling())
+    answer = next(engine.generate([[5] * 510], Sampling(NEW)))
+    assert (len(answer.tokens), answer.finish) == (2, "length")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("top-k", {"top_k": -1}),
+        ("stop", {"stop": ("",)}),
+        ("temperature", {"temperature": 1e-5}),
+        ("top-p", {"top_p": 2}),
+    ],
+)
+def test_what_nothing_can_be_sampled_with_is_named(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"--{name}"):
+        Sampling(**options)
+
+
+# --- likelihoods ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def likelihood(model: Any, row: Continuation) -> tuple[list[float], bool]:
+    """By hand, in float64, one row alone."""
+    ids = torch.tensor([[*row.context, *row.tokens]])
+    logits = model(ids).logits[0, len(row.context) - 1 : -1].double()
+    tokens = torch.tensor(list(row.tokens))
+    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist(), bool((logits.argmax(-1) == tokens).all())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt2", "gpt_neox", "qwen3_moe", "bloom", "mamba"])
+def test_likelihoods_are_those_of_each_row_alone_also_where_contexts_are_shared(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(engine_module.PASS_TOKENS, "cpu", 60)
+    engine, model = made(family), reference(family)
+    choices = ([7], [9, 12, 15], plain(model, PROMPTS[1], 3), [8, 8])
+    rows = [Continuation(PROMPTS[at], one) for at in (1, 3) for one in choices]
+    rows += [Continuation(prompt[:1], prompt[1:]) for prompt in PROMPTS if len(prompt) > 1]
+    found = {one.row: one for one in engine.log_likelihood(rows)}
+    assert sorted(found) == list(range(len(rows)))
+    for number, row in enumerate(rows):
+        logprobs, is_greedy = likelihood(model, row)
+        assert found[number].logprobs == pytest.approx(logprobs, abs=1e-4)
+        assert found[number].is_greedy == is_greedy
+    assert found[2].is_greedy, "one of them is what greedy search says"
+
+
+def test_the_comparison_can_see_a_continuation_that_reads_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = made("llama")
+    rows = [Continuation(PROMPTS[1], one) for one in ([9, 12, 15], [8, 8, 4])]
+    usual = slots.Branches.__init__
+
+    def joined(self: Any, lengths: Any) -> None:
+        usual(self, [(context + sum(branches), []) for context, branches in lengths])
+
+    monkeypatch.setattr(slots.Branches, "__init__", joined)
+    found = {one.row: one for one in engine.log_likelihood(rows)}
+    assert found[1].logprobs != pytest.approx(likelihood(reference("llama"), rows[1])[0], abs=1e-4)
+
+
+def test_a_continuation_that_cannot_be_scored_is_refused() -> None:
+    engine = made("llama")
+    for row, why in ((Continuation([], [1]), "a token, and one before"), (Continuation([1], []), "needs a token")):
+        with pytest.raises(DataError, match=f"row 2: .*{why}"):
+            list(engine.log_likelihood([Continuation([1], [2]), row]))
+    with pytest.raises(DataError, match="514 tokens, and the model reads 512"):
+        list(engine.log_likelihood([Continuation([1] * 512, [2, 3])]))
+    assert len(list(engine.log_likelihood([Continuation([1] * 512, [2])]))) == 1
