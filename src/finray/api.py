@@ -226,7 +226,7 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     seed: int = 0,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] | None = None,
     batch_size: int = 32,
     engine: str = "auto",
     merge: bool = False,

