@@ -274,9 +274,8 @@ def generate(
     if file is not None or not asked:
         path = None if file is None else Path(file).expanduser()
         asked += read_prompts([], path, system=system, tools=offered)
-    sampling = Sampling(
-        max_new_tokens, temperature, top_p, seed, top_k, (stop,) if isinstance(stop, str) else tuple(stop)
-    )
+    ends = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, ends)
     options: dict[str, Any] = {"batch_size": batch_size, "raw": raw, "base": base, "engine": engine, "merge": merge}
     return generate_text(_directory(model), asked, sampling=sampling, **options)
 
