@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from finray.data.formats.labels import Label
 from finray.data.sampling.collate import LabelledBatch, collate_labelled
 from finray.models.loading import build_model
 from finray.models.packed import PackedModel
-from finray.tasks.classifier_scores import ScoreSums
+from finray.tasks.classifier_scores import ClassifierScores, ScoreSums
 from finray.tasks.packed_task import PackedTask
 
 
@@ -152,12 +153,20 @@ class SequenceClassification(PackedTask):
 
     def score(self, batch: LabelledBatch, sums: torch.Tensor) -> None:
         """Add the loss, the rows' weight, and what the other metrics count."""
-        logits_SC: torch.Tensor = self.module(batch)
+        self.add_scores(batch, self.module(batch).float(), sums)
+
+    def add_scores(self, batch: LabelledBatch, logits_SC: torch.Tensor, sums: torch.Tensor) -> None:
+        """As :meth:`score`, of logits that are there."""
         sums[0] += self.compute_loss(logits_SC, batch).double()
         weighted = self._weight_C if self.problem == "single_label" else None
         sums[1] += len(batch.rows) if weighted is None else weighted[batch.labels_S].double().sum()
-        self.sums.add(sums[2:], batch.rows, logits_SC.float(), batch.labels_S)
+        self.sums.add(sums[2:], batch.rows, logits_SC, batch.labels_S)
+
+    def scores(self, sums: Sequence[float]) -> ClassifierScores:
+        """Mean loss, the other metrics, and which class was taken for which."""
+        found = self.sums.scores(sums[2:])
+        return replace(found, metrics={"eval_loss": sums[0] / sums[1], **found.metrics})
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """Mean loss, and the metrics of :class:`ClassifierScores`."""
-        return {"eval_loss": sums[0] / sums[1], **self.sums.scores(sums[2:]).metrics}
+        """The metrics of :meth:`scores`."""
+        return dict(self.scores(sums).metrics)

@@ -1,0 +1,130 @@
+"""What a classifier says of rows: its labels with their probabilities, and its scores where the truth is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from finray import compat
+from finray.config.resolved import LabelSet
+from finray.data.formats.labels import Label
+from finray.data.sampling.collate import Row, collate_labelled
+from finray.data.sampling.packing import one_length_each, plan_packs
+from finray.errors import DataError
+from finray.models import attention
+from finray.models.classifier import labels_in
+from finray.tasks.classifier_scores import ClassifierScores
+from finray.tasks.sequence_classification import SequenceClassification
+
+# Tokens of one forward pass.
+TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Of one row.
+
+    Attributes:
+        label: a class, several (those above a half), or a number.
+        probabilities: of each class, in the order of their ids; none in a regression.
+    """
+
+    label: Label
+    probabilities: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """What a classifier said of rows, in their order; ``scores`` where their labels are known."""
+
+    labels: LabelSet
+    predictions: tuple[Prediction, ...]
+    scores: ClassifierScores | None
+
+
+@torch.no_grad()
+def classify(
+    model: Any,
+    rows: Sequence[Row],
+    truths: Sequence[Label] | None = None,
+    *,
+    packs: bool,
+    labels: LabelSet | None = None,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Classified:
+    """Classify rows by the forward pass that trains; ``eval_loss`` is without weights of classes and smoothing.
+
+    Args:
+        model: a classifier in evaluation mode, on its device; a PEFT adapter is left as it is, on or off.
+        rows: token ids and token types of each.
+        truths: label of each row; None where they are not known.
+        packs: whether rows may share a forward pass (``finray.models.packing_check``).
+        labels: what is predicted; None to read it from the model's configuration.
+        progress: called with the number of rows done so far.
+
+    Raises:
+        DataError: a label is none of the classifier's.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    known = labels or labels_in(inner.config) or LabelSet("single_label", _names(inner.config))
+    usual = compat.attention_implementation(inner)
+    if packs:
+        attention.register()
+        inner.set_attn_implementation(attention.NAME)
+    task = SequenceClassification(
+        model,
+        precision="bf16" if inner.dtype == torch.bfloat16 else "fp32",
+        attention_name=attention.NAME if packs else None,
+        device=model.device,
+        problem=known.problem,
+        labels=known.names,
+    )
+    encoded = None if truths is None else [_encoded(task, truth, number) for number, truth in enumerate(truths)]
+    sums = torch.zeros(task.metric_count(len(rows)), dtype=torch.float64, device=model.device)
+    plan = (plan_packs if packs else one_length_each)(
+        [len(ids) for ids, _ in rows], max([TOKENS, *(len(ids) for ids, _ in rows)])
+    )
+    found: dict[int, Prediction] = {}
+    for number in range(len(plan)):
+        some = plan.pack(number)
+        unknown = () if known.problem == "multi_label" else 0
+        held = task.targets([unknown if encoded is None else encoded[row] for row in some])
+        batch = collate_labelled([rows[row] for row in some], some, held).to(model.device)
+        logits_SC = task.logits_SC(batch).float()
+        if encoded is not None:
+            task.add_scores(batch, logits_SC, sums)
+        for row, line in zip(some, logits_SC.double().cpu(), strict=True):
+            found[row] = _prediction(known, line)
+        progress(len(found))
+    if packs:
+        inner.set_attn_implementation(usual)
+    predictions = tuple(found[row] for row in range(len(rows)))
+    return Classified(known, predictions, None if encoded is None or not rows else task.scores(sums.tolist()))
+
+
+def _names(config: Any) -> tuple[str, ...]:
+    return tuple(str(config.id2label[number]) for number in range(config.num_labels))
+
+
+def _encoded(task: SequenceClassification, truth: Label, number: int) -> Any:
+    try:
+        return task.encode(truth)
+    except KeyError as error:
+        raise DataError(
+            f"the label {error.args[0]!r} is none of the classifier's ({', '.join(task.sums.names)})",
+            where=f"row {number}",
+            repair="score rows with the labels that it was trained on",
+        ) from None
+
+
+def _prediction(labels: LabelSet, logits_C: torch.Tensor) -> Prediction:
+    if labels.problem == "regression":
+        return Prediction(float(logits_C[0]))
+    if labels.problem == "multi_label":
+        chosen = tuple(name for name, logit in zip(labels.names, logits_C.tolist(), strict=True) if logit > 0)
+        return Prediction(chosen, tuple(logits_C.sigmoid().tolist()))
+    return Prediction(labels.names[int(np.argmax(logits_C.numpy()))], tuple(logits_C.softmax(-1).tolist()))
