@@ -34,6 +34,8 @@ def sums(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[float
             self.tensor.mul_(4)
 
     def all_reduce(tensor: torch.Tensor, async_op: bool = False) -> Any:
+        # As gloo and NCCL want it.
+        assert tensor.is_contiguous()
         asked.append(("async" if async_op else "sync", tensor.flatten().tolist()))
         if async_op:
             return Work(tensor)
@@ -128,7 +130,8 @@ def test_a_bucket_is_on_its_way_during_the_last_backward_pass_and_not_before(
 def test_a_gradient_that_is_not_contiguous_is_summed_all_the_same(
     sums: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight = torch.nn.Parameter(torch.ones(3, 4))
+    # Autograd gives a gradient the strides of its parameter.
+    weight = torch.nn.Parameter(torch.ones(4, 3).T)
     strategy = strategy_over([weight], monkeypatch)
     factor = torch.arange(12.0).reshape(4, 3)
     strategy.backward((weight.T * factor).sum(), last=True)

@@ -17,6 +17,7 @@ from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.deepspeed import strategy as module
 from finray.parallel.deepspeed.state import Place, ZeroOptimizer, ZeroWeight
 from finray.parallel.deepspeed.strategy import DeepSpeedStrategy, _OneByOne
+from finray.sharding import store_of
 from tests.support import runs
 
 CPU = torch.device("cpu")
@@ -99,6 +100,27 @@ def test_deepspeeds_own_files_are_written_where_they_are_wanted(
     assert strategy.save_own(folder) is keep
     assert folder.is_dir() is keep
     assert asked == ([(str(folder), {"tag": "shards", "exclude_frozen_parameters": True})] if keep else [])
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "dtype"), [(3, "bf16", torch.bfloat16), (3, "fp32", None), (2, "bf16", None)]
+)
+def test_under_stage_3_deepspeed_shares_the_weights_and_knows_the_value_of_each(
+    strategy: DeepSpeedStrategy, monkeypatch: pytest.MonkeyPatch, stage: int, precision: str, dtype: torch.dtype | None
+) -> None:
+    given: list[dict[str, Any]] = []
+    strategy.stage, strategy.shards_weights, strategy._precision = stage, stage == 3, precision
+    strategy._deepspeed = SimpleNamespace(zero=SimpleNamespace(Init=lambda **options: given.append(options)))
+    monkeypatch.setattr(strategy, "_settings", lambda module: {"of": module})
+    net = torch.nn.Linear(2, 3)
+    strategy.shard(net, [])
+    assert [isinstance(store_of(one), ZeroWeight) for one in net.parameters()] == [stage == 3] * 2
+    if stage != 3:
+        assert given == []
+        return
+    ((one_by_one, settings),) = [(one["module"], one["config_dict_or_path"]) for one in given]
+    assert (one_by_one._module, one_by_one._device, settings) == ([net], CPU, {"of": net})
+    assert one_by_one._dtype is dtype
 
 
 @pytest.mark.parametrize("theirs", [True, False])

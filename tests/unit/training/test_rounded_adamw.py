@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
+from finray.training.optim import rounded_adamw as module
 from finray.training.optim.optimizer import Optimizer
 from finray.training.optim.rounded_adamw import random_bits, rounded
 from tests.support.optimizing import ROLES, SHAPES, gradients, new_parameters, train_config
@@ -98,3 +101,41 @@ def test_random_bits_are_those_that_the_formats_page_specifies(start: int) -> No
     key = 0x9E3779B97F4A7C15
     expected = [lowbias32(lowbias32((key + start + n) & mask) ^ (key >> 32)) for n in range(20)]
     assert [bits & mask for bits in random_bits(key, start, 20, CPU).tolist()] == expected
+
+
+@pytest.mark.parametrize("chunk", [7, 2**17])
+@pytest.mark.parametrize(("shape", "rows"), [((10, 6), (0, 4, 10)), ((9,), (0, 2, 9)), ((4, 3, 2), (0, 1, 4))])
+def test_a_shard_of_a_weight_is_rounded_as_its_rows_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], rows: tuple[int, ...], chunk: int
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", {"cpu": chunk})
+    generator = torch.Generator().manual_seed(4)
+    weight, gradient = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+
+    def updated(first: int, stop: int) -> torch.Tensor:
+        """These rows after three updates, as the rank has them that holds them."""
+        parameter = torch.nn.Parameter(weight[first:stop].clone())
+        optimizer = Optimizer({"w": parameter}, train_config("adamw", precision="bf16-true"), roles={}, seed=3)
+        monkeypatch.setattr(module, "local_rows", lambda tensor: (tensor, first))
+        for _ in range(3):
+            parameter.grad = gradient[first:stop].clone()
+            optimizer.step(1e-3, found_inf=torch.zeros(()))
+        return parameter.detach()
+
+    whole = updated(0, rows[-1])
+    assert torch.equal(torch.cat([updated(*cut) for cut in pairwise(rows)]), whole)
+    assert not torch.equal(whole, weight)
+
+
+def test_a_number_is_rounded_by_the_bits_of_the_first_element() -> None:
+    found = []
+    for shape in ((), (1,)):
+        parameter = torch.nn.Parameter(torch.full(shape, 1.3).bfloat16())
+        optimizer = Optimizer({"w": parameter}, train_config("adamw", precision="bf16-true"), roles={}, seed=3)
+        for group in optimizer.inner.param_groups:
+            group["weight_decay"] = 0.0
+        for _ in range(20):
+            parameter.grad = torch.full(shape, 0.7).bfloat16()
+            optimizer.step(1e-3, found_inf=torch.zeros(()))
+        found.append(float(parameter.detach()))
+    assert found[0] == found[1] != pytest.approx(1.3)
