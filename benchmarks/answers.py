@@ -1,0 +1,88 @@
+"""Answers to prompts on a CPU: finray's engine beside Transformers' `generate`, in its best static batch.
+
+Prompts are questions (GSM8K's and Alpaca's, where `--data` has them), answered greedily by the same model in the same
+set-up. `generate` gets them sorted by length; a batch is computed until its last row is finished. Both sides are given
+the allocator that finray sets up for its workers. In fp32, answers must be the same.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+
+import case
+from case import Bench, BenchmarkError, Blocks, Result, Run, Runs
+from finray.planning.placement import ALLOCATOR
+from processes import PEERS, environment, run
+
+OURS = "finray"
+STATIC = (8, 16, 32, 64)
+SLOTS = 32
+PROMPTS, NEW = 96, 192
+# Greedy answers part where two tokens are equally likely but for the order of a sum.
+MOST_APART = 0.02
+
+
+def runner(engine: str, size: int, precision: str) -> Run:
+    def measure(bench: Bench, pair: int) -> Result:
+        folder = bench.empty_folder()
+        rows = [row["messages"][:-1] for row in bench.pool][: 8 if bench.quick else PROMPTS]
+        file = folder / "prompts.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        job = {"model": str(bench.model), "prompts": str(file), "engine": engine, "batch_size": size}
+        job |= {"max_new_tokens": 8 if bench.quick else NEW, "precision": precision, "threads": bench.threads}
+        command = [sys.executable, PEERS / "answers.py", json.dumps(job)]
+        return run(command, env=environment(threads=bench.threads, allocator=ALLOCATOR)).result
+
+    return measure
+
+
+def blocks(bench: Bench) -> Mapping[str, Mapping[str, Run]]:
+    return {
+        precision: {OURS: runner("finray", SLOTS, precision)}
+        | {f"generate, batches of {size}": runner("generate", size, precision) for size in STATIC}
+        for precision in ("fp32", "bf16")
+    }
+
+
+def same_answers(block: str, runs: Runs) -> None:
+    """Raise unless the answers in fp32 are the same."""
+    first, *others = [results[-1]["digests"] for results in runs.values()]
+    for name, digests in zip(list(runs)[1:], others, strict=True):
+        apart = sum(one != other for one, other in zip(first, digests, strict=True)) / len(first)
+        if block == "fp32" and apart > MOST_APART:
+            raise BenchmarkError(f"{apart:.0%} of the answers of {name} are not those of {OURS}")
+
+
+def over_best(block: str) -> case.Value:
+    """finray's rate divided by the best of the others, pair by pair."""
+
+    def value(found: Blocks) -> float | None:
+        runs = found.get(block)
+        return None if runs is None else case.least_quotient("tokens_per_second")({block: runs})
+
+    return value
+
+
+CASES = [
+    case.Case(
+        group="answers",
+        name="answers",
+        title="Answers to prompts",
+        what=f"{PROMPTS} questions, at most {NEW} tokens each, greedy; finray has {SLOTS} slots.",
+        blocks=blocks,
+        measures=[
+            case.Measure("tokens/s", "tokens_per_second"),
+            case.Measure("tokens per CPU second", "tokens_per_cpu_second"),
+            case.Measure("tokens", "tokens", 0, None),
+            case.Measure("peak GiB", "resident", 2, None, 2.0**-30),
+        ],
+        ratios=case.over_others,
+        aims=[
+            case.Aim("answers, fp32: finray ÷ `generate` at its best", over_best("fp32"), least=1.5),
+            case.Aim("answers, bf16: finray ÷ `generate` at its best", over_best("bf16"), least=1.5),
+        ],
+        check=same_answers,
+    )
+]
