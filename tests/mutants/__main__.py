@@ -229,7 +229,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--rooms", default=",".join(ROOMS), help="folders of src/finray, with commas")
-    parser.add_argument("--cap", type=float, default=60.0, help="seconds of tests for a mutant")
+    parser.add_argument("--cap", type=float, default=180.0, help="seconds of tests for a mutant")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
         "--only", default="", help="test files that begin so, with commas (map); a part of a name (known)"
