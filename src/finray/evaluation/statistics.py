@@ -22,6 +22,8 @@ _RESAMPLES = 2000
 _SWAPS = 4000
 # Up to so many rows, all swaps there are take less.
 _ALL_SWAPS = 12
+# Up to so many rows, each is left out once. More tell a skewed score well enough.
+_JACKKNIFED = 10_000
 # Random numbers held at a time.
 _HELD = 2**22
 
@@ -66,7 +68,8 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
 
     Right or wrong rows have Wilson's interval (1927), which holds at 0 % and 100 % and for few rows, too. All else has
     a bootstrap (BCa: Efron 1987), whose quantiles are widened for few rows as Hesterberg (2015, "What teachers should
-    know about the bootstrap", section 5.3) does.
+    know about the bootstrap", section 5.3) does; each end is at least as far out as Student's t with the jackknife's
+    standard error puts it, because few rows of a skewed score know little of their tail.
 
     Args:
         statistics_NK: of each row.
@@ -79,29 +82,32 @@ def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Inter
         return Interval(float(found.low), float(found.high), "Wilson")
     if rows < 2:
         return Interval(None, None, "none: one row has no spread")
-    return _bootstrap(statistics_NK, lambda sums: total(sums, rows), seed)
+    return _bootstrap(statistics_NK, total, seed)
 
 
-def _bootstrap(statistics_NK: FloatArray, score: Callable[[FloatArray], float], seed: int) -> Interval:
+def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
     rows = len(statistics_NK)
     whole = statistics_NK.sum(0)
-    left_out = np.array([score(whole - one) for one in statistics_NK]) if rows <= 10_000 else None
-    # Means have a sum of N - 1 rows here and N in `total`; a constant factor that the acceleration does not see.
-    resampled = np.sort([score(sums) for sums in _resampled_sums(statistics_NK, seed)])
-    observed = score(whole)
+    resampled = np.sort([total(sums, rows) for sums in _resampled_sums(statistics_NK, seed)])
+    observed = total(whole, rows)
     if resampled[0] == resampled[-1]:
         return Interval(None, None, "none: all rows are worth the same")
     share = (np.sum(resampled < observed) + 0.5 * np.sum(resampled == observed)) / len(resampled)
     bias = float(stats.norm.ppf(np.clip(share, 0.5 / len(resampled), 1 - 0.5 / len(resampled))))
-    acceleration = 0.0
-    if left_out is not None and (spread := left_out.mean() - left_out).any():
-        acceleration = float((spread**3).sum() / (6 * (spread**2).sum() ** 1.5))
-    widened = math.sqrt(rows / (rows - 1)) * float(stats.t.ppf((1 + LEVEL) / 2, rows - 1))
+    quantile = float(stats.t.ppf((1 + LEVEL) / 2, rows - 1))
+    widened, acceleration, error = math.sqrt(rows / (rows - 1)) * quantile, 0.0, 0.0
+    if rows <= _JACKKNIFED:
+        left_out = np.array([total(whole - one, rows - 1) for one in statistics_NK])
+        spread = left_out.mean() - left_out
+        squares = float((spread**2).sum())
+        acceleration = float((spread**3).sum() / (6 * squares**1.5)) if squares else 0.0
+        error = math.sqrt(squares * (rows - 1) / rows)
     ends = []
     for z in (bias - widened, bias + widened):
         level = stats.norm.cdf(bias + z / max(1 - acceleration * z, 1e-3))
         ends.append(float(np.quantile(resampled, level)))
-    return Interval(ends[0], ends[1], "bootstrap (BCa)")
+    reach = quantile * error
+    return Interval(min(ends[0], observed - reach), max(ends[1], observed + reach), "bootstrap (BCa)")
 
 
 def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray]:
@@ -111,8 +117,8 @@ def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray
     held = max(1, _HELD // rows)
     for start in range(0, _RESAMPLES, held):
         size = min(held, _RESAMPLES - start)
-        counts = generator.multinomial(rows, np.full(rows, 1 / rows), size=size)
-        yield from counts @ statistics_NK
+        chosen = generator.integers(0, rows, size=(size, rows))
+        yield from np.stack([column[chosen].sum(1) for column in statistics_NK.T], axis=1)
 
 
 def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: int = 0) -> Paired:
@@ -129,11 +135,11 @@ def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: i
     """
     rows, columns = first_NK.shape
 
-    def difference(sums: FloatArray) -> float:
+    def difference(sums: FloatArray, rows: int) -> float:
         return total(sums[columns:], rows) - total(sums[:columns], rows)
 
     both = np.concatenate([first_NK, second_NK], axis=1)
-    observed = difference(both.sum(0))
+    observed = difference(both.sum(0), rows)
     if is_right_or_wrong(first_NK) and is_right_or_wrong(second_NK):
         gained, lost = int((second_NK > first_NK).sum()), int((second_NK < first_NK).sum())
         p = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
@@ -204,7 +210,7 @@ def sentence(
         return f"{name} and {other} cannot be told apart {what}: {rows} rows show no spread to judge by."
     ends = sorted((-span.low, -span.high) if lower_is_better else (span.low, span.high))
     sizes = " to ".join(f"{'-' if end < 0 else '+'}{shown(abs(end))}" for end in ends)
-    evidence = f"(95 % interval of the gain {sizes}, p = {p_text(found.p)}, {rows} rows)"
+    evidence = f"(95 % interval of the gain {sizes}, {p_text(found.p)}, {rows} rows)"
     if found.p < alpha and ends[0] * ends[1] > 0 and gain:
         word = "better" if gain > 0 else "worse"
         few = " So few rows speak for these rows only." if rows < 30 else ""
@@ -217,4 +223,4 @@ def sentence(
 
 def p_text(p: float) -> str:
     """A p-value with two digits, or that it is below what is worth a digit."""
-    return "below 0.001" if p < 0.001 else f"{p:.2g}"
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"

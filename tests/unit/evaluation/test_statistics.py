@@ -1,0 +1,161 @@
+"""Intervals, tests and the sentence: against SciPy and by hand. That they hold is simulated in tests/integration."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from finray.evaluation.scores.base import FloatArray
+from finray.evaluation.statistics import Interval, Paired, adjusted, interval, paired, sentence
+
+
+def mean(sums_K: FloatArray, rows: int) -> float:
+    return float(sums_K[0]) / rows
+
+
+def ratio(sums_K: FloatArray, rows: int) -> float:
+    return float(sums_K[0] / sums_K[1])
+
+
+def right(count: int, rows: int) -> FloatArray:
+    return (np.arange(rows) < count).astype(float)[:, None]
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 10), (10, 10), (1, 1), (3, 7), (77, 200)])
+def test_right_or_wrong_rows_have_wilsons_interval(count: int, rows: int) -> None:
+    """By its formula."""
+    z, share = stats.norm.ppf(0.975), count / rows
+    centre = (share + z**2 / (2 * rows)) / (1 + z**2 / rows)
+    reach = z / (1 + z**2 / rows) * np.sqrt(share * (1 - share) / rows + z**2 / (4 * rows**2))
+    found = interval(right(count, rows), mean)
+    assert (found.low, found.high) == (pytest.approx(max(centre - reach, 0), abs=1e-9), pytest.approx(centre + reach))
+    assert found.method == "Wilson"
+    assert found.low != found.high
+
+
+@pytest.mark.parametrize("rows", [60, 400])
+def test_the_bootstrap_is_near_scipys_bca(rows: int) -> None:
+    values = np.random.default_rng(0).exponential(1.0, rows)
+    theirs = stats.bootstrap((values,), np.mean, n_resamples=5000, method="BCa", rng=np.random.default_rng(1))
+    found = interval(values[:, None], mean)
+    # For few rows the ends are further out.
+    slack = 0.06 if rows == 60 else 0.03
+    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=slack)
+    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=slack)
+    assert interval(values[:, None], mean) == found
+    assert interval(values[:, None], mean, seed=1) != found
+
+
+def test_a_score_of_sums_has_the_interval_of_the_score_and_not_of_a_mean() -> None:
+    draw = np.random.default_rng(0)
+    weight = draw.integers(1, 200, 80).astype(float)
+    statistics = np.stack([weight * draw.uniform(0.5, 1.5, 80), weight], axis=1)
+    theirs = stats.bootstrap(
+        (statistics[:, 0], statistics[:, 1]),
+        lambda first, second: first.sum() / second.sum(),
+        paired=True,
+        vectorized=False,
+        n_resamples=3000,
+        rng=np.random.default_rng(1),
+    )
+    found = interval(statistics, ratio)
+    assert found.low == pytest.approx(theirs.confidence_interval.low, abs=0.015)
+    assert found.high == pytest.approx(theirs.confidence_interval.high, abs=0.015)
+
+
+@pytest.mark.parametrize("values", [[0.4], [0.4] * 9])
+def test_rows_without_a_spread_have_no_interval(values: list[float]) -> None:
+    found = interval(np.array(values)[:, None], mean)
+    assert (found.low, found.high) == (None, None)
+    assert found.method.startswith("none")
+
+
+def test_right_or_wrong_pairs_have_mcnemars_exact_test() -> None:
+    first, second = right(8, 40), np.roll(right(18, 40), 3, axis=0)
+    gained, lost = 13, 3
+    found = paired(first, second, mean)
+    assert (found.gained, found.lost) == (gained, lost)
+    assert found.difference == pytest.approx(0.25)
+    assert found.p == pytest.approx(2 * stats.binom.cdf(lost, gained + lost, 0.5))
+    centre = 10 / 42
+    reach = 1.959964 * np.sqrt(17 - 100 / 42) / 42
+    assert found.interval.low == pytest.approx(centre - reach, rel=1e-5)
+    assert found.interval.high == pytest.approx(centre + reach, rel=1e-5)
+
+
+def test_models_that_agree_on_every_row_have_a_p_of_one() -> None:
+    assert paired(right(4, 9), right(4, 9), mean).p == 1.0
+    graded = np.linspace(0, 1, 9)[:, None]
+    assert paired(graded, graded, mean).p == 1.0
+
+
+def test_few_graded_rows_are_swapped_in_every_way_there_is() -> None:
+    draw = np.random.default_rng(2)
+    first, second = draw.random((7, 2)) + 0.5, draw.random((7, 2)) + 0.6
+    observed = abs(ratio(second.sum(0), 7) - ratio(first.sum(0), 7))
+    extreme = 0
+    for swap in product([False, True], repeat=7):
+        one = np.where(np.array(swap)[:, None], second, first).sum(0)
+        other = np.where(np.array(swap)[:, None], first, second).sum(0)
+        extreme += abs(ratio(other, 7) - ratio(one, 7)) >= observed - 1e-12
+    assert paired(first, second, ratio).p == pytest.approx(extreme / 2**7)
+
+
+def test_many_graded_rows_have_the_p_of_scipys_permutation_test() -> None:
+    draw = np.random.default_rng(5)
+    first = draw.exponential(1.0, 50)
+    second = first + draw.normal(0.12, 0.5, 50)
+    theirs = stats.permutation_test(
+        (first, second),
+        lambda one, other, axis: np.mean(one - other, axis=axis),
+        permutation_type="samples",
+        n_resamples=20_000,
+        rng=np.random.default_rng(0),
+    )
+    assert paired(first[:, None], second[:, None], mean).p == pytest.approx(theirs.pvalue, abs=0.02)
+    assert 0.01 < theirs.pvalue < 0.5
+
+
+def test_p_values_of_several_comparisons_are_holms() -> None:
+    assert adjusted([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert adjusted([0.5, 0.9]) == [1.0, 1.0]
+    assert adjusted([0.02]) == [0.02]
+
+
+def said(difference: float, low: float, high: float, p: float, rows: int = 200, *, lower: bool = False) -> str:
+    found = Paired(difference, Interval(low, high, "x"), p, "y")
+    return sentence(
+        found,
+        name="tuned",
+        other="base",
+        score="accuracy",
+        rows=rows,
+        shown=lambda value: f"{value:.2f}",
+        lower_is_better=lower,
+    )
+
+
+def test_the_sentence_says_no_more_than_the_numbers() -> None:
+    assert said(0.1, 0.03, 0.17, 0.004).startswith("tuned is better than base on accuracy: by 0.10")
+    assert said(-0.1, -0.17, -0.03, 0.004).startswith("tuned is worse than base on accuracy: by 0.10")
+    assert said(-0.1, -0.17, -0.03, 0.004, lower=True).startswith("tuned is better than base")
+    # The test and the interval must both speak.
+    for found in (said(0.1, 0.03, 0.17, 0.06), said(0.1, -0.01, 0.2, 0.04)):
+        assert found.startswith("tuned and base cannot be told apart on accuracy from 200 rows")
+        assert "better" not in found
+    assert "+0.03 to +0.17, p = 0.004, 200 rows" in said(0.1, 0.03, 0.17, 0.004)
+    assert "-0.01 to +0.20" in said(0.1, -0.01, 0.2, 0.4)
+    assert "p = below 0.001" not in said(0.1, 0.03, 0.17, 0.0001)
+    assert "these rows only" in said(0.5, 0.2, 0.7, 0.01, rows=12)
+    assert "these rows only" not in said(0.5, 0.2, 0.7, 0.01, rows=30)
+
+
+def test_rows_without_spread_let_nothing_be_said() -> None:
+    found = Paired(0.1, Interval(None, None, "none"), 0.001, "y")
+    text = sentence(
+        found, name="a", other="b", score="s", rows=1, shown=lambda value: str(value), lower_is_better=False
+    )
+    assert "cannot be told apart" in text
