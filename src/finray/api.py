@@ -28,8 +28,8 @@ from finray.tracking.console import RunView
 
 if TYPE_CHECKING:
     # At run time each function imports what it needs: a plan needs no Ray, and `import finray` needs nothing.
-    from finray.evaluation.compare import Comparison
     from finray.evaluation.generate import Answers
+    from finray.evaluation.outcome import Comparison
     from finray.inspection.measure import Inspection
     from finray.models.export import Exported
     from finray.planning.plan import Plan
@@ -281,28 +281,72 @@ def generate(
 
 
 def evaluate(
-    run: str | Path | TrainResult,
+    model: str | Path | TrainResult,
+    overrides: Overrides = (),
     *,
+    split: str | None = None,
+    file: str | Path | None = None,
+    baselines: Sequence[str | Path] | None = None,
+    metrics: Sequence[str] | None = None,
     max_rows: int | None = None,
     max_new_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch_size: int | None = None,
+    engine: str = "auto",
+    harness: Sequence[str] = (),
+    output: str | Path | None = None,
+    base: str | None = None,
     quiet: bool = False,
 ) -> Comparison:
-    """Compare a run's model with its base on the held-out rows.
+    """Score a model on rows, and compare it with others. The same call goes on with what was computed before.
 
     Args:
-        run: run directory, or what :func:`train` gave.
-        max_rows: evaluate at most this many rows; None takes ``evaluation.max_rows``.
+        model: run, checkpoint, adapter or model directory, a Hub id, or what :func:`train` gave.
+        overrides: of the run's config, as for :func:`finray.load_config`.
+        split: of the run: ``train``, ``eval`` or ``test``; None for the test split, else that of evaluation.
+        file: rows of a file instead, in any format that training reads.
+        baselines: models to compare with; None for an adapter's base, or what a run started from. ``base`` names that.
+        metrics: names of scores; None takes ``evaluation.metrics``.
+        max_rows: a seeded sample of so many rows; None takes ``evaluation.max_rows``.
         max_new_tokens: of each answer; None takes ``evaluation.max_new_tokens``.
+        temperature: 0 is greedy decoding.
+        top_p: share of probability to sample from.
+        seed: of sampling and of the statistics.
+        batch_size: rows at work at the same time; None takes ``evaluation.batch_size``.
+        engine: that answers.
+        harness: tasks of lm-eval to run, too.
+        output: directory to write to; None for one beside the weights.
+        base: base model of an adapter, if it is no longer where it was.
         quiet: show no progress.
 
     Raises:
-        FinrayError: the run holds no rows out, its data has changed, or something cannot be loaded.
+        FinrayError: there is nothing to evaluate, something does not fit, or something cannot be loaded or written.
     """
     from finray.evaluation.compare import evaluate as compare
     from finray.tracking.console import steps
 
     with steps(_console(), quiet=quiet) as update:
-        return compare(_directory(run), max_rows=max_rows, max_new_tokens=max_new_tokens, progress=update)
+        return compare(
+            _directory(model),
+            overrides,
+            split=split,
+            file=file,
+            baselines=None if baselines is None else [str(one) for one in baselines],
+            metrics=metrics,
+            max_rows=max_rows,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            batch_size=batch_size,
+            engine=engine,
+            harness=harness,
+            output=output,
+            base=base,
+            progress=update,
+        )
 
 
 def export(

@@ -46,17 +46,18 @@ def test_evaluate_compares_with_the_base_on_the_held_out_rows(run_dir: Path, mon
     monkeypatch.chdir(ROOT)
     code, out, err = finray("evaluate", run_dir, "--max-rows", 3)
     assert code == 0, out + err
-    assert "3 held-out rows" in out
+    assert "3 rows" in out
     assert "exact match" in out
-    scores = json.loads((run_dir / "evaluation" / "scores.json").read_text())
+    scores = json.loads((run_dir / "evaluation" / "metrics.json").read_text())
     assert scores["rows"] == 3
     # Two steps are too few for exact answers, and enough for a better loss.
-    assert scores["tuned"]["loss"] < scores["base"]["loss"]
+    assert scores["models"]["tuned"]["loss"]["value"] < scores["models"]["base"]["loss"]["value"]
     predictions = [json.loads(line) for line in (run_dir / "evaluation" / "predictions.jsonl").read_text().splitlines()]
     assert len(predictions) == 3
-    expected = json.loads((ROOT / "examples/quickstart/validation.jsonl").read_text().splitlines()[0])
+    rows = (ROOT / "examples/quickstart/validation.jsonl").read_text().splitlines()
+    expected = json.loads(rows[predictions[0]["row"]])
     assert predictions[0]["reference"] == expected["messages"][-1]["content"]
-    assert set(predictions[0]) == {"prompt", "reference", "base", "tuned", "base_exact", "tuned_exact"}
+    assert set(predictions[0]) == {"row", "where", "prompt", "reference", "answers", "scores"}
 
 
 def test_generate_answers_and_a_seed_gives_the_same_sample(run_dir: Path, tmp_path: Path) -> None:

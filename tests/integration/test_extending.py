@@ -58,7 +58,7 @@ def test_parts_from_outside_train_under_ray_and_resume(ray_cluster: str, plain: 
     code, out, err = runs.finray("evaluate", run_dir)
     assert code == 0, err
     assert {"exact_match", "same_length", "loss", "perplexity"} == set(
-        json.loads((run_dir / "evaluation" / "scores.json").read_text())["tuned"]
+        json.loads((run_dir / "evaluation" / "metrics.json").read_text())["models"]["tuned"]
     )
     assert "same length" in out
     # A later start of the same run has the same id.

@@ -179,17 +179,67 @@ def generate(
 @app.command()
 @show.command
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    max_rows: Annotated[int | None, typer.Option(min=1, help="Evaluate at most this many rows.")] = None,
+    model: Annotated[
+        str, typer.Argument(help="Run, checkpoint, adapter or model directory, or a Hub id.", show_default=False)
+    ],
+    overrides: show.Overrides = None,
+    split: Annotated[
+        str | None, typer.Option(help="Rows of the run: train, eval or test (default: test, else eval).")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Rows of a file instead, in any format that training reads.")
+    ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(help="Model to compare with, several times for several; `base` is an adapter's, `none` is none."),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Scores, with commas between them (default: evaluation.metrics).")
+    ] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="A seeded sample of so many rows.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows at work at the same time.")] = None,
+    engine: Annotated[str, typer.Option(help="What runs the model.")] = "auto",
+    harness: Annotated[
+        str | None, typer.Option(help="Tasks of lm-eval, with commas between them: names or task files.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Number of answers shown side by side.")] = 3,
+    output: Annotated[Path | None, typer.Option(help="Directory to write to, instead of beside the weights.")] = None,
+    base: BaseModel = None,
 ) -> None:
-    """Compare the tuned model with its base on the held-out rows."""
+    """Score a model on held-out rows, and compare it with its base. The same command goes on where it was stopped."""
+    if split not in (None, "train", "eval", "test"):
+        raise ConfigError(f"there is no split `{split}`", where="--split", repair="use train, eval or test")
     from finray.evaluation.compare import evaluate as run_evaluation
 
     with steps(show.console(), quiet=show.mode().quiet) as update:
-        comparison = run_evaluation(run, max_rows=max_rows, max_new_tokens=max_new_tokens, progress=update)
+        comparison = run_evaluation(
+            model,
+            overrides or (),
+            split=split,
+            file=file,
+            baselines=baseline or None,
+            metrics=_words(metrics) or None,
+            max_rows=max_rows,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            batch_size=batch_size,
+            engine=engine,
+            harness=_words(harness),
+            output=output,
+            base=base,
+            progress=update,
+        )
     show.result(comparison, samples=samples)
+
+
+def _words(text: str | None) -> list[str]:
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
 @app.command()

@@ -1,253 +1,548 @@
-"""A run's model against its base model, on the rows that the run held out."""
+"""``finray evaluate``: one or several models on the same rows, with intervals, paired tests and one sentence."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
-from finray.checkpoint import CheckpointStore
-from finray.checkpoint.rundir import RunDir, saved_config
-from finray.config.paths import PREPARED, local_dir_of
+from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
+from finray.config.load import Overrides, load_config
+from finray.config.paths import PREPARED, prepared_dir, with_absolute_paths
 from finray.config.schema import Config, ModelConfig
-from finray.data.dataset.prepare import prepare_here
-from finray.data.dataset.prepared import PreparedDataset
-from finray.errors import CheckpointError, DataError, FinrayError, ModelError
+from finray.config.scoring import ScoringConfig
+from finray.config.tasks import CAUSAL_LM
+from finray.data.sampling.splits import sample
+from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.evaluation import harness as lm_eval
 from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
-from finray.evaluation.engines.sampling import Sampling
-from finray.evaluation.generate import generate
-from finray.evaluation.metrics import Row, Scores, mean_loss
-from finray.evaluation.scores.match import is_exact
+from finray.evaluation.engines import Engine, Sampling, make_engine
+from finray.evaluation.outcome import Compared, Comparison, Estimate, Evaluated, Prediction, write
+from finray.evaluation.overlap import overlap
+from finray.evaluation.rows import Lazy, Rows, of_file, of_run, splits_of
+from finray.evaluation.scores.base import Answered, FloatArray, Score, SummedScore, score_named, short_name
+from finray.evaluation.statistics import Interval, adjusted, interval, paired, sentence
+from finray.evaluation.work import Progress, Subject, Work
 from finray.files import require_writable
-from finray.models.artifacts import load_artifact
-from finray.models.loading import load_model
-from finray.models.packing_check import check_packing
-from finray.pretrained.tokenizers import load_tokenizer
-from finray.results import Result
-from finray.training.assemble import require_same_data
-from finray.training.state import TrainState
+from finray.models.artifacts import Artifact
+from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
 
 
-class Progress(Protocol):
-    """Told how far a part of an evaluation has come."""
+class _Loss(SummedScore):
+    """Nats per token: of each row, their sum and the number of tokens."""
 
-    def __call__(self, what: str, done: int, *, total: int) -> None:
-        """``done`` of ``total`` rows of the part ``what``."""
+    is_share, lower_is_better = False, True
 
-
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """A row to score: the whole of it, and where it has a prompt, what comes before its last answer and that answer."""
-
-    row: Row
-    prompt: list[int] | None = None
-    reference: list[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """One row as text, and whether each model's answer is the reference; a line of ``predictions.jsonl``."""
-
-    prompt: str
-    reference: str
-    base: str
-    tuned: str
-    base_exact: bool
-    tuned_exact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison(Result):
-    """Scores of the model that training started from and of the trained one; ``folder`` is where they were written.
-
-    Plain text has no prompts to answer, so its rows have losses and no predictions.
-    """
-
-    base: Scores
-    tuned: Scores
-    rows: int
-    predictions: list[Prediction]
-    folder: Path
-
-    def scores(self) -> dict[str, Any]:
-        """What ``scores.json`` holds."""
-        return {"rows": self.rows, "base": self.base.json(), "tuned": self.tuned.json()}
-
-    def plain(self) -> dict[str, Any]:
-        """Scores and answers as JSON types."""
-        predictions = [asdict(one) for one in self.predictions]
-        return {**self.scores(), "folder": str(self.folder), "predictions": predictions}
-
-    def print(self, console: Console, *, samples: int = 3) -> None:
-        """Scores of base and tuned model, and some answers side by side."""
-        table = Table(title=f"{self.rows} held-out rows", title_justify="left")
-        for column in ("", "base", "tuned"):
-            table.add_column(column, justify="left" if not column else "right")
-        for name, base in self.base.metrics.items():
-            table.add_row(name.replace("_", " "), f"{base:.1%}", f"{self.tuned.metrics[name]:.1%}")
-        table.add_row("loss", f"{self.base.loss:.4f}", f"{self.tuned.loss:.4f}")
-        table.add_row("perplexity", f"{self.base.perplexity:.3f}", f"{self.tuned.perplexity:.3f}")
-        console.print(table)
-        for one in self.predictions[:samples]:
-            console.rule(style="dim")
-            for label, text in (
-                ("prompt", one.prompt),
-                ("expected", one.reference),
-                ("base", one.base),
-                ("tuned", one.tuned),
-            ):
-                console.print(f"{label:>9} ", style="bold", end="", highlight=False)
-                console.print(text.strip(), highlight=False, soft_wrap=True)
-        written = f"predictions: {self.folder / 'predictions.jsonl'}"
-        if not self.predictions:
-            written = f"scores: {self.folder / 'scores.json'} (these rows have no prompts to answer)"
-        console.print(f"\n{written}", highlight=False, soft_wrap=True)
+    def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
+        return float(sums_K[0] / sums_K[1])
 
 
 def evaluate(
-    run_path: str | Path,
+    model: str | Path,
+    overrides: Overrides = (),
     *,
+    split: str | None = None,
+    file: str | Path | None = None,
+    baselines: Sequence[str] | None = None,
+    metrics: Sequence[str] | None = None,
     max_rows: int | None = None,
     max_new_tokens: int | None = None,
-    progress: Progress = lambda what, done, *, total: None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch_size: int | None = None,
+    engine: str = "auto",
+    harness: Sequence[str] = (),
+    output: str | Path | None = None,
+    base: str | None = None,
+    progress: Progress = lambda what, done, *, total, rate="": None,
 ) -> Comparison:
-    """Score a run's held-out rows with the base and the tuned model: their losses, and answers to their prompts.
+    """Score a model, and compare it with others on the same rows.
 
-    Rows are read from the prepared dataset, so that a prompt is the very tokens of training up to the last answer.
-    Rows that are learned as a whole have no prompt; of them it is the losses alone.
+    Rows are prepared as for training, so that a prompt is the very tokens of training up to the last answer. Rows that
+    are learned as a whole have no prompt; of them it is the losses alone. What was computed is kept as it comes, and
+    the same call goes on with it.
 
     Args:
-        run_path: a run directory.
-        max_rows: score at most this many rows; None takes ``evaluation.max_rows``.
+        model: a run, checkpoint, adapter or model directory, or a Hub id.
+        overrides: of the run's config, ``section.field=value``.
+        split: of the run: ``train``, ``eval`` or ``test``; None for the test split, else that of evaluation.
+        file: rows of a file instead, in any format that training reads.
+        baselines: models to compare with; None for an adapter's base, or what a run started from. ``base`` names that.
+        metrics: names of scores; None takes ``evaluation.metrics``.
+        max_rows: a seeded sample of so many rows; None takes ``evaluation.max_rows``.
         max_new_tokens: of each answer; None takes ``evaluation.max_new_tokens``.
+        temperature: 0 is greedy decoding.
+        top_p: share of probability to sample from.
+        seed: of sampling tokens and of the statistics.
+        batch_size: rows at work at the same time; None takes ``evaluation.batch_size``.
+        engine: that answers, or ``auto``.
+        harness: tasks of lm-eval to run, too.
+        output: directory to write to; None for one beside the weights.
+        base: overrides the base model that an adapter names.
         progress: told how far each part has come.
 
     Raises:
-        FinrayError: the run holds no rows out, its data has changed, or something cannot be loaded.
+        FinrayError: there is nothing to evaluate, something does not fit, or something cannot be loaded or written.
     """
-    run = RunDir(Path(run_path).expanduser().resolve())
-    if not run.config_file.is_file():
-        raise ModelError(
-            "not a finray run", where=str(run_path), repair="name the directory of a run (it has a config.yaml)"
+    run = _run_of(model)
+    if harness:
+        lm_eval.require()
+    artifact = _artifact(model, base=base)
+    config = _config_of(model, run, artifact, file, overrides)
+    asked_for = config.evaluation
+    names = list(asked_for.metrics if metrics is None else metrics)
+    scoring = asked_for.scoring or ScoringConfig()
+    tuned = Subject(_name_of(model, run), artifact)
+    if tuned.artifact.model.task != CAUSAL_LM.name:
+        raise ModelError(f"a model of the task `{tuned.artifact.model.task}` has no answers", where=str(model))
+    subjects = [*_baselines(baselines, tuned, run, config), tuned]
+    for one in subjects:
+        check_exists(one.artifact.model.name)
+    scores = {short_name(name): score_named(name, scoring) for name in names}
+    needs_columns = any("columns" in one.needs for one in scores.values())
+    attempts = scoring.attempts if needs_columns else 1
+    most = asked_for.max_new_tokens if max_new_tokens is None else max_new_tokens
+    sampling = Sampling(most, temperature, top_p, seed)
+    if attempts > 1 and not temperature:
+        raise ConfigError(
+            f"{attempts} greedy answers are one answer {attempts} times",
+            where="--temperature",
+            repair="--temperature 0.8",
         )
-    config = saved_config(run)
-    require_writable(run.path)
-    artifact = find_artifact(run.path)
-    rows = held_out_rows(run, config, config.evaluation.max_rows if max_rows is None else max_rows)
-    asked = [one for one in rows if one.prompt is not None]
-    tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
-    resolved = run.resolved()
-    packs = check_packing(config.model).safe if resolved is None else resolved.packs
-    device = inference_device()
-    # A run of a version that kept no resolved.json may still name its precision.
-    dtype = inference_dtype(config.train.precision if resolved is None else resolved.precision, device)
+    folder = _folder(model, run, tuned.artifact, split, file, output)
+    notes: list[str] = []
+    count = asked_for.max_rows if max_rows is None else max_rows
+    has_rows = run is not None or file is not None
+    if not has_rows and not harness:
+        raise DataError("there are no rows to evaluate", where=str(model), repair="name a file of rows with --file")
+    rows = _rows(run, config, split, file, count, notes) if has_rows else None
+    if rows is not None and not rows.asks:
+        if metrics:
+            raise ConfigError(
+                f"{', '.join(names)}: these rows are learned as a whole and ask for no answer",
+                where="--metrics" if metrics else "evaluation.metrics",
+                repair="leave --metrics out: plain text has a loss",
+            )
+        scores = {}
+    choices = _choices(rows, scores, scoring, config) if rows is not None else {}
+    columns = dict(rows.columns(str(config.data.source))) if rows and needs_columns else {}
+    resolved = None if run is None else run.resolved()
+    precision = config.train.precision if resolved is None else resolved.precision
+    dtype = inference_dtype(precision if run is not None else None, inference_device())
 
-    sampling = Sampling(config.evaluation.max_new_tokens if max_new_tokens is None else max_new_tokens)
+    statistics: dict[str, dict[str, FloatArray]] = {}
+    values: dict[str, dict[str, float]] = {}
+    answered: dict[str, list[tuple[str, ...]]] = {}
+    harnessed: dict[str, dict[str, lm_eval.Found]] = {}
+    engines: list[dict[str, str]] = []
+    text: Any = None
+    for artifact, group in _by_artifact(subjects):
+        loaded: list[Engine] = []
 
-    def score(name: str, model: Any) -> tuple[float, list[str]]:
-        """Mean loss and answers."""
-        told = partial(progress, total=len(rows))
-        loss = mean_loss(model, [one.row for one in rows], packs=packs, progress=partial(told, f"{name} loss"))
-        if not asked:
-            return loss, []
-        answers = generate(
-            model,
-            tokenizer,
-            [one.prompt or [] for one in asked],
-            sampling=sampling,
-            batch_size=config.evaluation.batch_size,
-            progress=partial(told, f"{name} answers"),
-        )
-        return loss, answers
+        def open_engine(artifact: Artifact = artifact, loaded: list[Engine] = loaded) -> Engine:
+            # Not before something is left to be computed.
+            if not loaded:
+                size = asked_for.batch_size if batch_size is None else batch_size
+                loaded.append(make_engine(engine, artifact, batch_size=size, dtype=dtype, tell=notes.append))
+            return loaded[0]
 
-    def text(tokens: list[int] | None) -> str:
-        return str(tokenizer.decode(tokens or [], skip_special_tokens=True))
+        tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
+        text = tokenizer if artifact is tuned.artifact else text
+        own = _rows_for(rows, artifact, tuned.artifact, config, run) if rows is not None else None
+        try:
+            for subject in group:
+                work = Work(subject, own, folder, engine, str(dtype), sampling, progress, open_engine)
+                if own is not None:
+                    values[subject.name], statistics[subject.name] = {}, {}
+                    losses = work.losses()
+                    statistics[subject.name]["loss"] = losses
+                    likelihoods = work.likelihoods(choices, tokenizer) if choices else []
+                    needs_answers = any("answers" in one.needs for one in scores.values())
+                    said = work.answers(attempts) if own.asks and needs_answers else []
+                    answered[subject.name] = said
+                    answers = [
+                        Answered(
+                            said[index] if said else (),
+                            tokenizer.decode(own.reference(index), skip_special_tokens=True),
+                            columns.get(index, {}),
+                            *(likelihoods[index] if choices else ()),
+                        )
+                        for index in range(len(own))
+                    ]
+                    for name, score in scores.items():
+                        found = score.statistics(answers)
+                        if found is None:
+                            values[subject.name][name] = score.value(answers)
+                        else:
+                            statistics[subject.name][name] = found
+                if harness:
+                    progress(f"{subject.name} harness", 0, total=len(harness))
+                    harnessed[subject.name] = lm_eval.run(open_engine(), harness, adapter=subject.adapter, seed=seed)
+                    progress(f"{subject.name} harness", len(harness), total=len(harness))
+            engines += [{"name": used.name, "version": used.version} for used in loaded]
+        finally:
+            for used in loaded:
+                used.close()
 
-    model = load_artifact(artifact, dtype=dtype).to(device)
-    if artifact.is_adapter:
-        # One set of weights serves both.
-        with model.disable_adapter():
-            base_loss, base = score("base", model)
-    else:
-        base_loss, base = score("base", load_model(config.model, dtype=dtype).eval().to(device))
-    tuned_loss, tuned = score("tuned", model)
-    references = [text(one.reference) for one in asked]
-    predictions = [
-        Prediction(text(one.prompt), right, before, after, is_exact(before, right), is_exact(after, right))
-        for one, right, before, after in zip(asked, references, base, tuned, strict=True)
-    ]
-    metrics = config.evaluation.metrics if asked else []
-    found = Comparison(
-        Scores.of(base, references, loss=base_loss, metrics=metrics),
-        Scores.of(tuned, references, loss=tuned_loss, metrics=metrics),
-        len(rows),
-        predictions,
-        run.path / "evaluation",
+    order = list(scores)
+    totals: dict[str, Score] = {**scores, "loss": _Loss()}
+    models = (
+        [_evaluated(one.name, order, totals, statistics, values, None, seed) for one in subjects]
+        if rows
+        else [Evaluated(one.name, {}) for one in subjects]
     )
-    lines = "".join(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in found.predictions)
+    compared = _compared(models, totals, statistics, seed) if rows else []
+    models, more = lm_eval.joined(models, harnessed, seed=seed)
+    compared += more
+    seen = (
+        None
+        if rows is None or rows.train is None or rows.name == "train"
+        else overlap(rows.split, rows.numbers, rows.train)
+    )
+    if rows is not None and rows.name == "train":
+        notes.append("these are the rows that the model was trained on: their scores say what it remembers")
+    elif rows is not None and rows.train is None:
+        notes.append("the training data is not known, so rows of it were not looked for")
+    held_out: list[Evaluated] = []
+    if seen is not None and seen.rows and len(seen.rows) < len(rows or ()):
+        kept = np.array([index not in seen.rows for index in range(len(rows or ()))])
+        held_out = [_evaluated(one.name, order, totals, statistics, {}, kept, seed) for one in subjects]
+    made_by = {
+        "model": tuned.identity,
+        "baselines": {one.name: one.identity for one in subjects[:-1]},
+        "data": None if rows is None else _data(rows, config, count),
+        "engine": [one for place, one in enumerate(engines) if one not in engines[:place]]
+        or [{"name": engine, "version": "answers were there already"}],
+        "dtype": str(dtype).removeprefix("torch."),
+        "sampling": {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")},
+        "metrics": names,
+        "scoring": scoring.model_dump(),
+        "harness": list(harness),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("finray", "torch", "transformers", "peft")},
+        },
+    }
+    predictions: Sequence[Prediction] = ()
+    if rows is not None and any(answered.values()):
+        predictions = Lazy(len(rows), partial(_prediction, rows, text, answered, statistics, order))
+    comparison = Comparison(
+        tuple(models),
+        tuple(compared),
+        _sentences(models, compared, totals),
+        0 if rows is None else len(rows),
+        predictions,
+        folder,
+        seen,
+        tuple(held_out),
+        made_by,
+        tuple(dict.fromkeys(notes)),
+    )
+    write(comparison)
+    return comparison
+
+
+# --- what is evaluated -----------------------------------------------------------------------------------
+
+
+def _run_of(model: str | Path) -> RunDir | None:
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        return None
+    path = path.resolve()
+    return next((RunDir(one) for one in (path, path.parent) if (one / CONFIG_FILE).is_file()), None)
+
+
+def _name_of(model: str | Path, run: RunDir | None) -> str:
+    return "tuned" if run is not None else Path(model).name
+
+
+def _artifact(model: str | Path, *, base: str | None = None) -> Artifact:
+    """The weights of a directory or a Hub id.
+
+    Raises:
+        FinrayError: there are none.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return find_artifact(path, base=base)
     try:
-        found.folder.mkdir(exist_ok=True)
-        if found.predictions:
-            (found.folder / "predictions.jsonl").write_text(lines, encoding="utf-8")
-        (found.folder / "scores.json").write_text(json.dumps(found.scores(), indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise FinrayError(f"the scores cannot be written: {error.strerror}", where=str(found.folder)) from None
+        check_exists(str(model))
+    except ModelError as error:
+        raise ModelError(
+            error.message, where=str(model), repair="name a run, checkpoint or model directory, or a Hub id"
+        ) from None
+    return Artifact(Path(model), None, {})
+
+
+def _config_of(
+    model: str | Path, run: RunDir | None, artifact: Artifact, file: str | Path | None, overrides: Overrides
+) -> Config:
+    """The config of the run, or one for these weights; rows of a file are read as the run reads its own."""
+    if run is not None:
+        config = saved_config(run)
+    else:
+        config = load_config({"model": {"name": str(model)}, "data": {"source": str(file or "none")}})
+        config = config.model_copy(update={"model": artifact.model})
+    if file is not None:
+        if not Path(file).expanduser().is_file():
+            raise DataError("the file does not exist", where=f"--file {file}")
+        own: dict[str, Any] = {"source": str(file), "mix": [], "group_by": None, "train_split": "train"}
+        own |= dict.fromkeys(("eval_source", "eval_split", "test_split", "subset", "revision"))
+        # A reference that is cut off would be another one.
+        own |= {"eval_ratio": 0.0, "test_ratio": 0.0, "on_too_long": "drop"}
+        own["max_length"] = max(config.data.max_length, _context(artifact.model))
+        config = config.model_copy(update={"data": config.data.model_copy(update=own)})
+    return with_absolute_paths(load_config(config, overrides))
+
+
+def _context(model: ModelConfig) -> int:
+    """Tokens that a model reads; 0 where it does not say."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
+    except Exception as error:
+        # Files that others have written: there is no list of errors.
+        raise not_loaded("model's configuration", model, error) from None
+    return min(getattr(config, "max_position_embeddings", None) or 0, 2**24)
+
+
+def _baselines(named: Sequence[str] | None, tuned: Subject, run: RunDir | None, config: Config) -> list[Subject]:
+    """The models to compare with.
+
+    Raises:
+        FinrayError: one of them is not there.
+    """
+    own: Subject | None = None
+    if tuned.artifact.is_adapter:
+        own = Subject("base", tuned.artifact, adapter=False)
+    elif run is not None:
+        own = Subject("base", _artifact(config.model.name))
+    if named is None:
+        return [] if own is None else [own]
+    found: list[Subject] = []
+    for name in named:
+        if name == "base" and own is not None:
+            found.append(own)
+        elif name not in ("none", ""):
+            short = Path(name).name if Path(name).name not in ("", "final") else str(name)
+            found.append(Subject(short if short != tuned.name else name, _artifact(name)))
+    if len({one.name for one in found}) < len(found):
+        found = [replace(one, name=str(named[place])) for place, one in enumerate(found)]
     return found
 
 
-def held_out_rows(run: RunDir, config: Config, max_rows: int | None) -> list[HeldOut]:
-    """The test split of a run, or its evaluation split where it has no test split; a sample of ``max_rows`` of it.
+def _by_artifact(subjects: Sequence[Subject]) -> Iterator[tuple[Artifact, list[Subject]]]:
+    """Models that share their weights together, so that these are loaded once."""
+    left = list(subjects)
+    while left:
+        artifact = left[0].artifact
+        yield artifact, [one for one in left if one.artifact is artifact]
+        left = [one for one in left if one.artifact is not artifact]
+
+
+def _folder(
+    model: str | Path,
+    run: RunDir | None,
+    artifact: Artifact,
+    split: str | None,
+    file: str | Path | None,
+    output: str | Path | None,
+) -> Path:
+    """Where results go, made and known to be writable.
 
     Raises:
-        DataError: the run holds no rows out, or the data has changed.
+        FinrayError: nothing can be written there.
     """
-    dataset = PreparedDataset(
-        prepare_here(config, root=None if config.prepare.dir else run.path.parent / PREPARED),
-        local_dir=local_dir_of(config),
-    )
-    _require_same_data(run, config, dataset)
-    splits = dataset.splits(config.data, seed=config.run.seed)
-    split = splits.test or splits.eval
-    if split is None:
+    if output is not None:
+        folder = Path(output).expanduser()
+    elif run is None:
+        known = artifact.folder if Path(model).expanduser().is_dir() else Path(str(model).replace("/", "--"))
+        folder = known / "evaluation"
+    else:
+        path = Path(model).expanduser().resolve()
+        folder = run.path / "evaluation" / ("" if path in (run.path, run.final) else path.name)
+    if output is None and (file is not None or split is not None):
+        folder /= split or Path(str(file)).stem
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FinrayError(
+            f"the scores cannot be written: {(error.strerror or str(error)).lower()}",
+            where=str(folder),
+            repair="name another directory with --output",
+        ) from None
+    require_writable(folder)
+    return folder
+
+
+def _rows(
+    run: RunDir | None, config: Config, split: str | None, file: str | Path | None, most: int | None, notes: list[str]
+) -> Rows:
+    train = None
+    if file is not None and split is not None:
+        raise ConfigError("a file has no splits", where="--split", repair="give --split or --file")
+    if file is None:
+        assert run is not None
+        name, held, dataset, train = of_run(run, config, split)
+    else:
+        root = None if run is None or config.prepare.dir else run.path.parent / PREPARED
+        held, dataset = of_file(config, root=root)
+        name = Path(file).name
+        if run is not None:
+            try:
+                train = splits_of(run, saved_config(run))[0].train
+            except FinrayError as error:
+                notes.append(f"rows of the training data were not looked for: {error.message}")
+        lost = int(held.source_rows.max()) + 1 - len(np.unique(held.source_rows))
+        if lost > 0:
+            notes.append(f"{lost} rows are longer than data.max_length={config.data.max_length} and were left out")
+    if dataset.kind() == "labelled":
         raise DataError(
-            "the run holds no rows out to evaluate on",
-            where="data",
-            repair="train with data.eval_ratio, data.eval_split or data.eval_source",
+            "rows with labels are for a classifier", where="data.format", repair="name rows with prompts and answers"
         )
-    split = split.sample(max_rows, seed=config.run.seed)
-    rows = []
-    for number in range(len(split)):
-        ids, mask = split.row(number)
-        if config.data.train_on == "all" or dataset.kind() == "text":
-            rows.append(HeldOut((ids, mask)))
-            continue
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.astype(bool), [False]]).astype(np.int8)))
-        start, stop = int(edges[-2]), int(edges[-1])
-        rows.append(HeldOut((ids, mask), ids[:start].tolist(), ids[start:stop].tolist()))
-    return rows
+    asks = config.data.train_on != "all" and dataset.kind() != "text"
+    return Rows(name, held, tuple(sample(len(held), most, seed=config.run.seed).tolist()), dataset, asks, train)
 
 
-def _require_same_data(run: RunDir, config: Config, dataset: PreparedDataset) -> None:
-    """Refuse a dataset other than the one that the run was trained on, which its checkpoints name by a digest.
+def _rows_for(rows: Rows, artifact: Artifact, tuned: Artifact, config: Config, run: RunDir | None) -> Rows:
+    """The rows as a model's own tokenizer and chat template make them; the same ones where these are the same."""
+    if artifact is tuned or (run is not None and str(artifact.folder) == config.model.name):
+        return rows
+    ours, theirs = (load_tokenizer(ModelConfig(name=str(one.folder))) for one in (tuned, artifact))
+    if ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template:
+        return rows
+    own = config.model_copy(update={"model": ModelConfig(name=str(artifact.folder))})
+    held, dataset = of_file(own, root=None if config.prepare.dir else prepared_dir(config))
+    return Rows(rows.name, held, (), dataset, rows.asks, None).like(rows.keys())
 
-    A ratio splits other data in another way, so rows that were learned would be scored as if they had been held out.
+
+def _choices(
+    rows: Rows | None, scores: dict[str, Score], scoring: ScoringConfig, config: Config
+) -> dict[int, list[str]]:
+    """The choices of each row, where a score compares likelihoods.
+
+    Raises:
+        FinrayError: there are none, or the reference is not among them.
     """
-    store = CheckpointStore(run.path)
-    for step in reversed(store.steps()):
-        try:
-            trained_on = TrainState.load(store.path_of(step)).data
-        except CheckpointError:
-            continue
-        require_same_data(trained_on, dataset, config)
-        return
-    raise DataError(
-        "the run has no checkpoint left that says which data it was trained on",
-        where=str(run.path),
-        repair="keep a checkpoint beside `final`: without one, held-out rows cannot be told from learned ones",
+    if rows is None or not any("choices" in one.needs for one in scores.values()):
+        return {}
+    if scoring.choices:
+        return dict.fromkeys(range(len(rows)), scoring.choices)
+    found: dict[int, list[str]] = {}
+    for index, columns in rows.columns(str(config.data.source)):
+        choices = columns.get("choices")
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
+            raise DataError(
+                f"the row has no list of texts in a column `choices` (columns: {', '.join(columns)})",
+                where=rows.split.where(rows.numbers[index]),
+                repair="write one, or set evaluation.scoring.choices",
+            )
+        found[index] = choices
+    return found
+
+
+# --- what comes of it ------------------------------------------------------------------------------------
+
+
+def _evaluated(
+    name: str,
+    order: list[str],
+    totals: dict[str, Score],
+    statistics: dict[str, dict[str, FloatArray]],
+    values: dict[str, dict[str, float]],
+    kept: Any,
+    seed: int,
+) -> Evaluated:
+    """Scores of a model, of all rows or of those that are ``kept``."""
+    found: dict[str, Estimate] = {}
+    for score in (*order, "loss"):
+        if (own := statistics[name].get(score)) is not None:
+            own = own if kept is None else own[kept]
+            value = totals[score].total(own.sum(0), len(own))
+            found[score] = Estimate(value, interval(own, totals[score].total, seed=seed), totals[score].is_share)
+        elif score in values.get(name, {}):
+            none = Interval(None, None, "none: the function gives one number")
+            found[score] = Estimate(values[name][score], none, 0 <= values[name][score] <= 1)
+    return Evaluated(name, found)
+
+
+def _compared(
+    models: Sequence[Evaluated], totals: dict[str, Score], statistics: dict[str, dict[str, FloatArray]], seed: int
+) -> list[Compared]:
+    tuned, found = models[-1].name, []
+    for other in models[:-1]:
+        for score, second in statistics[tuned].items():
+            first = statistics[other.name].get(score)
+            if first is None or (score == "loss" and not np.array_equal(first[:, 1], second[:, 1])):
+                continue  # Losses of other tokens.
+            found.append(Compared(score, other.name, len(first), paired(first, second, totals[score].total, seed=seed)))
+    # Several baselines are several chances to find a difference.
+    for score in {one.score for one in found}:
+        own = [one for one in found if one.score == score]
+        for one, p in zip(own, adjusted([one.found.p for one in own]), strict=True):
+            found[found.index(one)] = replace(one, found=replace(one.found, p=p))
+    return found
+
+
+def _sentences(models: Sequence[Evaluated], compared: Sequence[Compared], totals: dict[str, Score]) -> tuple[str, ...]:
+    """A sentence for each baseline, about the first score that can be tested."""
+    tuned = models[-1]
+    first = next((name for name in tuned.scores if any(one.score == name for one in compared)), "")
+    return tuple(
+        sentence(
+            one.found,
+            name=tuned.name,
+            other=one.baseline,
+            score=first.replace("_", " "),
+            rows=one.rows,
+            shown=tuned.scores[first].difference,
+            lower_is_better=first in totals and totals[first].lower_is_better,
+        )
+        for one in compared
+        if one.score == first
     )
+
+
+def _prediction(
+    rows: Rows,
+    tokenizer: Any,
+    answered: dict[str, list[tuple[str, ...]]],
+    statistics: dict[str, dict[str, FloatArray]],
+    order: list[str],
+    index: int,
+) -> Prediction:
+    # Role marks are special tokens of most templates: without them nobody sees who speaks.
+    values = {
+        model: {name: float(own[name][index, 0]) for name in order if name in own and own[name].shape[1] == 1}
+        for model, own in statistics.items()
+    }
+    return Prediction(
+        rows.numbers[index],
+        rows.split.where(rows.numbers[index]),
+        tokenizer.decode(rows.prompt(index), skip_special_tokens=False),
+        tokenizer.decode(rows.reference(index), skip_special_tokens=True),
+        {name: list(said[index]) for name, said in answered.items() if said},
+        values,
+    )
+
+
+def _data(rows: Rows, config: Config, most: int | None) -> dict[str, Any]:
+    return {
+        "source": config.data.source,
+        "split": rows.name,
+        "fingerprint": rows.dataset.name,
+        "content": rows.dataset.content,
+        "rows": len(rows),
+        "of": len(rows.split),
+        "max_rows": most,
+        "sample_seed": config.run.seed,
+    }

@@ -213,14 +213,15 @@ def _divided(header: RunHeader) -> str:
 
 @contextmanager
 def steps(target: Console, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Shows how far each part of an evaluation has come: a function of what, rows done, and their ``total``."""
+    """Shows how far each part of an evaluation has come: a function of what, rows done, ``total``, rate."""
     status = target.status("evaluating") if target.is_terminal and not quiet else None
 
-    def update(what: str, done: int, *, total: int) -> None:
+    def update(what: str, done: int, *, total: int, rate: str = "") -> None:
+        speed = f", {rate}" if rate else ""
         if status is not None:
-            status.update(f"{what}: {done}/{total}")
+            status.update(f"{what}: {done}/{total}{speed}")
         elif done == total and not quiet:
-            target.print(f"{what}: {total} rows", highlight=False)
+            target.print(f"{what}: {total} rows{speed}", highlight=False)
 
     with status or nullcontext():
         yield update

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
+from finray.data.sampling.splits import sample
 from finray.errors import DataError
 from finray.evaluation.compare import evaluate
 from finray.tracking.jsonl import read_records
@@ -55,11 +56,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> P
 
 def test_scores_and_answers_of_held_out_rows(run_dir: Path) -> None:
     told: list[tuple[str, int, int]] = []
-    found = evaluate(run_dir, progress=lambda what, done, *, total: told.append((what, done, total)))
+    found = evaluate(run_dir, progress=lambda what, done, *, total, rate="": told.append((what, done, total)))
     assert found.rows == len(found.predictions) > 0
     assert ("tuned loss", found.rows, found.rows) in told
-    scores = json.loads((found.folder / "scores.json").read_text())
-    assert scores["base"]["loss"] == found.base.loss
+    scores = json.loads((found.folder / "metrics.json").read_text())
+    assert scores["models"]["base"]["loss"]["value"] == found.base.loss
     assert found.tuned.loss != found.base.loss
     assert found.tuned.loss == pytest.approx(evaluation_loss(run_dir), rel=1e-5)
 
@@ -101,7 +102,7 @@ def test_rows_without_prompts_have_the_losses_of_plain_transformers(
     dataset = PreparedDataset(prepare_here(config))
     held_out = dataset.splits(config.data, seed=config.run.seed).eval
     assert held_out is not None
-    rows = [held_out.row(number)[0].tolist() for number in range(5)]
+    rows = [held_out.row(number)[0].tolist() for number in sample(len(held_out), 5, seed=config.run.seed)]
     assert len({len(row) for row in rows}) > 1
     checkpoint = path / "checkpoint-000001"
     assert found.rows == 5
@@ -110,9 +111,9 @@ def test_rows_without_prompts_have_the_losses_of_plain_transformers(
     assert found.tuned.loss == pytest.approx(by_transformers(tuned[0], rows, adapter=tuned[1]), rel=1e-5)
     assert found.tuned.loss != pytest.approx(found.base.loss, rel=1e-4)
     assert found.tuned.perplexity == pytest.approx(math.exp(found.tuned.loss))
-    scores = json.loads((found.folder / "scores.json").read_text())
-    assert scores == {"rows": 5, "base": found.base.json(), "tuned": found.tuned.json()}
-    assert scores["base"].keys() == {"loss", "perplexity"}
+    scores = json.loads((found.folder / "metrics.json").read_text())
+    assert scores["models"] == {"base": found.base.json(), "tuned": found.tuned.json()}
+    assert scores["models"]["base"].keys() == {"loss", "perplexity"}
     assert not (found.folder / "predictions.jsonl").exists()
     console = Console(file=io.StringIO(), width=120)
     found.print(console)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,69 +17,18 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.checkpoint.rundir import RunDir, saved_config
-from finray.errors import DataError, FinrayError, ModelError
-from finray.evaluation.compare import Comparison, evaluate
-from finray.evaluation.engines.sampling import Sampling
-from finray.evaluation.metrics import Scores
-from tests.support import runs
-
-# Conversations of two answers that differ in length; what is scored is the last, of all targets of the row.
-QUESTIONS = ["the cat sleeps", "a small dog", "how many trees where"]
-
-
-def conversation(number: int) -> list[dict[str, str]]:
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
-    return [
-        {"role": "user", "content": QUESTIONS[number % 3]},
-        {"role": "assistant", "content": f"first {number}"},
-        {"role": "user", "content": "please"},
-        {"role": "assistant", "content": " ".join(words[: 1 + number * 3 % 8]) + f" {number}"},
-    ]
+from finray.data.sampling.splits import sample
+from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.evaluation.compare import evaluate
+from finray.evaluation.engines import Answer, Sampling
+from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.outcome import Comparison, Estimate, Evaluated
+from finray.evaluation.statistics import Interval
+from tests.support.evaluated import Train, conversation
 
 
 def text_of(messages: list[dict[str, str]]) -> str:
     return "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-Train = Callable[..., Path]
-
-
-@pytest.fixture(scope="module")
-def train(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Trains a few steps; rows 0 to 5 are trained on, 6 to 8 held out for evaluation, 9 to 11 for the test."""
-
-    def build(**changes: Any) -> Path:
-        folder = tmp_path_factory.mktemp("run")
-        rows = [{"messages": conversation(number), "part": "x"} for number in range(12)]
-        data = {
-            "data.source": str(write(folder / "rows.jsonl", rows[:6])),
-            "data.eval_source": str(write(folder / "eval.jsonl", rows[6:9])),
-            "train.max_steps": 2,
-            "train.learning_rate": 0.05,
-            "evaluation.max_new_tokens": 6,
-            "evaluation.batch_size": 2,
-            "checkpoint.every_steps": 1,
-        }
-        plain = runs.tiny_run(tiny_model_dir, folder / "rows.jsonl", folder / "out", {**data, **changes})
-        config = runs.config_of(plain)
-        run = RunDir.of(config)
-        runs.run_alone(plain, run.path)
-        run.keep_config(config)
-        run.keep_resolved(runs.resolved_of(config))
-        run.make_final(best=None, warn=lambda message: None)
-        return run.path
-
-    return build
-
-
-@pytest.fixture(scope="module")
-def run_dir(train: Train) -> Path:
-    return train()
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +64,7 @@ def test_the_prompt_is_all_before_the_last_answer_and_the_reference_that_answer(
     assert found.rows == 3
     for number, prediction in enumerate(found.predictions, start=6):
         messages = conversation(number)
-        shown = text_of(messages[:3]).replace("<|im_start|>", "").replace("<|im_end|>", "")
-        assert prediction.prompt == f"{shown}assistant\n"
+        assert prediction.prompt == f"{text_of(messages[:3])}<|im_start|>assistant\n"
         assert prediction.reference == messages[3]["content"]
 
 
@@ -147,29 +96,57 @@ def test_answers_are_those_of_plain_transformers_and_peft(
                 if token == tokenizer.eos_token_id:
                     break
                 answer.append(token)
-            assert getattr(prediction, name) == tokenizer.decode(answer, skip_special_tokens=True)
-            assert not getattr(prediction, f"{name}_exact")
+            assert prediction.answers[name] == [tokenizer.decode(answer, skip_special_tokens=True)]
+            assert prediction.scores[name]["exact_match"] == 0.0
 
 
 def test_files_hold_the_scores_and_every_row(found: Comparison, run_dir: Path) -> None:
     assert found.folder == run_dir / "evaluation"
-    scores = json.loads((found.folder / "scores.json").read_text())
-    assert scores == {"rows": 3, "base": found.base.json(), "tuned": found.tuned.json()}
+    written = json.loads((found.folder / "metrics.json").read_text())
+    assert written == json.loads(json.dumps(found.json()))
+    assert written["models"] == {"base": found.base.json(), "tuned": found.tuned.json()}
+    assert written["rows"] == 3
+    made_by = written["made_by"]
+    assert made_by["data"]["split"] == "eval"
+    assert made_by["sampling"] == {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    assert {"finray", "torch", "transformers", "peft", "python"} == set(made_by["versions"])
+    assert made_by["engine"][0]["name"] == "transformers"
+    assert any(name == "adapter_model.safetensors" for name, *_ in made_by["model"]["weights"]["files"])
     lines = [json.loads(line) for line in (found.folder / "predictions.jsonl").read_text().splitlines()]
     assert [line["reference"] for line in lines] == [one.reference for one in found.predictions]
-    assert set(lines[0]) == {"prompt", "reference", "base", "tuned", "base_exact", "tuned_exact"}
+    assert set(lines[0]) == {"row", "where", "prompt", "reference", "answers", "scores"}
+    assert lines[0]["where"].endswith("eval.jsonl:1")
 
 
-def test_every_part_tells_how_far_it_is(run_dir: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    evaluate(run_dir, progress=lambda what, done, *, total: told.append((what, done, total)))
-    losses = {name: [(f"{name} loss", done, 3) for done in (1, 2, 3)] for name in ("base", "tuned")}
-    answers = {name: [(f"{name} answers", done, 3) for done in (2, 3)] for name in ("base", "tuned")}
-    assert told == [*losses["base"], *answers["base"], *losses["tuned"], *answers["tuned"]]
+def test_every_part_tells_how_far_it_is_and_how_fast(run_dir: Path, tmp_path: Path) -> None:
+    told: list[tuple[str, int, int, str]] = []
+    evaluate(
+        run_dir,
+        output=tmp_path / "new",
+        progress=lambda what, done, *, total, rate="": told.append((what, done, total, rate)),
+    )
+    parts = [f"{model} {what}" for model in ("base", "tuned") for what in ("loss", "answers")]
+    assert [one[:3] for one in told] == [(part, done, 3) for part in parts for done in (1, 2, 3)]
+    assert all("rows/s" in rate and "tokens/s" in rate for *_, rate in told)
 
 
 def first_letters(answers: list[str], references: list[str]) -> float:
     return float(sum(answer == reference for answer, reference in zip(answers, references, strict=True)) + 10)
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, say: Callable[[int, bool], str]) -> list[tuple[int, bool]]:
+    """An engine that says what it is told to, by row and whether the adapter takes part; returns what was asked."""
+    asked: list[tuple[int, bool]] = []
+
+    def generate(
+        engine: Any, prompts: Any, sampling: Sampling, *, rows: Any, adapter: bool = True, **options: Any
+    ) -> Iterator[Answer]:
+        for row in rows:
+            asked.append((row, adapter))
+            yield Answer(row, (1,), say(row, adapter), "stop")
+
+    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    return asked
 
 
 def test_exact_answers_are_counted_for_the_model_that_gave_them(
@@ -182,13 +159,58 @@ def test_exact_answers_are_counted_for_the_model_that_gave_them(
     assert changed != config
     (copy / "config.yaml").write_text(changed)
     right = [conversation(number)[3]["content"] for number in (6, 7, 8)]
-    given = iter([[right[0], "no", "no"], ["no", right[1], right[2]]])
-    monkeypatch.setattr("finray.evaluation.compare.generate", lambda *arguments, **options: next(given))
+    tuned, base = ["no", right[1], right[2]], [right[0], "no", "no"]
+    answering(monkeypatch, lambda row, adapter: (tuned if adapter else base)[row])
+    shutil.rmtree(copy / "evaluation", ignore_errors=True)
     found = evaluate(copy)
     assert found.base.metrics == {"exact_match": pytest.approx(1 / 3), "first_letters": 11.0}
     assert found.tuned.metrics == {"exact_match": pytest.approx(2 / 3), "first_letters": 12.0}
-    assert [one.base_exact for one in found.predictions] == [True, False, False]
-    assert [one.tuned_exact for one in found.predictions] == [False, True, True]
+    assert [one.scores["base"]["exact_match"] for one in found.predictions] == [1, 0, 0]
+    assert [one.scores["tuned"]["exact_match"] for one in found.predictions] == [0, 1, 1]
+    (exact,) = [one for one in found.compared if one.score == "exact_match"]
+    assert (exact.found.gained, exact.found.lost) == (2, 1)
+    assert found.sentences[0].startswith("tuned and base cannot be told apart on exact match from 3 rows")
+
+
+def test_what_was_answered_before_a_kill_is_not_asked_again(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation")))
+
+    def die(row: int, adapter: bool) -> str:
+        if adapter and row == 1:
+            raise KeyboardInterrupt
+        return f"answer {row} {adapter}"
+
+    first = answering(monkeypatch, die)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(copy)
+    assert first == [(0, False), (1, False), (2, False), (0, True), (1, True)]
+    # The line that was being written when the machine went down.
+    (kept,) = [path for path in (copy / "evaluation").glob("answers-*") if path.read_bytes().count(b"\n") == 2]
+    with kept.open("ab") as stream:
+        stream.write(b'{"row": 1, "val')
+    second = answering(monkeypatch, lambda row, adapter: f"answer {row} {adapter}")
+    found = evaluate(copy)
+    assert second == [(1, True), (2, True)]
+    assert [one.answers["tuned"] for one in found.predictions] == [[f"answer {row} True"] for row in range(3)]
+    third = answering(monkeypatch, die)
+    monkeypatch.setattr("finray.evaluation.compare.make_engine", None)
+    again = evaluate(copy)
+    assert third == []
+    assert again.json()["models"] == found.json()["models"]
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"temperature": 0.7, "seed": 4}, {"max_new_tokens": 3}])
+def test_answers_of_another_sampling_are_other_answers(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    answering(monkeypatch, lambda row, adapter: "old")
+    evaluate(run_dir, output=tmp_path)
+    asked = answering(monkeypatch, lambda row, adapter: "new")
+    found = evaluate(run_dir, output=tmp_path, **change)
+    assert len(asked) == 6
+    assert found.predictions[0].answers == {"base": ["new"], "tuned": ["new"]}
 
 
 @pytest.mark.parametrize(("asked", "configured", "expected"), [(2, None, 2), (None, 1, 1), (3, 1, 3), (50, None, 3)])
@@ -205,19 +227,21 @@ def test_at_most_as_many_rows_as_asked_for(
 
 
 def test_answers_are_as_long_as_asked_for(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = Path(shutil.copytree(run_dir, tmp_path / "run"))
     lengths: list[int] = []
 
-    def answer(
-        model: Any, tokenizer: Any, prompts: list[list[int]], *, sampling: Sampling, **options: Any
-    ) -> list[str]:
+    def generate(engine: Any, prompts: Any, sampling: Sampling, *, rows: Any, **options: Any) -> Iterator[Answer]:
         lengths.append(sampling.max_new_tokens)
-        return ["" for _ in prompts]
+        yield from (Answer(row, (), "", "stop") for row in rows)
 
-    monkeypatch.setattr("finray.evaluation.compare.generate", answer)
-    evaluate(copy, max_rows=1, max_new_tokens=3)
-    evaluate(copy, max_rows=1)
-    assert lengths == [3, 3, *[saved_config(RunDir(copy)).evaluation.max_new_tokens] * 2]
+    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    evaluate(run_dir, output=tmp_path, max_rows=1, max_new_tokens=3)
+    evaluate(run_dir, output=tmp_path, max_rows=1)
+    assert lengths == [3, 3, *[saved_config(RunDir(run_dir)).evaluation.max_new_tokens] * 2]
+
+
+def test_max_rows_is_a_seeded_sample_and_not_the_first_rows(run_dir: Path, tmp_path: Path) -> None:
+    found = evaluate(run_dir, output=tmp_path, max_rows=2)
+    assert [one.row for one in found.predictions] == sample(3, 2, seed=saved_config(RunDir(run_dir)).run.seed).tolist()
 
 
 def test_a_test_split_is_taken_before_the_evaluation_split(train: Train) -> None:
@@ -240,11 +264,13 @@ def test_rows_that_are_learned_as_a_whole_have_losses_and_no_answers(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = train(**{"data.train_on": "all"})
-    monkeypatch.setattr("finray.evaluation.compare.generate", None)
+    monkeypatch.setattr(TransformersEngine, "generate", None)
     found = evaluate(path)
-    assert (found.rows, found.predictions) == (3, [])
+    assert (found.rows, len(found.predictions)) == (3, 0)
     assert found.tuned.loss != found.base.loss
-    assert [file.name for file in found.folder.iterdir()] == ["scores.json"]
+    assert {file.name.partition("-")[0] for file in found.folder.iterdir()} == {"metrics.json", "losses"}
+    with pytest.raises(ConfigError, match="ask for no answer"):
+        evaluate(path, metrics=["rougeL"])
 
 
 def test_a_run_that_holds_nothing_out_is_refused(train: Train) -> None:
@@ -252,14 +278,17 @@ def test_a_run_that_holds_nothing_out_is_refused(train: Train) -> None:
         evaluate(train(**{"data.eval_source": None}))
 
 
-def test_what_is_no_run_is_refused(run_dir: Path) -> None:
-    with pytest.raises(ModelError, match="not a finray run"):
-        evaluate(run_dir / "final")
+def test_a_model_that_is_not_there_is_refused(run_dir: Path) -> None:
+    with pytest.raises(ModelError):
+        evaluate(run_dir / "nothing")
 
 
-def test_scores_that_cannot_be_written_are_an_error_that_says_where(run_dir: Path, tmp_path: Path) -> None:
+def test_scores_that_cannot_be_written_are_an_error_before_a_model_is_loaded(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy = Path(shutil.copytree(run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation")))
     (copy / "evaluation").write_text("in the way")
+    monkeypatch.setattr("finray.evaluation.compare.make_engine", None)
     with pytest.raises(FinrayError, match="cannot be written") as caught:
         evaluate(copy, max_rows=1)
     assert str(caught.value.where) == str(copy / "evaluation")
@@ -293,15 +322,18 @@ def test_precision_is_what_the_run_resolved_or_what_an_old_config_names(
 
 
 def test_what_is_shown_has_both_models_in_every_line(found: Comparison) -> None:
-    scored = Comparison(
-        Scores({"exact_match": 0.125, "of_mine": 0.5}, 2.5, 12.18),
-        Scores({"exact_match": 0.375, "of_mine": 0.25}, 1.25, 3.49),
-        3,
-        found.predictions,
-        found.folder,
-    )
+    def model(name: str, exact: float, loss: float) -> Evaluated:
+        span = Interval(exact - 0.1, exact + 0.1, "Wilson")
+        return Evaluated(
+            name, {"exact_match": Estimate(exact, span, True), "loss": Estimate(loss, Interval(None, None, "none"))}
+        )
+
+    scored = replace(found, models=(model("base", 0.125, 2.5), model("tuned", 0.375, 1.25)))
     console = Console(file=StringIO(), width=100)
     scored.print(console)
-    lines = [" ".join(line.replace("│", " ").split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    for expected in ("exact match 12.5% 37.5%", "of mine 50.0% 25.0%", "loss 2.5000 1.2500", "perplexity 12.180 3.490"):
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    for expected in ("exact match 12.5% [2.5, 22.5] 37.5% [27.5, 47.5]", "loss 2.5 1.25", "perplexity 12.182 3.490"):
         assert any(expected in line for line in lines), (expected, lines)
+    assert "<|im_start|>user\n" in text
+    assert found.sentences[0] in text

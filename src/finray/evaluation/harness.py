@@ -1,0 +1,207 @@
+"""Tasks of EleutherAI's lm-eval on a model that an engine runs, adapter included; its results as scores of rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finray.errors import ConfigError, FinrayError
+from finray.evaluation.engines import Continuation, Engine, Sampling
+from finray.evaluation.outcome import Compared, Estimate, Evaluated
+from finray.evaluation.scores.base import FloatArray, SummedScore
+from finray.evaluation.statistics import Interval, interval, paired
+from finray.files import first_line
+
+_MOST_TOKENS = 256
+_TASK = re.compile(r"^task:\s*(\S+)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A metric of a task: lm-eval's number, and the values of rows where it is their mean."""
+
+    value: float
+    error: float | None
+    rows: FloatArray | None
+
+
+def require() -> None:
+    """See that lm-eval is installed.
+
+    Raises:
+        ConfigError: with the line that installs it.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            "tasks of the harness are run by lm-eval, which is not installed",
+            where="--harness",
+            repair="pip install lm-eval (or `pip install 'finray[harness]'`)",
+        )
+
+
+def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> dict[str, Found]:
+    """Metrics by ``task metric``.
+
+    Args:
+        engine: with the model.
+        tasks: names that lm-eval knows, or task files.
+        adapter: whether an adapter takes part.
+        seed: of few-shot examples.
+
+    Raises:
+        FinrayError: there is no such task, or its data cannot be had.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    names, folders = [], []
+    for task in tasks:
+        path = Path(task).expanduser()
+        named = _TASK.search(path.read_text(encoding="utf-8")) if path.is_file() else None
+        names.append(task if named is None else named[1])
+        folders += [] if named is None else [str(path.parent)]
+    try:
+        found: Any = simple_evaluate(
+            _model(engine, adapter),
+            tasks=names,
+            task_manager=TaskManager(include_path=folders or None),
+            random_seed=seed,
+            numpy_random_seed=seed,
+            torch_random_seed=seed,
+            fewshot_random_seed=seed,
+            bootstrap_iters=0,
+        )
+    except (FinrayError, MemoryError):
+        raise
+    except Exception as error:
+        # Task files are anybody's, and their data is on the Hub: there is no list of errors.
+        raise FinrayError(
+            f"lm-eval cannot go on: {type(error).__name__}: {first_line(error)}",
+            where=f"--harness {','.join(tasks)}",
+            repair="check the names (`lm_eval ls tasks`), and that the Hub can be reached",
+        ) from None
+    metrics: dict[str, Found] = {}
+    for task, results in found["results"].items():
+        for key, value in results.items():
+            metric, _, chosen = key.partition(",")
+            if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            samples = [one for one in found["samples"].get(task, ()) if one["filter"] == chosen]
+            rows = [one.get(metric) for one in sorted(samples, key=lambda one: one["doc_id"])]
+            own = None
+            if rows and all(isinstance(one, int | float | np.number) for one in rows):
+                own = np.array(rows, dtype=np.float64)[:, None]
+                # Other aggregations than a mean have no values of rows.
+                own = own if np.isclose(own.mean(), value) else None
+            spread = results.get(f"{metric}_stderr,{chosen}")
+            label = f"{task} {metric}" if chosen == "none" else f"{task} {metric} ({chosen})"
+            metrics[label] = Found(float(value), float(spread) if isinstance(spread, int | float) else None, own)
+    return metrics
+
+
+def joined(
+    models: Sequence[Evaluated], found: dict[str, dict[str, Found]], *, seed: int
+) -> tuple[list[Evaluated], list[Compared]]:
+    """Models with the harness's scores among theirs, and the last against each other one."""
+    mean, more = SummedScore().total, []
+    with_them = []
+    for one in models:
+        scores = dict(one.scores)
+        for name, metric in found.get(one.name, {}).items():
+            if metric.rows is not None:
+                span = interval(metric.rows, mean, seed=seed)
+            elif metric.error is not None:
+                reach = 1.959964 * metric.error
+                span = Interval(metric.value - reach, metric.value + reach, "lm-eval's standard error")
+            else:
+                span = Interval(None, None, "none: lm-eval gives one number")
+            scores[name] = Estimate(metric.value, span, 0 <= metric.value <= 1)
+        with_them.append(replace(one, scores=scores))
+    for other in models[:-1]:
+        for name, metric in found.get(models[-1].name, {}).items():
+            first = found[other.name][name].rows
+            if metric.rows is not None and first is not None and len(first) == len(metric.rows):
+                compared = paired(first, metric.rows, mean, seed=seed)
+                more.append(Compared(name, other.name, len(first), compared))
+    return with_them, more
+
+
+def _model(engine: Engine, adapter: bool) -> Any:
+    """The engine as lm-eval asks a model."""
+    from lm_eval.api.model import TemplateLM
+
+    limit = engine.max_length or 2**20
+
+    class EngineLM(TemplateLM):  # type: ignore[misc]
+        tokenizer = engine.tokenizer
+        tokenizer_name = str(engine.tokenizer.name_or_path)
+
+        @property
+        def eot_token_id(self) -> int:
+            return int(engine.tokenizer.eos_token_id)
+
+        @property
+        def prefix_token_id(self) -> int:
+            bos = engine.tokenizer.bos_token_id
+            return self.eot_token_id if bos is None else int(bos)
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+            return list(engine.tokenizer(string, **special)["input_ids"])
+
+        def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+            return str(
+                engine.tokenizer.apply_chat_template(
+                    chat_history, tokenize=False, add_generation_prompt=add_generation_prompt
+                )
+            )
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            asked = [
+                # As lm-eval's own models do: of what is too long, the beginning is left out.
+                Continuation((context + tokens)[-limit:][: -len(tokens)] or [self.prefix_token_id], tokens)
+                for _, context, tokens in requests
+            ]
+            found = {one.row: one for one in engine.log_likelihood(asked, adapter=adapter)}
+            return [(float(sum(found[row].logprobs)), found[row].is_greedy) for row in range(len(asked))]
+
+        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+            from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+            found = []
+            for request in requests:
+                ids = self.tok_encode(request.args[0], add_special_tokens=False)
+                windows = get_rolling_token_windows(ids, self.prefix_token_id, min(limit, 2**20), 1)
+                parts = [(None, *make_disjoint_window(one)) for one in windows]
+                found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
+            return found
+
+        def generate_until(self, requests: Any, **_: Any) -> list[str]:
+            texts = [""] * len(requests)
+            groups: dict[str, list[int]] = {}
+            for number, request in enumerate(requests):
+                groups.setdefault(repr(request.args[1]), []).append(number)
+            for numbers in groups.values():
+                options = requests[numbers[0]].args[1]
+                until = options.get("until") or []
+                until = tuple(one for one in ([until] if isinstance(until, str) else until) if one)
+                most = int(options.get("max_gen_toks", _MOST_TOKENS))
+                heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
+                sampling = Sampling(most, heat, float(options.get("top_p", 1.0)), stop=until)
+                prompts = [self.tok_encode(requests[number].args[0])[-(limit - most) :] for number in numbers]
+                for answer in engine.generate(prompts, sampling, rows=numbers, adapter=adapter):
+                    text = answer.text
+                    for stop in until:
+                        text = text.partition(stop)[0]
+                    texts[answer.row] = text
+            return texts
+
+    return EngineLM()

@@ -1,0 +1,250 @@
+"""What an evaluation comes to: scores with intervals, comparisons, answers; shown, and written beside the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finray.errors import FinrayError, ModelError
+from finray.evaluation.overlap import Overlap
+from finray.evaluation.statistics import Interval, Paired, p_text
+from finray.results import Result
+
+METRICS_FILE, PREDICTIONS_FILE = "metrics.json", "predictions.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A score and its 95 % interval."""
+
+    value: float
+    interval: Interval
+    is_share: bool = False
+
+    def json(self) -> dict[str, Any]:
+        """As JSON types."""
+        span = self.interval
+        return {"value": self.value, "low": span.low, "high": span.high, "interval": span.method}
+
+    def text(self) -> str:
+        """For a table."""
+        span = self.interval
+        ends = "" if span.low is None or span.high is None else f" [{self._one(span.low)}, {self._one(span.high)}]"
+        return f"{self._one(self.value)}{'%' if self.is_share else ''}{ends}"
+
+    def difference(self, value: float) -> str:
+        """A difference of such scores."""
+        return f"{100 * value:.1f} points" if self.is_share else f"{value:.4g}"
+
+    def _one(self, value: float) -> str:
+        return f"{100 * value:.1f}" if self.is_share else f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One model: its scores by name, ``loss`` (nats per token of the answers) among them."""
+
+    name: str
+    scores: dict[str, Estimate]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The values of all scores but the loss."""
+        return {name: one.value for name, one in self.scores.items() if name != "loss"}
+
+    @property
+    def loss(self) -> float:
+        """Nats per token of the answers."""
+        return self.scores["loss"].value
+
+    @property
+    def perplexity(self) -> float:
+        """Its exponential."""
+        return math.exp(min(self.loss, 700.0))
+
+    def json(self) -> dict[str, Any]:
+        """As JSON types."""
+        found: dict[str, Any] = {name: one.json() for name, one in self.scores.items()}
+        return {**found, "perplexity": self.perplexity} if "loss" in found else found
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A model against a baseline on one score."""
+
+    score: str
+    baseline: str
+    rows: int
+    found: Paired
+
+    def json(self) -> dict[str, Any]:
+        """As JSON types."""
+        one = self.found
+        counts = {} if one.gained is None else {"gained": one.gained, "lost": one.lost}
+        span = {"low": one.interval.low, "high": one.interval.high}
+        names = {"score": self.score, "baseline": self.baseline, "rows": self.rows}
+        return {**names, "difference": one.difference, **span, "p": one.p, "test": one.method, **counts}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A row as text, and what each model said to it; a line of ``predictions.jsonl``."""
+
+    row: int
+    where: str
+    prompt: str
+    reference: str
+    answers: dict[str, list[str]]
+    scores: dict[str, dict[str, float]]
+
+    def json(self) -> dict[str, Any]:
+        """As JSON types; a single answer is a text."""
+        said = {name: texts[0] if len(texts) == 1 else texts for name, texts in self.answers.items()}
+        head = {"row": self.row, "where": self.where, "prompt": self.prompt, "reference": self.reference}
+        return {**head, "answers": said, "scores": self.scores}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison(Result):
+    """Models on the same rows: baselines first, the evaluated model last.
+
+    Attributes:
+        models: with their scores.
+        compared: the last model against each baseline, score by score.
+        sentences: what the first score allows to be said, a sentence for each baseline.
+        rows: number of rows.
+        predictions: rows with their answers; none where rows have no prompts.
+        folder: where all of it was written.
+        overlap: rows that the last model was trained on; None where its training data is not known.
+        held_out: the scores without these rows, by model.
+        made_by: what it all follows from.
+        notes: what a reader should know.
+    """
+
+    models: tuple[Evaluated, ...]
+    compared: tuple[Compared, ...]
+    sentences: tuple[str, ...]
+    rows: int
+    predictions: Sequence[Prediction]
+    folder: Path
+    overlap: Overlap | None = None
+    held_out: tuple[Evaluated, ...] = ()
+    made_by: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tuned(self) -> Evaluated:
+        """The evaluated model."""
+        return self.models[-1]
+
+    @property
+    def base(self) -> Evaluated:
+        """The first baseline.
+
+        Raises:
+            ModelError: there is none.
+        """
+        if len(self.models) < 2:
+            raise ModelError("there is no baseline to compare with", repair="name one with --baseline")
+        return self.models[0]
+
+    def json(self) -> dict[str, Any]:
+        """What ``metrics.json`` holds."""
+        return {
+            "format_version": 1,
+            "rows": self.rows,
+            "models": {one.name: one.json() for one in self.models},
+            "comparisons": [{"model": self.tuned.name, **one.json()} for one in self.compared],
+            "says": list(self.sentences),
+            "in_training_data": None if self.overlap is None else self.overlap.plain(),
+            "without_training_rows": {one.name: one.json() for one in self.held_out} or None,
+            "notes": list(self.notes),
+            "made_by": self.made_by,
+        }
+
+    def plain(self) -> dict[str, Any]:
+        """Scores and answers as JSON types."""
+        return {**self.json(), "folder": str(self.folder), "predictions": [one.json() for one in self.predictions]}
+
+    def print(self, console: Console, *, samples: int = 3) -> None:
+        """The table, what it allows to be said, and some answers side by side."""
+        if self.models[-1].scores:
+            console.print(self._table())
+        for line in self.sentences:
+            console.print(line, highlight=False, soft_wrap=True)
+        if self.overlap is not None and self.overlap.rows:
+            found = self.overlap
+            console.print(
+                f"{len(found.rows)} of the {self.rows} rows are in the training data ({len(found.equal)} whole, "
+                f"{len(found.shared)} by runs of 13 tokens): a score on them says what is remembered",
+                highlight=False,
+                soft_wrap=True,
+            )
+            for row, other, share in found.named[:3]:
+                console.print(f"  {row} is like {other} ({share:.0%} of it)", highlight=False, soft_wrap=True)
+            if self.held_out:
+                for one in self.held_out:
+                    scores = ", ".join(f"{name.replace('_', ' ')} {found.text()}" for name, found in one.scores.items())
+                    console.print(f"  without them, {one.name}: {scores}", highlight=False, soft_wrap=True)
+        for note in self.notes:
+            console.print(note, highlight=False, soft_wrap=True)
+        for prediction in self.predictions[:samples]:
+            console.rule(style="dim")
+            said = [(name, texts[0]) for name, texts in prediction.answers.items()]
+            for label, text in (("prompt", prediction.prompt), ("expected", prediction.reference), *said):
+                console.print(f"{label:>9} ", style="bold", end="", highlight=False)
+                console.print(text.strip(), highlight=False, soft_wrap=True)
+        written = f"predictions: {self.folder / PREDICTIONS_FILE}"
+        if not self.predictions:
+            written = f"scores: {self.folder / METRICS_FILE} (these rows have no prompts to answer)"
+        console.print(f"\n{written}", highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table(title=f"{self.rows} rows; 95 % intervals", title_justify="left")
+        table.add_column("")
+        for one in self.models:
+            table.add_column(one.name, justify="right")
+        for other in self.models[:-1]:
+            table.add_column("p" if len(self.models) == 2 else f"p against {other.name}", justify="right")
+        p = {
+            (one.score, one.baseline): p_text(one.found.p).removeprefix("p ").removeprefix("= ")
+            for one in self.compared
+        }
+        for name in self.tuned.scores:
+            cells = [one.scores[name].text() if name in one.scores else "" for one in self.models]
+            table.add_row(
+                name.replace("_", " "),
+                *cells,
+                *(p.get((name, one.name), "") for one in self.models[:-1]),
+            )
+            if name == "loss":
+                table.add_row("perplexity", *(f"{one.perplexity:.3f}" for one in self.models))
+        return table
+
+
+def write(found: Comparison) -> None:
+    """Write ``metrics.json`` and ``predictions.jsonl``.
+
+    Raises:
+        FinrayError: they cannot be written.
+    """
+    try:
+        if found.predictions:
+            with (found.folder / PREDICTIONS_FILE).open("w", encoding="utf-8") as stream:
+                for one in found.predictions:
+                    stream.write(json.dumps(one.json(), ensure_ascii=False) + "\n")
+        content = json.dumps(found.json(), indent=2, ensure_ascii=False) + "\n"
+        (found.folder / METRICS_FILE).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise FinrayError(
+            f"the scores cannot be written: {error.strerror}",
+            where=str(found.folder),
+            repair="make room there; the same command goes on with the answers that are kept",
+        ) from None

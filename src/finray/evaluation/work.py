@@ -1,0 +1,188 @@
+"""What is asked of one model: losses, answers and likelihoods of choices, each kept as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from finray.errors import DataError
+from finray.evaluation.engines import Continuation, Engine, Sampling
+from finray.evaluation.kept import Kept
+from finray.evaluation.rows import Rows
+from finray.evaluation.scores.base import FloatArray
+from finray.files import seal_of
+from finray.models.artifacts import Artifact
+
+# Rows that an engine is given at a time: what it holds does not grow with the rows.
+_ROWS = 512
+
+
+class Progress(Protocol):
+    """Told how far a part of an evaluation has come."""
+
+    def __call__(self, what: str, done: int, *, total: int, rate: str = "") -> None:
+        """``done`` of ``total`` rows of the part ``what``; ``rate`` in words, where it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to evaluate: an artifact, with its adapter or without."""
+
+    name: str
+    artifact: Artifact
+    adapter: bool = True
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells its weights from any other, without reading them."""
+        base = self.artifact.base
+        own = None if base is not None and not self.adapter else files_of(str(self.artifact.folder))
+        return {"weights": own, "base": None if base is None else {**files_of(base.name), "revision": base.revision}}
+
+
+def files_of(name: str) -> dict[str, Any]:
+    """A model directory by name, size and time of its files, or a Hub id by the commit that is in the cache."""
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        return {"name": name, "files": [[folder.name, folder.stat().st_size, folder.stat().st_mtime_ns]]}
+    if folder.is_dir():
+        files = sorted(path for pattern in ("*.safetensors", "*.json", "*.jinja") for path in folder.glob(pattern))
+        return {"name": name, "files": [[one.name, one.stat().st_size, one.stat().st_mtime_ns] for one in files]}
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json")
+    return {"name": name, "commit": Path(cached).parent.name if isinstance(cached, str) else None}
+
+
+@dataclass(slots=True)
+class Work:
+    """What is asked of one model, kept as it comes."""
+
+    subject: Subject
+    rows: Rows | None
+    folder: Path
+    engine_name: str
+    dtype: str
+    sampling: Sampling
+    progress: Progress
+    open: Callable[[], Engine]
+
+    def losses(self) -> FloatArray:
+        """Nats and tokens of each row's answers (N, 2)."""
+        rows = self._own()
+        kept = Kept(self.folder, "losses", self._belongs())
+        with self._each("loss", kept, list(rows.numbers)) as (left, keep):
+            for start in range(0, len(left), _ROWS):
+                part = left[start : start + _ROWS]
+                asked = [self._continuation(number) for number in part]
+                engine = self.open()
+                likelihoods = engine.log_likelihood([one for one, _ in asked], adapter=self.subject.adapter)
+                for found in likelihoods:
+                    learned = np.asarray(asked[found.row][1], dtype=bool)
+                    nats = -np.asarray(found.logprobs, dtype=np.float64)[learned]
+                    keep(part[found.row], [float(nats.sum()), int(learned.sum())], tokens=len(learned))
+        return np.array([kept.found[number] for number in rows.numbers], dtype=np.float64)
+
+    def answers(self, attempts: int) -> list[tuple[str, ...]]:
+        """Texts for each row."""
+        rows = self._own()
+        sampling = {name: getattr(self.sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+        kept = Kept(self.folder, "answers", {**self._belongs(), "sampling": sampling})
+        place = {number: index for index, number in enumerate(rows.numbers)}
+        wanted = [number * attempts + attempt for number in rows.numbers for attempt in range(attempts)]
+        with self._each("answers", kept, wanted) as (left, keep):
+            for start in range(0, len(left), _ROWS):
+                part = left[start : start + _ROWS]
+                prompts = [rows.prompt(place[number // attempts]) for number in part]
+                engine = self.open()
+                for answer in engine.generate(prompts, self.sampling, rows=part, adapter=self.subject.adapter):
+                    keep(answer.row, {"text": answer.text, "finish": answer.finish}, tokens=len(answer.tokens) + 1)
+        texts = (kept.found[number]["text"] for number in wanted)
+        return [tuple(next(texts) for _ in range(attempts)) for _ in rows.numbers]
+
+    def likelihoods(
+        self, choices: dict[int, list[str]], tokenizer: Any
+    ) -> list[tuple[tuple[float, ...], tuple[int, ...], int]]:
+        """Log-likelihoods of the choices of each row, their bytes, and which is right."""
+        rows = self._own()
+        asked = []
+        for index in range(len(rows)):
+            reference = tokenizer.decode(rows.reference(index), skip_special_tokens=True).strip()
+            if reference not in choices[index]:
+                raise DataError(
+                    f"the answer `{reference[:60]}` is not among the choices {', '.join(choices[index])}",
+                    where=rows.split.where(rows.numbers[index]),
+                    repair="write the answer as one of them",
+                )
+            asked.append(choices[index].index(reference))
+        kept = Kept(self.folder, "choices", {**self._belongs(), "choices": seal_of({"all": list(choices.items())})})
+        place = {number: index for index, number in enumerate(rows.numbers)}
+        with self._each("choices", kept, list(rows.numbers)) as (left, keep):
+            for start in range(0, len(left), _ROWS):
+                part, owner, continuations = left[start : start + _ROWS], [], []
+                for number in part:
+                    prompt = rows.prompt(place[number])
+                    # As answers begin in training: a space between plain words belongs to the answer's first token.
+                    space = " " if tokenizer.decode(rows.reference(place[number]))[:1] == " " else ""
+                    for choice in choices[place[number]]:
+                        ids = tokenizer(space + choice, add_special_tokens=False)["input_ids"]
+                        owner.append(number)
+                        continuations.append(Continuation(prompt, ids))
+                engine = self.open()
+                waiting: dict[int, dict[int, float]] = {}
+                for found in engine.log_likelihood(continuations, adapter=self.subject.adapter):
+                    number = owner[found.row]
+                    own = waiting.setdefault(number, {})
+                    own[found.row] = float(sum(found.logprobs))
+                    if len(own) == len(choices[place[number]]):
+                        keep(number, [own[one] for one in sorted(own)], tokens=len(own))
+        return [
+            (tuple(kept.found[number]), tuple(len(one.encode()) for one in choices[index]), asked[index])
+            for index, number in enumerate(rows.numbers)
+        ]
+
+    def _own(self) -> Rows:
+        assert self.rows is not None
+        return self.rows
+
+    def _belongs(self) -> dict[str, Any]:
+        rows = self._own()
+        model = self.subject.identity
+        return {"model": model, "rows": rows.fingerprint, "engine": self.engine_name, "dtype": self.dtype}
+
+    def _continuation(self, number: int) -> tuple[Continuation, list[bool]]:
+        """A row from its first learned token on, and which tokens of that are learned."""
+        ids, mask = self._own().split.row(number)
+        learned = np.flatnonzero(mask[1:]) + 1
+        first, stop = int(learned[0]), int(learned[-1]) + 1
+        return Continuation(ids[:first].tolist(), ids[first:stop].tolist()), mask[first:stop].astype(bool).tolist()
+
+    @contextmanager
+    def _each(self, what: str, kept: Kept, numbers: list[int]) -> Iterator[Any]:
+        """The rows that are left, and a function that keeps what one came to and tells how fast it goes."""
+        left = [number for number in numbers if number not in kept.found]
+        done, began = len(numbers) - len(left), time.perf_counter()
+        told = f"{self.subject.name} {what}"
+        if not left:
+            self.progress(told, done, total=len(numbers), rate="kept from before")
+            yield [], None
+            return
+        tokens_done = 0
+        with kept.adding() as adding:
+
+            def keep(number: int, value: Any, *, tokens: int) -> None:
+                nonlocal done, tokens_done
+                adding.add(number, value)
+                done, tokens_done = done + 1, tokens_done + tokens
+                seconds = max(time.perf_counter() - began, 1e-6)
+                fresh = done - (len(numbers) - len(left))
+                rate = f"{fresh / seconds:.1f} rows/s, {tokens_done / seconds:,.0f} tokens/s"
+                self.progress(told, done, total=len(numbers), rate=rate)
+
+            yield left, keep

@@ -1,0 +1,338 @@
+"""`finray evaluate` beyond a run's held-out rows: models, files, baselines, scores, and what is refused before work."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.evaluation.compare import evaluate
+from finray.evaluation.engines import Answer
+from finray.evaluation.engines.transformers import TransformersEngine
+from tests.support import tiny
+from tests.support.evaluated import conversation, write
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be loaded or answered."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("finray.evaluation.compare.make_engine", refuse)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Rows of another file: two that were trained on, and two new ones."""
+    rows = [{"messages": conversation(number)} for number in (2, 20, 4, 21)]
+    return write(tmp_path / "other.jsonl", rows)
+
+
+def test_rows_of_a_file_are_scored_and_those_that_were_trained_on_are_named(
+    run_dir: Path, other: Path, tmp_path: Path
+) -> None:
+    found = evaluate(run_dir, file=other)
+    assert found.folder == run_dir / "evaluation" / "other"
+    assert [one.reference for one in found.predictions] == [conversation(one)[3]["content"] for one in (2, 20, 4, 21)]
+    assert found.overlap is not None
+    assert found.overlap.rows >= {0, 2}
+    named = {(row.rpartition(":")[2], train.rpartition(":")[2]) for row, train, _ in found.overlap.named}
+    assert named >= {("1", "3"), ("3", "5")}
+    left = [number for number in range(4) if number not in found.overlap.rows]
+    if left:
+        # What is left is what those rows alone come to.
+        alone = write(tmp_path / "alone.jsonl", [{"messages": conversation((2, 20, 4, 21)[number])} for number in left])
+        without = {one.name: one for one in found.held_out}
+        assert without["tuned"].loss == pytest.approx(evaluate(run_dir, file=alone).tuned.loss, rel=1e-5)
+    written = json.loads((found.folder / "metrics.json").read_text())
+    assert {one["row"] for one in written["in_training_data"]["rows"]} >= {"other.jsonl:1", "other.jsonl:3"}
+    assert written["made_by"]["data"]["source"].endswith("other.jsonl")
+
+
+def test_the_training_rows_may_be_scored_and_it_is_said_what_they_are(run_dir: Path) -> None:
+    found = evaluate(run_dir, split="train", max_rows=4)
+    assert found.rows == 4
+    assert any("trained on" in note for note in found.notes)
+    assert found.overlap is None
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "model", "adapter"])
+def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transformers_would(
+    run_dir: Path, tiny_model_dir: Path, other: Path, tmp_path: Path, kind: str
+) -> None:
+    if kind == "checkpoint":
+        model = run_dir / "checkpoint-000001"
+    elif kind == "model":
+        model = Path(shutil.copytree(tiny_model_dir, tmp_path / "a-model"))
+    else:
+        model = Path(shutil.copytree(run_dir / "final", tmp_path / "an-adapter"))
+    found = evaluate(model, file=other, max_new_tokens=2, output=tmp_path / "out")
+    assert [one.name for one in found.models] == {
+        "checkpoint": ["base", "tuned"],
+        "model": ["a-model"],
+        "adapter": ["base", "an-adapter"],
+    }[kind]
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    first = found.models[0]
+    losses = []
+    for number in (2, 20, 4, 21):
+        text, spans = "", []
+        for one in conversation(number):
+            text += f"<|im_start|>{one['role']}\n"
+            start = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            text += f"{one['content']}<|im_end|>"
+            spans += [(start, len(tokenizer(text, add_special_tokens=False)["input_ids"]))] * (
+                one["role"] == "assistant"
+            )
+            text += "\n"
+        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            logits = plain(ids).logits[0].double().log_softmax(-1)
+        losses += [-float(logits[place - 1, ids[0, place]]) for span in spans for place in range(*span)]
+    assert first.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    if kind == "model":
+        assert found.compared == ()
+        assert any("training data is not known" in note for note in found.notes)
+    else:
+        assert found.models[1].loss != pytest.approx(first.loss, rel=1e-3)
+
+
+def test_results_lie_beside_what_was_evaluated(
+    run_dir: Path, tiny_model_dir: Path, other: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "m"))
+    assert evaluate(model, file=other, max_new_tokens=1).folder == model / "evaluation" / "other"
+    assert evaluate(run_dir / "checkpoint-000001").folder == run_dir / "evaluation" / "checkpoint-000001"
+    assert evaluate(run_dir / "final").folder == run_dir / "evaluation"
+
+
+def test_several_baselines_each_have_a_sentence(run_dir: Path, other: Path, tiny_model_dir: Path) -> None:
+    found = evaluate(run_dir, file=other, baselines=["base", str(run_dir / "checkpoint-000001"), str(tiny_model_dir)])
+    names = [one.name for one in found.models]
+    assert names == ["base", "checkpoint-000001", tiny_model_dir.name, "tuned"]
+    assert found.models[0].loss == pytest.approx(found.models[2].loss, rel=1e-5)
+    assert len(found.sentences) == 3
+    assert {one.baseline for one in found.compared} == set(names[:3])
+
+
+def test_a_baseline_with_another_tokenizer_reads_the_rows_by_its_own(
+    run_dir: Path, other: Path, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """A chat template of its own: its prompts are its own, its losses are of other tokens and not compared."""
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "spoken"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>please {{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>please assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(str(model))
+    asked: list[str] = []
+    answer = TransformersEngine.generate
+
+    def generate(engine: Any, prompts: Any, *arguments: Any, **options: Any) -> Iterator[Answer]:
+        asked.extend(engine.tokenizer.decode(prompt) for prompt in prompts)
+        yield from answer(engine, prompts, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformersEngine, "generate", generate)
+        evaluate(run_dir, file=other, baselines=[str(model)], max_rows=2, output=tmp_path / "out")
+    assert sum("please user" in prompt for prompt in asked) == 2
+    assert len(asked) == 4
+
+
+def test_choices_are_compared_by_their_likelihood(run_dir: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    choices = ["red", "a small dog", "blue one", "three"]
+    rows = [
+        {"prompt": f"what {word}", "completion": choices[place], "choices": choices}
+        for place, word in enumerate(["one", "two", "three", "four"])
+    ]
+    file = write(tmp_path / "choices.jsonl", rows)
+    model = Path(shutil.copytree(tiny_model_dir, tmp_path / "m"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformersEngine, "generate", None)
+        found = evaluate(model, file=file, metrics=["multiple_choice", "multiple_choice_by_length"])
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    right = by_length = 0
+    for place, row in enumerate(rows):
+        text = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        values = []
+        for choice in choices:
+            prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = [*prompt, *tokenizer(choice, add_special_tokens=False)["input_ids"]]
+            with torch.no_grad():
+                logits = plain(torch.tensor([ids])).logits[0].log_softmax(-1)
+            values.append(sum(float(logits[at - 1, ids[at]]) for at in range(len(prompt), len(ids))))
+        right += max(range(4), key=values.__getitem__) == place
+        by_length += max(range(4), key=lambda one: values[one] / len(choices[one])) == place
+    assert found.tuned.metrics == {"multiple_choice": right / 4, "multiple_choice_by_length": by_length / 4}
+    fixed = evaluate(
+        model, ["evaluation.scoring.choices=" + json.dumps(choices)], file=file, metrics=["multiple_choice"]
+    )
+    assert fixed.tuned.metrics["multiple_choice"] == right / 4
+
+
+def test_a_choice_that_the_answer_is_not_among_is_an_error(tiny_model_dir: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "x"}, {"prompt": "b", "completion": "y"}])
+    wrong = ["evaluation.scoring.choices=[x, z]"]
+    with pytest.raises(DataError, match="`y` is not among the choices x, z") as caught:
+        evaluate(tiny_model_dir, wrong, file=file, metrics=["multiple_choice"], output=tmp_path)
+    assert str(caught.value.where).endswith("rows.jsonl:2")
+    with pytest.raises(DataError, match="no list of texts in a column `choices`"):
+        evaluate(tiny_model_dir, file=file, metrics=["multiple_choice"], output=tmp_path)
+
+
+def test_code_is_checked_with_the_columns_of_its_row(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_code_check.py").write_text("def check(answer, row):\n    return eval(answer) == row['wanted']\n")
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"add {number}", "completion": "0", "wanted": 3 + number} for number in range(3)]
+    file = write(tmp_path / "code.jsonl", rows)
+
+    def generate(engine: Any, prompts: Any, sampling: Any, *, rows: Any, **options: Any) -> Iterator[Answer]:
+        # The second attempt of the first two rows is right.
+        yield from (Answer(row, (1,), f"3 + {row // 2}" if row in (1, 3) else "9", "stop") for row in rows)
+
+    monkeypatch.setattr(TransformersEngine, "generate", generate)
+    settings = [
+        f"evaluation.scoring.{one}" for one in ("checker=my_code_check:check", "run_code=true", "attempts=2", "k=1")
+    ]
+    found = evaluate(
+        tiny_model_dir, settings, file=file, metrics=["pass_at_k"], temperature=0.8, output=tmp_path / "out"
+    )
+    assert found.tuned.metrics["pass_at_k"] == pytest.approx((0.5 + 0.5 + 0) / 3)
+    assert found.predictions[0].answers[tiny_model_dir.name] == ["9", "3 + 0"]
+    with pytest.raises(ConfigError, match="2 greedy answers"):
+        evaluate(tiny_model_dir, settings, file=file, metrics=["pass_at_k"], output=tmp_path / "out")
+
+
+# --- what is refused, before a model is loaded ---------------------------------------------
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"metrics": ["bertscore"]}, "hidden states of an encoder"),
+        ({"metrics": ["no_such"]}, "unknown name"),
+        ({"split": "test"}, "no split `test`"),
+        ({"split": "train", "file": __file__}, "a file has no splits"),
+        ({"file": "nowhere.jsonl"}, "does not exist"),
+        ({"baselines": ["no/such/model"]}, "no/such/model"),
+        ({"temperature": -1.0}, "cannot be used"),
+        ({"overrides": ["evaluation.metrix=[]"]}, "metrix"),
+        ({"overrides": ["data.max_length=9"]}, "none of the 6 rows"),
+        ({"base": "/no/such/base"}, "/no/such/base"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_a_model_is_loaded(
+    run_dir: Path, tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    overrides = arguments.get("overrides", ())
+    arguments = {name: value for name, value in arguments.items() if name != "overrides"}
+    before = {path: path.read_bytes() for path in (run_dir / "final").rglob("*") if path.is_file()}
+    with pytest.raises(FinrayError, match=message) as caught:
+        evaluate(run_dir, overrides, output=tmp_path / "out", **arguments)
+    assert caught.value.exit_code == 2
+    assert before == {path: path.read_bytes() for path in (run_dir / "final").rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_model_without_rows_is_told_of_files(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no rows to evaluate") as caught:
+        evaluate(tiny_model_dir, output=tmp_path)
+    assert "--file" in str(caught.value.repair)
+    with pytest.raises(ModelError):
+        evaluate("no-such/model", file=write(tmp_path / "r.jsonl", [{"text": "x y"}]), output=tmp_path / "o")
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("package", "arguments", "line"),
+    [
+        ("lm_eval", {"harness": ["arc_easy"]}, "pip install lm-eval"),
+        ("sacrebleu", {"metrics": ["bleu"]}, "pip install sacrebleu"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_pip_line(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, package: str, arguments: dict[str, Any], line: str
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == package else there(name, *more)
+    )
+    with pytest.raises(ConfigError) as caught:
+        evaluate(run_dir, **arguments)
+    assert line in str(caught.value.repair)
+
+
+def test_an_adapter_on_another_base_is_refused(run_dir: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
+    other = tmp_path / "wide"
+    tiny.build_model("llama", hidden_size=128).save_pretrained(str(other))
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(str(other))
+    with pytest.raises(ModelError, match="does not fit the model"):
+        evaluate(run_dir, base=str(other), output=tmp_path / "out")
+
+
+# --- the harness ----------------------------------------------------------------------------------------------------
+
+TASK = """
+task: colours
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+"""
+
+
+def test_the_harness_scores_base_and_adapter_as_its_own_model_does(run_dir: Path, tmp_path: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from peft import PeftModel
+
+    words = ["red", "a small dog", "blue", "three trees"]
+    rows = [{"question": f"what is {one}", "choices": words, "answer": one % 4} for one in range(12)]
+    file = write(tmp_path / "colours.jsonl", rows)
+    task = tmp_path / "colours.yaml"
+    task.write_text(TASK.format(rows=file))
+    found = evaluate(run_dir, harness=[str(task)], metrics=["exact_match"], output=tmp_path / "out")
+    base = json.loads((run_dir / "final" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
+    for name in ("base", "tuned"):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if name == "tuned":
+            model = PeftModel.from_pretrained(model, str(run_dir / "final"))
+        theirs = simple_evaluate(
+            HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=2),
+            tasks=["colours"],
+            task_manager=TaskManager(include_path=str(tmp_path)),
+            bootstrap_iters=0,
+        )
+        expected = theirs["results"]["colours"]["acc,none"]
+        assert getattr(found, name).metrics["colours acc"] == pytest.approx(expected)
+    (compared,) = [one for one in found.compared if one.score == "colours acc"]
+    assert compared.rows == 12
+    assert "exact_match" in found.tuned.metrics
+
+
+def test_a_task_that_is_not_there_is_one_message(tiny_model_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(FinrayError, match="lm-eval cannot go on"):
+        evaluate(tiny_model_dir, harness=["no_such_task"], output=tmp_path)
