@@ -100,13 +100,13 @@ def _joined(rows: Sequence[Row], numbers: Sequence[int]) -> dict[str, Any]:
 
 def collate(rows: Sequence[Row], numbers: Sequence[int]) -> Batch:
     """Join rows of (ids, loss mask) into a batch."""
-    joined = _joined(rows, numbers)
+    tokens = np.concatenate([ids for ids, _ in rows])
     mask = np.concatenate([mask for _, mask in rows]).astype(bool)
     # The first token of a row is predicted by nothing; without this the last token of the row before would try.
-    mask[joined["cu_seqlens"][:-1].numpy()] = False
+    mask[np.cumsum([0, *(len(ids) for ids, _ in rows[:-1])])] = False
     learned = np.flatnonzero(mask)
-    at, targets = torch.from_numpy(learned - 1), joined["tokens_1T"][0][torch.from_numpy(learned)]
-    return Batch(**joined, target_positions_K=at, targets_K=targets)
+    at, targets = torch.from_numpy(learned - 1), torch.from_numpy(tokens[learned].astype(np.int64))
+    return Batch(**_joined(rows, numbers), target_positions_K=at, targets_K=targets)
 
 
 def collate_labelled(rows: Sequence[Row], numbers: Sequence[int], labels_S: npt.NDArray[Any]) -> LabelledBatch:
