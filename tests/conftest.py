@@ -50,6 +50,23 @@ def tiny_run(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="session")
+def classifier_run(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Makes configs of small runs of a classifier, as `tiny_run` does: ``classifier_run({...}, family="roberta")``."""
+
+    def build(changes: Mapping[str, Any] | None = None, *, rows: int = 44, family: str = "bert") -> dict[str, Any]:
+        from tests.support import runs
+
+        folder = tmp_path_factory.mktemp("classifier")
+        tiny.save_encoder(family, folder / "model", tokenizer)
+        plain = runs.tiny_run(folder / "model", tiny.write_labelled_rows(folder, rows), folder / "out")
+        own = {"model.task": "sequence_classification", "adapter.target_modules": "all-linear", "data.packing": False}
+        own |= {"classification": {"class_weights": {"animal": 2.0, "plant": 0.5}, "label_smoothing": 0.1}}
+        return runs.changed(plain, own, changes or {})
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def dropout_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """The same with dropout in its attention: a step's result depends on the random state."""
     folder = tmp_path_factory.mktemp("dropout-llama")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ from finray.cli.main import main
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
+from finray.config.tasks import task_spec
+from finray.data.dataset.labels import find_labels
 from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset
 from finray.parallel.ddp import DDPStrategy
 from finray.planning.placement import Placement, device_of
 from finray.planning.resolve import packing_of, resolve
@@ -84,7 +88,15 @@ def config_of(plain: Plain) -> Config:
 def resolved_of(config: Config, *, world_size: int = 1) -> Resolved:
     """What the driver would resolve for workers on CPUs of this machine."""
     placement = Placement(world_size, 1, use_gpu=False)
-    return resolve(config, placement, device_of(placement), packing=packing_of(config.model))
+    resolved = resolve(config, placement, device_of(placement), packing=packing_of(config.model))
+    if not task_spec(config.model.task).reads_labels:
+        return resolved
+    dataset = PreparedDataset(prepare_here(config))
+    found = find_labels(dataset, dataset.splits(config.data, seed=config.run.seed), config)
+    assert found.labels is not None
+    assert not found.problems
+    known = {"problem": found.labels.problem, "labels": found.labels.names, "class_weights": found.weights}
+    return replace(resolved, **known)
 
 
 def assemble_alone(

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -183,5 +184,25 @@ def write_chat_rows(folder: Path, count: int, *, start: int = 0) -> Path:
     """Those conversations as a JSONL file."""
     path = folder / "rows.jsonl"
     rows = chat_rows(count, start=start)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def save_encoder(family: str, folder: Path, tokenizer: Any, **overrides: Any) -> None:
+    """Write the body of a tiny encoder, without a head, and a tokenizer."""
+    kind, settings = ENCODERS[family]
+    torch.manual_seed(0)
+    AutoModel.from_config(AutoConfig.for_model(kind, **settings | overrides)).save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+
+
+def write_labelled_rows(folder: Path, count: int) -> Path:
+    """Texts of varied length as a JSONL file; the label is whether an animal or a plant comes in them, or neither."""
+    path = folder / "labelled.jsonl"
+    rows = []
+    for index in range(count):
+        words = [WORDS[(index * 7 + step * step) % len(WORDS)] for step in range(3 + index % 9)]
+        label = "animal" if {"cat", "dog"} & set(words) else "plant" if "tree" in words else "neither"
+        rows.append({"text": " ".join(words), "label": label})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
