@@ -96,4 +96,4 @@ class Packing:
     @property
     def warning(self) -> str:
         """What to tell the user of a model whose rows may not be packed."""
-        return f"{self.family} cannot be packed safely: {self.reason}; every row gets a forward pass of its own"
+        return f"{self.family} cannot be packed safely: {self.reason}; a forward pass has rows of one length"

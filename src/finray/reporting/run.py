@@ -82,10 +82,10 @@ class TrainResult(Result):
         config = saved_config(RunDir(self.run_dir))
         holds_out = numbers.best is not None or config.data.test_split or config.data.test_ratio
         # What only answers prompts and scores text knows no other task.
-        speaks = config.model.task in SPECS
+        answers = config.model.task in SPECS and not SPECS[config.model.task].reads_labels
         for line, works in (
-            (f'generate {self.run_dir} "your prompt"', speaks),
-            (f"evaluate {self.run_dir}", speaks and holds_out),
+            (f'generate {self.run_dir} "your prompt"', answers),
+            (f"evaluate {self.run_dir}", config.model.task in SPECS and holds_out),
             (f"export {self.run_dir} --output DIR", True),
         ):
             if works:
