@@ -35,9 +35,9 @@ def train(plain: Plain, output: Path, *changes: dict[str, Any]) -> tuple[Path, s
     return output / "run", out + err
 
 
-def evaluations(run_dir: Path) -> list[tuple[int, float, float, float]]:
-    found = runs.records(run_dir, "eval")
-    return sorted((one["step"], one["eval_loss"], one["perplexity"], one["exact_match"]) for one in found)
+def evaluations(run_dir: Path) -> list[tuple[float, ...]]:
+    names = ("step", "eval_loss", "perplexity", "exact_match")
+    return sorted(tuple(one[name] for name in names) for one in runs.records(run_dir, "eval"))
 
 
 @contextmanager
@@ -106,6 +106,23 @@ def test_two_workers_share_prompts_and_differ_from_an_evaluator_in_the_last_bits
     for one, other in zip(evaluations(inline), evaluations(beside), strict=True):
         assert one == pytest.approx(other, rel=1e-12)
     assert runs.trace(beside) == runs.trace(inline)
+
+
+def test_an_evaluator_lets_a_model_answer_that_workers_hold_in_shares(
+    plain: Plain, tmp_path: Path, ray_cluster: str
+) -> None:
+    shared = {"cluster.num_workers": 2, "parallel.strategy": "fsdp"}
+    alone, _ = train(plain, tmp_path / "alone", {"evaluation.generate_rows": None}, shared)
+    beside, _ = train(plain, tmp_path / "async", {"evaluation.mode": "async"}, shared)
+    losses = [[one["eval_loss"] for one in runs.records(found, "eval")] for found in (alone, beside)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert runs.trace(beside) == runs.trace(alone)
+    # Between two steps its workers cannot: said before any of them starts.
+    inline = changed(plain, {"run.output_dir": str(tmp_path)}, shared)
+    code, _, err = runs.finray("train", str(runs.write_config(inline, tmp_path / "inline.yaml")))
+    assert code == 2
+    assert "set evaluation.mode to async" in err
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 def test_a_driver_that_was_killed_has_lost_evaluations_done_again(
