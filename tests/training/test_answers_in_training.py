@@ -143,8 +143,8 @@ def test_a_run_that_goes_on_with_another_metric_says_so_and_looks_for_its_best_a
 def test_a_metric_that_fails_is_one_message_and_the_checkpoints_stand(plain: Plain, tmp_path: Path) -> None:
     failing = asking(plain)
     failing["evaluation"]["metrics"] = [f"{ME}:broken"]
+    saving = {"every_steps": 1, "asynchronous": False}
     with pytest.raises(TrainingError) as caught:
-        saving = {"every_steps": 1, "asynchronous": False}
         run(changed(failing, {"evaluation.every_steps": 3, "checkpoint": saving}), tmp_path / "run")
     assert "failed: ZeroDivisionError" in str(caught.value)
     assert caught.value.where == "evaluation.metrics"

@@ -69,11 +69,12 @@ class Answers:
 
     def _answer(self, model: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
         settings = self._config.evaluation
-        engine = TransformersEngine.of(model, self._tokenizer, batch_size=settings.batch_size)
         texts = [""] * len(prompts)
         device = model.device
         amp = torch.autocast(device.type, dtype=DTYPES[self._precision]) if self._precision != "fp32" else nullcontext()
         with _attending_by_itself(model), amp:
+            # It takes the attention that it needs, where that is another.
+            engine = TransformersEngine.of(model, self._tokenizer, batch_size=settings.batch_size)
             for answer in engine.generate(prompts, Sampling(max_new_tokens=settings.max_new_tokens)):
                 texts[answer.row] = answer.text
         return texts
@@ -100,7 +101,7 @@ class Answers:
 
 @contextmanager
 def _attending_by_itself(model: Any) -> Iterator[None]:
-    """Give a model the attention of Transformers: that over packed rows knows neither padding nor a cache."""
+    """Give a model the attention of Transformers, and back its own: that over packed rows knows no padding."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     usual = compat.attention_implementation(inner)
     if usual != attention.NAME:
