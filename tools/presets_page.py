@@ -18,6 +18,7 @@ from finray.pretrained.bundled_configs import bundled_config
 
 # A GPU on which each preset fits, with room for what an estimate does not see.
 GPUS = {
+    "bert-sst2-lora": "t4-16gb",
     "bloomz-zero3": "t4-16gb",
     "llama3-70b-fsdp": "h100-80gb",
     "llama3-8b-lora": "a100-40gb",

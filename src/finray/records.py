@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -53,6 +53,7 @@ class RunHeader:
         method: what is trained how, in words: adapter, optimizer, learning rate, strategy.
         epochs: passes over the data in the whole run.
         held_out: rows for evaluation; ``eval_rows`` of them are evaluated.
+        workers: of each, by rank, the ranks that torch's launchers give it, and its host; in words.
     """
 
     step: int
@@ -77,6 +78,7 @@ class RunHeader:
     method: str = ""
     epochs: float = 0.0
     held_out: int = 0
+    workers: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from finray.config.load import DEFAULT_FILE, load_config, preset_names
-from finray.config.redact import redact
+from finray.config.redact import redact, redact_text
 from finray.config.schema import Config
 from finray.errors import explained
 from finray.results import PlainConsole, Result
@@ -107,8 +107,11 @@ def load(config: str | None, overrides: list[str] | None) -> Config:
     """The config of a command: the file or preset that its first word names, else ``finray.yaml`` in this directory."""
     words = overrides or []
     if config is not None and "=" in config and not Path(config).exists():
-        return load_config(DEFAULT_FILE, [config, *words])
-    return load_config(config or DEFAULT_FILE, words)
+        config, words = DEFAULT_FILE, [config, *words]
+    found = load_config(config or DEFAULT_FILE, words)
+    for note in found.notes if not mode().quiet else ():
+        console().print(redact_text(note), highlight=False, soft_wrap=True)
+    return found
 
 
 def console() -> Console:

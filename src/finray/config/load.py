@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from finray.config import replicas
 from finray.config.names import NAMES, asks_nothing, called_here, value_here
 from finray.config.schema import Config, Section, SourceConfig, section_of, sections
 from finray.errors import ConfigError, did_you_mean
@@ -170,7 +171,13 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
             repair="give a YAML file, the name of a preset or a mapping of sections; rows are given as data=...",
         )
     problems = [problem for one in values for path, value in one.items() for problem in _set(raw, str(path), value)]
-    return build_config(raw, overrides=texts, source=source, problems=problems)
+    notes: list[str] = []
+    if not isinstance(config, Config):
+        raw, notes = replicas.from_replicas(raw)
+        named = any(text.partition("=")[0].strip() in ("run.name", "run") for text in texts)
+        notes += replicas.from_environment(raw, named=named)
+    found = build_config(raw, overrides=texts, source=source, problems=problems)
+    return found.with_notes(config.notes if isinstance(config, Config) else notes)
 
 
 def is_preset(name: str) -> bool:

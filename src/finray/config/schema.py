@@ -7,12 +7,14 @@ field, so every field has one.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
@@ -24,6 +26,7 @@ from finray.config.data_schema import PrepareConfig as PrepareConfig
 from finray.config.data_schema import SourceConfig as SourceConfig
 from finray.config.extensions import named
 from finray.config.redact import is_secret_name, redact_text
+from finray.config.replicas import legal_name
 from finray.config.scoring import ScoringConfig
 from finray.config.section import NO_TEXT as NO_TEXT
 from finray.config.section import PositiveInt, Ratio
@@ -45,7 +48,7 @@ class RunConfig(Section):
     @classmethod
     def _is_a_path_segment(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", value):
-            like = re.sub(r"[^A-Za-z0-9._]+", "-", value).strip("-._")[:128]
+            like = legal_name(value)
             raise ValueError(
                 "becomes a directory name: use letters, digits, '.', '_' and '-', and start with a letter or a digit"
                 + (f" (such as `{like}`)" if like else "")
@@ -510,6 +513,18 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    # What is to be said of where it came from; no part of it.
+    _notes: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is to be said of what was read: names from the environment, and files of other systems."""
+        return self._notes
+
+    def with_notes(self, notes: Iterable[str]) -> Config:
+        """The same configuration, with these notes."""
+        self._notes = tuple(notes)
+        return self
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:

@@ -56,6 +56,8 @@ class Blueprint:
     window: int | None = None  # most tokens that a token attends to, in layers with a sliding window
     context: int | None = None  # most positions (`max_position_embeddings`), where the model names them
     learned_positions: bool = False  # positions are rows of a table, so that the context is a hard limit
+    classifies: bool = False  # a label for each row, and no logits of tokens
+    causal: bool = True  # whether a token attends to those before it alone
 
     @property
     def base(self) -> int:
@@ -64,8 +66,8 @@ class Blueprint:
 
     @property
     def head(self) -> int:
-        """Elements of the head's matrix."""
-        return self.vocabulary * self.hidden
+        """Elements of the matrix that makes logits of tokens; a classifier's own head is among the linear layers."""
+        return 0 if self.classifies else self.vocabulary * self.hidden
 
     @property
     def linear_weights(self) -> int:
@@ -144,10 +146,21 @@ def draw_blueprint(
         for module in model.modules()
         if module is not output and (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D")
     ]
-    learned_positions = any(
-        isinstance(module, torch.nn.Embedding) and module is not table and module.embedding_dim == config.hidden_size
+    context = getattr(config, "max_position_embeddings", None)
+    positions = [
+        module
         for module in model.modules()
-    )
+        if isinstance(module, torch.nn.Embedding)
+        and module is not table
+        and module.embedding_dim == config.hidden_size
+        # Not a table of token types.
+        and module.num_embeddings >= (context or 0)
+    ]
+    if positions and context is not None and positions[0].num_embeddings == context:
+        # RoBERTa counts from the row after the padding's.
+        padding = positions[0].padding_idx
+        context -= 0 if padding is None else padding + 1
+    masks = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     tied = head is not None and head.weight_VH is table.weight
     vocabulary_rows, hidden = (int(size) for size in table.weight.shape)
     wrapped = model
@@ -163,7 +176,6 @@ def draw_blueprint(
     heads = int(getattr(config, "num_attention_heads", 1))
     head_dim = getattr(config, "head_dim", None) or int(config.hidden_size) // heads
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    context = getattr(config, "max_position_embeddings", None)
     return Blueprint(
         parameters=total,
         trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
@@ -180,5 +192,7 @@ def draw_blueprint(
         rank=adapter.rank if adapter.method != "none" else 0,
         window=None if window is None else int(window),
         context=None if context is None else int(context),
-        learned_positions=learned_positions,
+        learned_positions=bool(positions),
+        classifies=output is None,
+        causal=masks != {False},
     )

@@ -315,7 +315,7 @@ def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
     """Logits of one chunk in fp32 and in the arithmetic's dtype; all of them where the model's own head makes them."""
-    rows = work.targets
+    rows = 0 if blueprint.classifies else work.targets
     if blueprint.chunks_head:
         rows = min(rows, max(CHUNK_ROWS, CHUNK_ELEMENTS // blueprint.vocabulary))
         copies = FP32 + (setup.element if setup.precision == "bf16" else 0)

@@ -1,8 +1,8 @@
 """Floating-point operations per token of a training step, from shapes alone.
 
 A product with a matrix of n weights is 2n operations per token. Forward, input gradients and weight gradients are one
-such product each; frozen weights need no gradient of their own. Attention is counted as what causal attention needs:
-every token sees half of its row.
+such product each; frozen weights need no gradient of their own. Attention is counted as what it needs: every token
+sees half of its row, in an encoder all of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def flops_per_token(blueprint: Blueprint, *, row: int, learned: float, checkpoin
     head = learned * blueprint.head
     adapter = float(blueprint.adapter)
     seen = row if blueprint.window is None else min(row, 2 * blueprint.window)
-    attention = 2.0 * blueprint.query * blueprint.layers * seen
+    attention = (2.0 if blueprint.causal else 4.0) * blueprint.query * blueprint.layers * seen
     forward = 2 * (body + head + adapter) + attention
     frozen = blueprint.adapter > 0
     gradients = (2 if frozen else 4) * (body + head) + 4 * adapter + 2 * attention

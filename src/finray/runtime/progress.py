@@ -19,8 +19,9 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from finray.config.resolved import Resolved, Settled
+from finray.config.resolved import Settled
 from finray.errors import TrainingError
+from finray.files import typed
 from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
 
 _KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRecord)}
@@ -156,12 +157,12 @@ def ask(address: Address) -> Settled:
             connection.settimeout(None)
             connection.sendall(f"{address.token} {_ASKS}\n".encode())
             with connection.makefile(encoding="utf-8") as lines:
-                plain = json.loads(lines.readline())
+                settled = typed(json.loads(lines.readline()), Settled)
     except (OSError, ValueError):
         raise TrainingError(
             "the driver ended before the data were prepared", repair="run the same command again"
         ) from None
-    return Settled(plain["prepared"], Resolved(**plain["resolved"]))
+    return settled
 
 
 class Sender:

@@ -216,6 +216,11 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
 
 def _record_processes(run_dir: Path, strategy: Any) -> None:
     """Write who the workers are: host and process id by rank, for whoever has to look into or end one."""
-    processes = strategy.all_gather_object({"rank": strategy.rank, "host": socket.gethostname(), "pid": os.getpid()})
+    ranks = {
+        "rank": strategy.rank,
+        "local_rank": int(os.environ["LOCAL_RANK"]),
+        "node_rank": int(os.environ["NODE_RANK"]),
+    }
+    processes = strategy.all_gather_object({**ranks, "host": socket.gethostname(), "pid": os.getpid()})
     if strategy.rank == 0:
         (run_dir / "workers.json").write_text(json.dumps(processes, indent=2) + "\n", encoding="utf-8")

@@ -15,6 +15,8 @@ from finray.records import EvalRecord, Note, PrepareProgress, Record, RunHeader,
 PLAIN_EVERY_S = 2.0
 # Steps of a run whose lines stay on a terminal.
 _KEPT = 20
+# Of the workers in a header.
+_SHOWN_WORKERS = 8
 # A notebook is sent the whole bar each time.
 _NOTEBOOK_EVERY_S = 0.2
 
@@ -189,12 +191,20 @@ def header_lines(header: RunHeader) -> list[str]:
         + (f", {header.eval_rows:,} of them evaluated" if header.eval_rows < header.held_out else ""),
         f"placement  {header.world_size} x {header.device}"
         + (f", {header.threads} thread{'s' if header.threads > 1 else ''} each" if header.device == "CPU" else ""),
+        *_workers(header),
         f"batch      {several(header.global_batch_size, 'pack' if header.packing else 'row')}{_divided(header)}",
         f"run        {several(header.total_steps, 'step')}, {several(round(header.epochs, 2), 'epoch')}",
     ]
     if header.step:
         lines.append(f"resuming   at step {header.step} of {header.total_steps}")
     return lines
+
+
+def _workers(header: RunHeader) -> list[str]:
+    """The ranks of each process, as torch's launchers call them."""
+    lines = [f"           {one}" for one in header.workers[:_SHOWN_WORKERS]]
+    more = len(header.workers) - len(lines)
+    return [*lines, *([f"           and {more:,} more workers"] if more else [])]
 
 
 def _divided(header: RunHeader) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -135,6 +137,7 @@ def assemble(
         loader.split.prefetch(loader.rows_from(state.position))
     strategy.broadcast_parameters(task.initialised_parameters())
     header = _header(config, resolved, task, strategy, loader, evaluation, step=state.step, total_steps=steps)
+    header = replace(header, workers=strategy.all_gather_object(_place(strategy)))
     if first:
         notify(header)
         for message in (*config.train.replaced, *said):
@@ -463,13 +466,16 @@ def _header(
     strategy: Strategy,
     loader: StepLoader,
     evaluation: EvalLoader | None,
-    **steps: int,
+    *,
+    step: int,
+    total_steps: int,
 ) -> RunHeader:
     trainable, parameters = task.parameter_counts()
     micro_batches = -(-loader.global_batch_size // loader.micro_batch_size)
     device = strategy.device
     return RunHeader(
-        **steps,
+        step=step,
+        total_steps=total_steps,
         model=config.model.name,
         parameters=parameters,
         trainable=trainable,
@@ -479,7 +485,7 @@ def _header(
         supervised=int(loader.split.supervised.sum()),
         eval_rows=0 if evaluation is None else evaluation.rows,
         held_out=0 if evaluation is None else evaluation.held_out,
-        epochs=(loader.order.total or steps["total_steps"] * loader.global_batch_size) / len(loader.plan),
+        epochs=(loader.order.total or total_steps * loader.global_batch_size) / len(loader.plan),
         packing=config.data.packing,
         packs=len(loader.plan),
         fill=loader.plan.fill,
@@ -491,6 +497,13 @@ def _header(
         accumulation=-(-micro_batches // strategy.world_size),
         method=method_of(config, resolved),
     )
+
+
+def _place(strategy: Strategy) -> str:
+    """This worker's ranks as torch's launchers name them, and its host."""
+    local, node = os.environ.get("LOCAL_RANK", strategy.rank), os.environ.get("NODE_RANK", 0)
+    ranks = f"RANK={strategy.rank} LOCAL_RANK={local} WORLD_SIZE={strategy.world_size} NODE_RANK={node}"
+    return f"{ranks} on {socket.gethostname()}"
 
 
 def method_of(config: Config, resolved: Resolved) -> str:

@@ -19,6 +19,7 @@ PARAMETERS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Salesforce/codegen-350M-mono": 356_712_448,
+    "bert-base-uncased": 109_483_778,  # with a pooler, and a head for two classes
     "bigscience/bloomz-1b1": 1_065_314_304,
     "meta-llama/Llama-3.1-70B-Instruct": 70_553_706_496,
     "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
@@ -29,7 +30,10 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", sorted(PARAMETERS))
 def test_bundled_configs_have_the_published_number_of_parameters(name: str) -> None:
-    shape = bundled_config(ModelConfig(name=name))
+    tasks = {
+        preset["model"]["name"]: preset["model"].get("task", "causal_lm") for preset in map(read_preset, preset_names())
+    }
+    shape = bundled_config(ModelConfig(name=name, task=tasks[name]))
     assert shape is not None
     assert build_blueprint(shape, AdapterConfig(method="none")).parameters == PARAMETERS[name]
 

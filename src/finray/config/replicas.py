@@ -1,0 +1,127 @@
+"""Files that say where a job runs, by `replicas`, `resources`, `config_map`, `shared_volume`, as job platforms do.
+
+They become sections of finray; what such a file does not say, the model and the data, a preset says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from finray.config.environment import set_default
+from finray.config.redact import is_secret_name
+from finray.errors import ConfigError
+from finray.limits import shown
+
+KEYS = frozenset(("replicas", "resources", "config_map", "shared_volume"))
+# What the files of this kind that are known were written for.
+_PRESET = "bert-sst2-lora"
+_BATCH = 64
+RESULT, RUN_NAME = "RESULT_MODEL_ID", "RUN_NAME"
+_NO_NAME = re.compile(r"[^A-Za-z0-9._]+")
+
+
+def legal_name(text: str) -> str:
+    """The name of a directory that is like a text; empty where nothing of it can stand in one."""
+    return _NO_NAME.sub("-", text).strip("-._")[:128]
+
+
+def from_replicas(
+    raw: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ
+) -> tuple[dict[str, Any], list[str]]:
+    """The content of a config file as sections of finray, and what is to be said of it; other files stay as they are.
+
+    Secrets of the config map go into the environment of this process, where nothing of that name is, and nowhere else.
+
+    Raises:
+        ConfigError: a value is none.
+    """
+    if KEYS.isdisjoint(raw):
+        return dict(raw), []
+    found = {key: value for key, value in raw.items() if key not in KEYS}
+    resources, variables = _mapping(raw, "resources"), _mapping(raw, "config_map")
+    gpu = _mapping(resources, "gpu", "resources.")
+    replicas, each = _count(raw, "replicas", 1), _count(gpu, "accelerator_count", 1 if gpu else 0, "resources.gpu.")
+    workers = replicas * max(1, each)
+    cluster: dict[str, Any] = {"num_workers": workers, "use_gpu": bool(each)}
+    if cpus := _count(resources, "cpu", 0, "resources."):
+        cluster["cpus_per_worker"] = max(1, cpus // max(1, each))
+    notes = [f"{replicas} replicas with {each or 'no'} GPU{'' if each == 1 else 's'} each are {workers} workers"]
+    if gpu.get("accelerator"):
+        notes.append(f"GPUs are taken as the cluster has them, also where they are no {shown(gpu['accelerator'])}")
+    if "memory" in resources:
+        notes.append("resources.memory is not reserved; `finray plan` says what a worker needs")
+    if "shared_volume" in raw:
+        notes.append("shared_volume: set run.output_dir to a directory on it, the same on all nodes")
+    kept: dict[str, str] = {}
+    for name, value in variables.items():
+        text = str(value)
+        if re.fullmatch(r"\s*<.*>\s*|\s*", text):
+            notes.append(f"config_map.{name} holds a place-holder, and is left out")
+        elif is_secret_name(str(name)):
+            set_default(str(name), text, environ)
+            notes.append(f"{name} is taken from config_map; an exported variable keeps it out of files")
+        elif name == RUN_NAME:
+            environ_name(found, text, notes, where=f"config_map.{RUN_NAME}")
+        else:
+            kept[str(name)] = text
+    if kept:
+        cluster["env"] = kept
+    if not {"preset", "model"} & set(found):
+        found["preset"] = _PRESET
+        # Its batch was that of each process.
+        found["train"] = {"global_batch_size": _BATCH * workers, **_mapping(found, "train")}
+        notes.append(f"no model is named: preset {_PRESET}, with {_BATCH} rows for each worker in a step")
+    own = _mapping(found, "cluster")
+    found["cluster"] = {**cluster, **own, **({"env": kept | _mapping(own, "env", "cluster.")} if kept else {})}
+    return found, notes
+
+
+def from_environment(raw: dict[str, Any], environ: Mapping[str, str] = os.environ, *, named: bool = False) -> list[str]:
+    """Put `RUN_NAME` and `RESULT_MODEL_ID` of the environment into a config that says neither; what is to be said.
+
+    Args:
+        raw: the content of a config.
+        environ: environment variables.
+        named: whether something else names the run.
+    """
+    notes: list[str] = []
+    if environ.get(RUN_NAME, "").strip() and not named:
+        environ_name(raw, environ[RUN_NAME], notes, where=RUN_NAME)
+    cluster = raw.get("cluster")
+    kept = (cluster.get("env") if isinstance(cluster, Mapping) else None) or {}
+    result = environ.get(RESULT, "").strip() or (kept.get(RESULT) if isinstance(kept, Mapping) else None)
+    if result:
+        notes.append(f"{RESULT}={result}: finray uploads nothing yet; `finray export` writes what belongs there")
+        if isinstance(kept, Mapping) and isinstance(cluster, Mapping | None):
+            raw["cluster"] = {**(cluster or {}), "env": {**kept, RESULT: result}}
+    return notes
+
+
+def environ_name(raw: dict[str, Any], text: str, notes: list[str], *, where: str) -> None:
+    """Take a text for the name of the run, if the config has none."""
+    run = raw.get("run")
+    if (run is not None and not isinstance(run, Mapping)) or (run or {}).get("name") is not None:
+        return
+    if name := legal_name(text):
+        raw["run"] = {**(run or {}), "name": name}
+        notes.append(f"the run is called {name}, from {where}" + ("" if name == text else f" ({shown(text)})"))
+    else:
+        notes.append(f"{where} is {shown(text)}, of which no directory can be named; it is left out")
+
+
+def _mapping(raw: Mapping[str, Any], key: str, above: str = "") -> dict[str, Any]:
+    value = raw.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"must be a section with fields, got {shown(value)}", where=f"{above}{key}")
+    return dict(value)
+
+
+def _count(raw: Mapping[str, Any], key: str, default: int, above: str = "") -> int:
+    value = raw.get(key, default)
+    least = 1 if key == "replicas" else 0
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**20:
+        raise ConfigError(f"must be a whole number, got {shown(value)}", where=f"{above}{key}")
+    return value

@@ -1,0 +1,139 @@
+"""Config files of job platforms (`replicas`, `resources`, `config_map`), and names from the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finray.config.load import load_config
+from finray.config.replicas import from_replicas
+from finray.errors import ConfigError
+
+# As the system had it that `bert-sst2-lora` comes from.
+FILE = """
+resources:
+  gpu:
+    accelerator_count: 1      # GPUs per replica
+    accelerator: H100
+  memory: 128                # Memory per replica in GB
+  cpu: 4                     # CPU cores per replica
+replicas: 4                  # Number of distributed workers/nodes
+config_map:
+  HF_TOKEN: hf_of_the_file
+  RESULT_MODEL_ID: someone/sst2
+  RUN_NAME: "run #1"
+shared_volume:
+  size: 10                   # Shared storage size in GB for model checkpoints
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RUN_NAME", "RESULT_MODEL_ID", "HF_TOKEN"):
+        # Set first, so that what is set meanwhile is taken away again.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def load(tmp_path: Path, text: str = FILE, overrides: list[str] | None = None) -> Any:
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8")
+    return load_config(tmp_path / "config.yaml", overrides or [])
+
+
+def test_the_file_is_a_run_of_the_preset_on_as_many_workers(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert (config.model.name, config.model.task) == ("bert-base-uncased", "sequence_classification")
+    assert (config.cluster.num_workers, config.cluster.use_gpu, config.cluster.cpus_per_worker) == (4, True, 4)
+    # 64 for each of its processes.
+    assert (config.train.global_batch_size, config.train.micro_batch_size) == (256, 64)
+    assert config.run.name == "run-1"
+    assert config.cluster.env == {"RESULT_MODEL_ID": "someone/sst2"}
+    said = "\n".join(config.notes)
+    assert "the run is called run-1, from config_map.RUN_NAME ('run #1')" in said
+    assert "RESULT_MODEL_ID=someone/sst2: finray uploads nothing yet" in said
+    for field in ("shared_volume", "H100", "memory"):
+        assert field in said
+
+
+def test_a_token_in_the_file_comes_into_no_config_and_no_note(tmp_path: Path) -> None:
+    raw = yaml.safe_load(FILE)
+    environ: dict[str, str] = {}
+    found, notes = from_replicas(raw, environ)
+    assert environ == {"HF_TOKEN": "hf_of_the_file"}
+    assert "hf_of_the_file" not in f"{found} {notes}"
+    # What is exported wins.
+    environ = {"HF_TOKEN": "own"}
+    from_replicas(raw, environ)
+    assert environ == {"HF_TOKEN": "own"}
+
+
+def test_place_holders_are_left_out(tmp_path: Path) -> None:
+    text = FILE.replace("hf_of_the_file", "<your hf token with write creds>").replace("someone/sst2", "<your repo id>")
+    config = load(tmp_path, text)
+    assert config.cluster.env == {}
+    assert "config_map.HF_TOKEN holds a place-holder, and is left out" in config.notes
+    assert not any("hf token" in note for note in config.notes)
+
+
+def test_sections_of_finray_beside_it_and_overrides_win(tmp_path: Path) -> None:
+    own = "model: {name: m}\ndata: {source: d}\nrun: {name: mine}\ncluster: {num_workers: 2, env: {A: b}}\n"
+    config = load(tmp_path, FILE + own, ["cluster.cpus_per_worker=3"])
+    assert (config.model.task, config.run.name, config.train.global_batch_size) == ("causal_lm", "mine", "auto")
+    assert (config.cluster.num_workers, config.cluster.cpus_per_worker) == (2, 3)
+    assert config.cluster.env == {"RESULT_MODEL_ID": "someone/sst2", "A": "b"}
+
+
+@pytest.mark.parametrize(("text", "workers", "gpu"), [("replicas: 3", 3, False), ("resources: {gpu: {}}", 1, False)])
+def test_without_gpus_workers_have_none(tmp_path: Path, text: str, workers: int, gpu: bool) -> None:
+    config = load(tmp_path, text)
+    assert (config.cluster.num_workers, config.cluster.use_gpu) == (workers, gpu)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("replicas: 0", "replicas"),
+        ("replicas: many", "replicas"),
+        ("replicas: true", "replicas"),
+        ("resources: 4", "resources"),
+        ("resources: {gpu: {accelerator_count: -1}}", "resources.gpu.accelerator_count"),
+        ("config_map: [a]", "config_map"),
+    ],
+)
+def test_a_value_that_is_none_is_named(tmp_path: Path, text: str, where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    assert caught.value.where == where
+
+
+SMALL = {"model": "m", "data": "d"}
+
+
+def test_the_environment_names_a_run_that_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_NAME", "run #1")
+    config = load_config(SMALL)
+    assert config.run.name == "run-1"
+    assert config.notes == ("the run is called run-1, from RUN_NAME ('run #1')",)
+    named = load_config(SMALL | {"run": {"name": "own"}})
+    assert (named.run.name, named.notes) == ("own", ())
+    told = load_config(SMALL, ["run.name=told"])
+    assert (told.run.name, told.notes) == ("told", ())
+    # A configuration is what it is.
+    assert load_config(named).run.name == "own"
+
+
+def test_a_name_of_which_nothing_is_left_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_NAME", "###")
+    config = load_config(SMALL)
+    assert config.run.name == "run"
+    assert config.notes == ("RUN_NAME is '###', of which no directory can be named; it is left out",)
+
+
+def test_where_the_result_belongs_is_kept_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESULT_MODEL_ID", "a/b")
+    config = load_config(SMALL)
+    assert config.cluster.env == {"RESULT_MODEL_ID": "a/b"}
+    assert config.notes[0].startswith("RESULT_MODEL_ID=a/b: finray uploads nothing yet")
