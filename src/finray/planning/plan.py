@@ -160,7 +160,10 @@ def make_plan(
     # GPUs that are named are those of another machine, about which nothing else is known, nor are its packages.
     away = None if _address(config, environ) else named
     missing = refuse if away is None else _note_missing(found, away)
-    found.problem(*quick_problems(config, missing=missing))
+    for problem in quick_problems(config, missing=missing):
+        # A source that lies on the Hub is asked for its splits; what of it is out of reach is said with the data.
+        if not (offline and _is_out_of_reach(problem)):
+            found.problem(problem)
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     model = plan_model(config, found, environ=environ, offline=offline)
@@ -277,10 +280,14 @@ def _note_problems(
         if one.where == where and (model is None or model.tokens is None):
             if offline:
                 found.skip("the data, which cannot be tokenised without it", "data.source")
-        elif offline and isinstance(one, DataError) and any(sign in one.message.lower() for sign in _UNREACHABLE):
+        elif offline and _is_out_of_reach(one):
             found.skip("the data, which lies on the Hub", f"data.source={one.where}")
         else:
             found.problem(one)
+
+
+def _is_out_of_reach(error: FinrayError) -> bool:
+    return isinstance(error, DataError) and any(sign in error.message.lower() for sign in _UNREACHABLE)
 
 
 def _packs(report: DataReport | None) -> int | None:
