@@ -17,7 +17,7 @@ from finray.data.formats.examples import Chat
 from finray.data.sources import hub, pieces
 from finray.data.sources.pieces import plan_parts
 from finray.data.sources.readers import ByteRange, Reading
-from finray.data.sources.resolve import Source
+from finray.data.sources.resolve import Source, resolve
 from finray.data.tokenize.encode import Encoded, Tokenizer, _Job
 from finray.errors import DataError
 from tests.support import families, tiny
@@ -132,3 +132,15 @@ def test_an_answer_without_text_at_either_end_is_nothing_to_learn(at: int) -> No
     ids = families.tokenizer("chatml")("what dog", add_special_tokens=False)["input_ids"]
     assert tokenizer._spans_by_width(_Job("what dog", ((at, at),)), ids) == []
     assert tokenizer._spans_by_width(_Job("what dog", ((0, 8),)), ids) == [(0, len(ids))]
+
+
+def test_a_colon_after_a_directory_names_what_is_inside_and_after_another_name_what_is_on_the_hub(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "more").mkdir()
+    for name in ("more/a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"text": "one"}\n')
+    assert resolve(f"{tmp_path}:more", split="train").files == (str(tmp_path / "more" / "a.jsonl"),)
+    assert resolve(f"{tmp_path}:b.jsonl", split="train").files == (str(tmp_path / "b.jsonl"),)
+    found = resolve("org/words:more", split="train")
+    assert (found.files, found.data_dir) == ((), "more")
