@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from finray.config.extensions import load_named
@@ -27,7 +28,7 @@ class TaskSpec:
         peft_type: PEFT's ``TaskType``.
         best: the metric that chooses the best checkpoint and stops a run early, and whether less or more is better;
             what ``evaluation.metric`` names takes its place.
-        metrics: names of all metrics; None where only an evaluation tells.
+        metrics: names of all metrics, with `*` for those of classes; None where only an evaluation tells.
         reads_labels: whether ``data.format: auto`` is text with a label, and the model is made for the labels in it.
     """
 
@@ -47,7 +48,7 @@ class TaskSpec:
         """
         answers = [metric_name(name) for name in evaluation.metrics] if evaluation.generate_rows else []
         metric, own = evaluation.metric or self.best[0], [self.best[0], *(self.metrics or ())]
-        if self.metrics is not None and metric not in (*own, *answers):
+        if self.metrics is not None and not any(fnmatchcase(metric, one) for one in (*own, *answers)):
             known = list(dict.fromkeys([*own, *answers]))
             scores = " or, with evaluation.generate_rows, one of evaluation.metrics" if not answers else ""
             raise ConfigError(
@@ -77,6 +78,10 @@ SEQUENCE_CLASSIFICATION = TaskSpec(
     peft_type="SEQ_CLS",
     best=("eval_loss", "min"),
     reads_labels=True,
+    metrics=(
+        *("eval_loss", "accuracy", "f1_macro", "f1_weighted", "precision_*", "recall_*", "matthews_corrcoef"),
+        *("roc_auc", "mean_squared_error", "pearson", "spearman"),
+    ),
 )
 SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
 

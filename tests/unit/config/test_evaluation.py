@@ -9,7 +9,7 @@ import pytest
 
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
-from finray.config.tasks import CAUSAL_LM
+from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.errors import ConfigError, DataError, FinrayError
 from finray.planning.checks import check_evaluation
 from finray.planning.resolve import require_whole_weights
@@ -93,6 +93,13 @@ def test_rows_that_are_learned_as_a_whole_have_no_prompts() -> None:
     assert caught.value.where == "evaluation.generate_rows"
     require_prompts(config({"generate_rows": 2}), "chat")
     require_prompts(config({}), "text")
+
+
+def test_a_classifier_has_metrics_of_its_own_and_of_each_class() -> None:
+    for metric, mode in (("f1_macro", "max"), ("precision_not bad", "max"), ("mean_squared_error", "min")):
+        assert SEQUENCE_CLASSIFICATION.chosen(config({"metric": metric}).evaluation) == (metric, mode)
+    with pytest.raises(ConfigError, match="did you mean `accuracy`"):
+        SEQUENCE_CLASSIFICATION.chosen(config({"metric": "acuracy"}).evaluation)
 
 
 def test_a_task_without_answers_is_not_asked_for_them() -> None:
