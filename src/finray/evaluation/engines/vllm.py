@@ -166,8 +166,8 @@ class VLLMEngine:
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
         """Likelihoods in the order in which they are known."""
         check_continuations(rows, None if self.max_length is None else self.max_length - 1)
-        if self._adapter is not None and adapter:
-            yield from self._token_by_token(rows)
+        if self._adapter is not None:
+            yield from self._token_by_token(rows, adapter=adapter)
             return
         prompts = [[*row.context, *row.tokens] for row in rows]
         params = [{"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1, "detokenize": False}] * len(rows)
@@ -177,8 +177,8 @@ class VLLMEngine:
                 found = [one[token] for one, token in zip(asked, rows[place].tokens, strict=True)]
                 yield Likelihood(place, tuple(one.logprob for one in found), all(one.rank == 1 for one in found))
 
-    def _token_by_token(self, rows: Sequence[Continuation]) -> Iterator[Likelihood]:
-        """Likelihoods by a request for each token: with an adapter, vLLM 0.32 cannot give those of a prompt."""
+    def _token_by_token(self, rows: Sequence[Continuation], *, adapter: bool) -> Iterator[Likelihood]:
+        """Likelihoods by a request for each token: where adapters are on, vLLM 0.32 cannot give those of a prompt."""
         places = [(number, at) for number, row in enumerate(rows) for at in range(len(row.tokens))]
         prompts = [[*rows[number].context, *rows[number].tokens[:at]] for number, at in places]
         params = [
@@ -186,7 +186,7 @@ class VLLMEngine:
             for number, at in places
         ]
         found: dict[int, dict[int, tuple[float, bool]]] = {}
-        for place, output in self._run(prompts, params, adapter=True):
+        for place, output in self._run(prompts, params, adapter=adapter):
             if output.finished:
                 number, at = places[place]
                 token, chosen = rows[number].tokens[at], output.outputs[0]
