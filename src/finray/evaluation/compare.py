@@ -15,32 +15,26 @@ import numpy as np
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
 from finray.config.load import Overrides, load_config
 from finray.config.paths import PREPARED, prepared_dir, with_absolute_paths
+from finray.config.resolved import LabelSet
 from finray.config.schema import Config, ModelConfig
 from finray.config.scoring import ScoringConfig
-from finray.config.tasks import CAUSAL_LM
+from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation import harness as lm_eval
 from finray.evaluation.artifacts import find_artifact, inference_device, inference_dtype
+from finray.evaluation.classifiers import COMMONEST, judge, prediction_scores, shown
 from finray.evaluation.engines import Engine, Sampling, make_engine
-from finray.evaluation.outcome import Compared, Comparison, Estimate, Evaluated, Prediction, write
+from finray.evaluation.estimates import Loss, compared_with, evaluated, sentences
+from finray.evaluation.outcome import Comparison, Estimate, Evaluated, Prediction, write
 from finray.evaluation.overlap import overlap
 from finray.evaluation.rows import Lazy, Rows, of_file, of_run, splits_of
-from finray.evaluation.scores.base import Answered, FloatArray, Score, SummedScore, score_named, short_name
-from finray.evaluation.statistics import Interval, adjusted, interval, paired, sentence
+from finray.evaluation.scores.base import Answered, FloatArray, Score, score_named, short_name
+from finray.evaluation.statistics import Interval
 from finray.evaluation.work import Progress, Subject, Work
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
-
-
-class _Loss(SummedScore):
-    """Nats per token: of each row, their sum and the number of tokens."""
-
-    is_share, lower_is_better = False, True
-
-    def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
-        return float(sums_K[0] / sums_K[1])
 
 
 def evaluate(
@@ -100,6 +94,25 @@ def evaluate(
     names = list(asked_for.metrics if metrics is None else metrics)
     scoring = asked_for.scoring or ScoringConfig()
     tuned = Subject(_name_of(model, run), artifact)
+    if tuned.artifact.model.task == SEQUENCE_CLASSIFICATION.name:
+        if metrics or harness:
+            raise ConfigError(
+                "a classifier gives labels and no answers",
+                where="--metrics" if metrics else "--harness",
+                repair="leave it out: accuracy, F1 and the others are always there",
+            )
+        return _of_classifier(
+            tuned,
+            run,
+            config,
+            split=split,
+            file=file,
+            baselines=baselines,
+            max_rows=max_rows,
+            seed=seed,
+            folder=_folder(model, run, artifact, split, file, output),
+            progress=progress,
+        )
     if tuned.artifact.model.task != CAUSAL_LM.name:
         raise ModelError(f"a model of the task `{tuned.artifact.model.task}` has no answers", where=str(model))
     subjects = [*_baselines(baselines, tuned, run, config), tuned]
@@ -192,13 +205,13 @@ def evaluate(
                 used.close()
 
     order = list(scores)
-    totals: dict[str, Score] = {**scores, "loss": _Loss()}
+    totals: dict[str, Score] = {**scores, "loss": Loss()}
     models = (
-        [_evaluated(one.name, order, totals, statistics, values, None, seed) for one in subjects]
+        [evaluated(one.name, order, totals, statistics, values, None, seed) for one in subjects]
         if rows
         else [Evaluated(one.name, {}) for one in subjects]
     )
-    compared = _compared(models, totals, statistics, seed) if rows else []
+    compared = compared_with(models, totals, statistics, seed) if rows else []
     models, more = lm_eval.joined(models, harnessed, seed=seed)
     compared += more
     seen = (
@@ -213,7 +226,7 @@ def evaluate(
     held_out: list[Evaluated] = []
     if seen is not None and seen.rows and len(seen.rows) < len(rows or ()):
         kept = np.array([index not in seen.rows for index in range(len(rows or ()))])
-        held_out = [_evaluated(one.name, order, totals, statistics, {}, kept, seed) for one in subjects]
+        held_out = [evaluated(one.name, order, totals, statistics, {}, kept, seed) for one in subjects]
     made_by = {
         "model": tuned.identity,
         "baselines": {one.name: one.identity for one in subjects[:-1]},
@@ -225,10 +238,7 @@ def evaluate(
         "metrics": names,
         "scoring": scoring.model_dump(),
         "harness": list(harness),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("finray", "torch", "transformers", "peft")},
-        },
+        "versions": _versions(),
     }
     predictions: Sequence[Prediction] = ()
     if rows is not None and any(answered.values()):
@@ -236,7 +246,7 @@ def evaluate(
     comparison = Comparison(
         tuple(models),
         tuple(compared),
-        _sentences(models, compared, totals),
+        sentences(models, compared, totals),
         0 if rows is None else len(rows),
         predictions,
         folder,
@@ -247,6 +257,92 @@ def evaluate(
     )
     write(comparison)
     return comparison
+
+
+def _of_classifier(
+    tuned: Subject,
+    run: RunDir | None,
+    config: Config,
+    *,
+    split: str | None,
+    file: str | Path | None,
+    baselines: Sequence[str] | None,
+    max_rows: int | None,
+    seed: int,
+    folder: Path,
+    progress: Progress,
+) -> Comparison:
+    """As :func:`evaluate`, of a classifier: beside others, or beside what the commonest label comes to."""
+    if run is None and file is None:
+        raise DataError("there are no rows to evaluate", where=tuned.name, repair="name a file of rows with --file")
+    notes: list[str] = []
+    count = config.evaluation.max_rows if max_rows is None else max_rows
+    rows = _rows(run, config, split, file, count, notes, labelled=True)
+    subjects = [Subject(Path(one).name, _artifact(one)) for one in baselines or () if one not in ("none", "")]
+    if baselines is None and rows.train is not None:
+        # The base of an adapter has no head, and a random one says nothing.
+        subjects = [Subject(COMMONEST, tuned.artifact)]
+    subjects.append(tuned)
+    resolved = None if run is None else run.resolved()
+    known = None if resolved is None or resolved.problem is None else LabelSet(resolved.problem, resolved.labels)
+    dtype = inference_dtype(None if resolved is None else resolved.precision, inference_device())
+    judged = judge(subjects, rows, labels=known, dtype=dtype, tell=notes.append, progress=progress)
+    totals, order = dict(judged.totals), list(judged.totals)
+    models = [evaluated(one.name, order, totals, judged.statistics, {}, None, seed) for one in subjects]
+    for one in models:
+        none = Interval(None, None, "none: it is not a sum over rows")
+        one.scores.update(
+            {name: Estimate(value, none, False) for name, value in judged.values.get(one.name, {}).items()}
+        )
+    compared = compared_with(models, totals, judged.statistics, seed)
+    if rows.name == "train":
+        notes.append("these are the rows that the model was trained on: their scores say what it remembers")
+    seen = None if rows.train is None or rows.name == "train" else overlap(rows.split, rows.numbers, rows.train)
+    held_out: list[Evaluated] = []
+    if seen is not None and 0 < len(seen.rows) < len(rows):
+        kept = np.array([index not in seen.rows for index in range(len(rows))])
+        held_out = [evaluated(one.name, order, totals, judged.statistics, {}, kept, seed) for one in subjects]
+    tokenizer = load_tokenizer(ModelConfig(name=str(tuned.artifact.folder)))
+    labels = rows.split.labels
+
+    def prediction(index: int) -> Prediction:
+        number = rows.numbers[index]
+        return Prediction(
+            number,
+            rows.split.where(number),
+            tokenizer.decode(rows.split.row(number)[0].tolist(), skip_special_tokens=True),
+            shown(labels[number]),
+            {name: [shown(said[index].label)] for name, said in judged.predictions.items()},
+            prediction_scores(judged, index),
+        )
+
+    comparison = Comparison(
+        tuple(models),
+        tuple(compared),
+        sentences(models, compared, totals),
+        len(rows),
+        Lazy(len(rows), prediction),
+        folder,
+        seen,
+        tuple(held_out),
+        {
+            "model": tuned.identity,
+            "baselines": {one.name: one.identity for one in subjects[:-1] if one.name != COMMONEST},
+            "data": _data(rows, config, count),
+            "dtype": str(dtype).removeprefix("torch."),
+            "versions": _versions(),
+        },
+        tuple(dict.fromkeys(notes)),
+        judged.labels.names,
+        judged.confusion,
+    )
+    write(comparison)
+    return comparison
+
+
+def _versions() -> dict[str, str]:
+    own = {name: version(name) for name in ("finray", "torch", "transformers", "peft")}
+    return {"python": platform.python_version(), **own}
 
 
 # --- what is evaluated -----------------------------------------------------------------------------------
@@ -385,7 +481,14 @@ def _folder(
 
 
 def _rows(
-    run: RunDir | None, config: Config, split: str | None, file: str | Path | None, most: int | None, notes: list[str]
+    run: RunDir | None,
+    config: Config,
+    split: str | None,
+    file: str | Path | None,
+    most: int | None,
+    notes: list[str],
+    *,
+    labelled: bool = False,
 ) -> Rows:
     train = None
     if file is not None and split is not None:
@@ -405,10 +508,10 @@ def _rows(
         lost = int(held.source_rows.max()) + 1 - len(np.unique(held.source_rows))
         if lost > 0:
             notes.append(f"{lost} rows are longer than data.max_length={config.data.max_length} and were left out")
-    if dataset.kind() == "labelled":
-        raise DataError(
-            "rows with labels are for a classifier", where="data.format", repair="name rows with prompts and answers"
-        )
+    if (dataset.kind() == "labelled") != labelled:
+        what = "rows with prompts and answers are not for" if labelled else "rows with labels are for"
+        repair = "name rows with a text and a label" if labelled else "name rows with prompts and answers"
+        raise DataError(f"{what} a classifier", where="data.format", repair=repair)
     asks = config.data.train_on != "all" and dataset.kind() != "text"
     return Rows(name, held, tuple(sample(len(held), most, seed=config.run.seed).tolist()), dataset, asks, train)
 
@@ -451,65 +554,6 @@ def _choices(
 
 
 # --- what comes of it ------------------------------------------------------------------------------------
-
-
-def _evaluated(
-    name: str,
-    order: list[str],
-    totals: dict[str, Score],
-    statistics: dict[str, dict[str, FloatArray]],
-    values: dict[str, dict[str, float]],
-    kept: Any,
-    seed: int,
-) -> Evaluated:
-    """Scores of a model, of all rows or of those that are ``kept``."""
-    found: dict[str, Estimate] = {}
-    for score in (*order, "loss"):
-        if (own := statistics[name].get(score)) is not None:
-            own = own if kept is None else own[kept]
-            value = totals[score].total(own.sum(0), len(own))
-            found[score] = Estimate(value, interval(own, totals[score].total, seed=seed), totals[score].is_share)
-        elif score in values.get(name, {}):
-            none = Interval(None, None, "none: the function gives one number")
-            found[score] = Estimate(values[name][score], none, 0 <= values[name][score] <= 1)
-    return Evaluated(name, found)
-
-
-def _compared(
-    models: Sequence[Evaluated], totals: dict[str, Score], statistics: dict[str, dict[str, FloatArray]], seed: int
-) -> list[Compared]:
-    tuned, found = models[-1].name, []
-    for other in models[:-1]:
-        for score, second in statistics[tuned].items():
-            first = statistics[other.name].get(score)
-            if first is None or (score == "loss" and not np.array_equal(first[:, 1], second[:, 1])):
-                continue  # Losses of other tokens.
-            found.append(Compared(score, other.name, len(first), paired(first, second, totals[score].total, seed=seed)))
-    # Several baselines are several chances to find a difference.
-    for score in {one.score for one in found}:
-        own = [one for one in found if one.score == score]
-        for one, p in zip(own, adjusted([one.found.p for one in own]), strict=True):
-            found[found.index(one)] = replace(one, found=replace(one.found, p=p))
-    return found
-
-
-def _sentences(models: Sequence[Evaluated], compared: Sequence[Compared], totals: dict[str, Score]) -> tuple[str, ...]:
-    """A sentence for each baseline, about the first score that can be tested."""
-    tuned = models[-1]
-    first = next((name for name in tuned.scores if any(one.score == name for one in compared)), "")
-    return tuple(
-        sentence(
-            one.found,
-            name=tuned.name,
-            other=one.baseline,
-            score=first.replace("_", " "),
-            rows=one.rows,
-            shown=tuned.scores[first].difference,
-            lower_is_better=first in totals and totals[first].lower_is_better,
-        )
-        for one in compared
-        if one.score == first
-    )
 
 
 def _prediction(

@@ -17,6 +17,8 @@ from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired, p_text
 from finray.results import Result
 
+# A confusion matrix of more is in the file alone.
+_MOST_CLASSES = 12
 METRICS_FILE, PREDICTIONS_FILE = "metrics.json", "predictions.jsonl"
 
 
@@ -126,6 +128,8 @@ class Comparison(Result):
         held_out: the scores without these rows, by model.
         made_by: what it all follows from.
         notes: what a reader should know.
+        classes: of a classifier, by id.
+        confusion: by model, rows by their class (first index) and the predicted one.
     """
 
     models: tuple[Evaluated, ...]
@@ -138,6 +142,8 @@ class Comparison(Result):
     held_out: tuple[Evaluated, ...] = ()
     made_by: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    confusion: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     @property
     def tuned(self) -> Evaluated:
@@ -165,6 +171,7 @@ class Comparison(Result):
             "says": list(self.sentences),
             "in_training_data": None if self.overlap is None else self.overlap.plain(),
             "without_training_rows": {one.name: one.json() for one in self.held_out} or None,
+            **({"classes": list(self.classes), "confusion": self.confusion} if self.confusion else {}),
             "notes": list(self.notes),
             "made_by": self.made_by,
         }
@@ -177,6 +184,9 @@ class Comparison(Result):
         """The table, what it allows to be said, and some answers side by side."""
         if self.models[-1].scores:
             console.print(self._table())
+        if (matrix := self.confusion.get(self.tuned.name)) and len(self.classes) <= _MOST_CLASSES:
+            console.print("rows by class (down) and prediction (across)")
+            console.print(_confusion_table(self.classes, matrix))
         for line in self.sentences:
             console.print(line, highlight=False, soft_wrap=True)
         if self.overlap is not None and self.overlap.rows:
@@ -227,6 +237,15 @@ class Comparison(Result):
             if name == "loss":
                 table.add_row("perplexity", *(f"{one.perplexity:.3f}" for one in self.models))
         return table
+
+
+def _confusion_table(classes: Sequence[str], matrix: Sequence[Sequence[int]]) -> Table:
+    table = Table("")
+    for name in classes:
+        table.add_column(name, justify="right")
+    for name, line in zip(classes, matrix, strict=True):
+        table.add_row(name, *(f"{one:,}" for one in line))
+    return table
 
 
 def write(found: Comparison) -> None:

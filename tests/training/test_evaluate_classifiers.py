@@ -1,0 +1,110 @@
+"""`finray evaluate` on a classifier's run: scores, intervals, the commonest label beside it, files and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from sklearn import metrics as sk
+
+import finray
+from finray.checkpoint.rundir import RunDir, saved_config
+from finray.data.dataset.prepared import PreparedSplit
+from finray.errors import ConfigError, DataError
+from finray.evaluation.compare import evaluate
+from finray.evaluation.rows import splits_of
+from tests.support import runs
+from tests.support.runs import Plain
+
+
+@pytest.fixture(scope="module")
+def run(classifier_run: Callable[..., Plain]) -> Path:
+    plain = classifier_run({"data.eval_ratio": 0.3, "train.max_steps": 4}, rows=60)
+    config = runs.config_of(plain)
+    made = RunDir.of(config)
+    runs.run_alone(plain, made.path)
+    made.keep_config(config)
+    made.keep_resolved(runs.resolved_of(config))
+    made.make_final(best=None, warn=lambda message: None)
+    return made.path
+
+
+def trained_on(run: Path) -> PreparedSplit:
+    return splits_of(RunDir(run), saved_config(RunDir(run)))[0].train
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_scores_are_those_of_the_written_predictions(run: Path) -> None:
+    found = evaluate(run)
+    written = lines(found.folder)
+    truth, said = [one["reference"] for one in written], [one["answers"]["tuned"] for one in written]
+    commonest = [one["answers"]["commonest"] for one in written]
+    assert len(set(commonest)) == 1
+    scores = {name: one.value for name, one in found.tuned.scores.items()}
+    assert scores["accuracy"] == pytest.approx(sk.accuracy_score(truth, said))
+    assert scores["f1_macro"] == pytest.approx(sk.f1_score(truth, said, average="macro"))
+    assert scores["matthews_corrcoef"] == pytest.approx(sk.matthews_corrcoef(truth, said))
+    assert found.base.scores["accuracy"].value == pytest.approx(sk.accuracy_score(truth, commonest))
+    assert np.array_equal(found.confusion["tuned"], sk.confusion_matrix(truth, said, labels=list(found.classes)))
+    low, high = found.tuned.scores["accuracy"].interval.low, found.tuned.scores["accuracy"].interval.high
+    assert low is not None
+    assert high is not None
+    assert low < scores["accuracy"] < high or scores["accuracy"] in (0.0, 1.0)
+    assert len(found.sentences) == 1
+    assert "commonest" in found.sentences[0]
+
+
+def test_what_is_said_without_looking_is_the_commonest_label_of_the_training_rows(run: Path) -> None:
+    train = trained_on(run)
+    counts = {name: train.labels.count(name) for name in set(train.labels)}
+    assert lines(evaluate(run).folder)[0]["answers"]["commonest"] == max(counts, key=lambda name: counts[name])
+
+
+def test_the_page_and_the_file_have_the_confusion_matrix(run: Path) -> None:
+    found = evaluate(run)
+    console = Console(record=True, width=120)
+    found.print(console)
+    text = console.export_text()
+    assert "rows by class (down) and prediction (across)" in text
+    assert "perplexity" not in text
+    content = json.loads((found.folder / "metrics.json").read_text(encoding="utf-8"))
+    assert content["classes"] == list(found.classes)
+    assert content["confusion"]["tuned"] == [list(line) for line in found.confusion["tuned"]]
+
+
+def test_rows_of_a_file_are_scored_and_those_of_the_training_data_are_named(run: Path, tmp_path: Path) -> None:
+    train = trained_on(run)
+    source = Path(finray.load_config(run / "config.yaml").data.source or "")
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    place = int(train.source_rows[0])
+    file = tmp_path / "others.jsonl"
+    texts = [rows[place], {**rows[place], "text": "a text that nobody has seen before in this place"}]
+    file.write_text("".join(json.dumps(one) + "\n" for one in texts), encoding="utf-8")
+    found = evaluate(run, file=file)
+    assert found.rows == 2
+    assert found.overlap is not None
+    assert found.overlap.equal == (0,)
+
+
+@pytest.mark.parametrize(("option", "where"), [("metrics", "--metrics"), ("harness", "--harness")])
+def test_scores_of_answers_are_refused(run: Path, option: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finray.evaluation.harness.require", lambda: None)
+    with pytest.raises(ConfigError) as raised:
+        evaluate(run, **{option: ["exact_match"]})
+    assert raised.value.where == where
+
+
+def test_rows_with_an_unknown_label_are_refused_by_name(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "unknown.jsonl"
+    rows = [{"text": "one", "label": "mineral"}, {"text": "two", "label": "animal"}]
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    with pytest.raises(DataError, match="mineral"):
+        evaluate(run, file=file)
