@@ -95,7 +95,8 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         # No values are drawn or decomposed for it: they come from its file.
         config.init_lora_weights = True
         return config
-    head = () if task_type == CAUSAL_LM.peft_type else modules_to_save(model)
+    # The types for which PEFT saves a head, too.
+    head = modules_to_save(model) if task_type in ("SEQ_CLS", "TOKEN_CLS") else ()
     # New rows are trained in the embedding, and in the head where it is not tied to that.
     tables = [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
     if tables[-1].weight is tables[0].weight:

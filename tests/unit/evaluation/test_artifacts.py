@@ -208,7 +208,7 @@ def test_a_full_disk_at_export_is_one_error_and_nothing_is_left(
 def test_answers_that_cannot_be_written_are_not_generated(
     place: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finray.evaluation.generate.load_artifact", None)
+    monkeypatch.setattr("finray.evaluation.generate.make_engine", None)
     code, _, err = runs.finray("generate", tiny_model_dir, "hello", "--output", tmp_path / place)
     assert code == 2
     assert "repair" in err
