@@ -232,8 +232,8 @@ def test_a_full_disk_while_saving_leaves_the_last_checkpoint(plain: Plain, small
 def test_generate_and_evaluate_and_export(tmp_path: Path, finished_run: Path) -> None:
     refused(finray("generate", tmp_path / "nowhere", "hello"), "does not exist")
     refused(finray("generate", tmp_path, "hello"), "neither an adapter nor a model")
-    refused(finray("evaluate", tmp_path), "not a finray run")
-    refused(finray("evaluate", finished_run), "holds no rows out", "data.eval_ratio")
+    refused(finray("evaluate", tmp_path), "neither an adapter nor a model")
+    refused(finray("evaluate", finished_run), "holds no rows out", "--file", "--split")
     refused(finray("export", finished_run, "--output", finished_run), "not empty")
     refused(finray("export", finished_run, "--output", str(tmp_path / "x"), "--dtype", "int3"), "cannot be stored as")
     refused(finray("generate", finished_run, "--file", tmp_path / "none.txt"), "does not exist")

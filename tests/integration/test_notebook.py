@@ -76,7 +76,7 @@ def test_the_table_of_metrics_and_the_scores_are_shown(cells: list[Any]) -> None
     assert "eval_loss" in shown(cells[3])
     assert "<table" in shown(cells[3])
     assert "12 losses were seen" in shown(cells[4])
-    assert "held-out rows" in shown(cells[5])
+    assert "rows; 95 % intervals" in shown(cells[5])
 
 
 def test_the_tuned_model_answers_and_can_be_taken(cells: list[Any]) -> None:

@@ -119,7 +119,8 @@ def test_twenty_steps_agree_with_a_plain_loop(
 ) -> None:
     run_dir, plain, start = trained
     losses, norms, model = plain_loop(smollm2_dir, conversations(), start, plain["run"]["seed"])
-    assert runs.values(run_dir, "loss") == pytest.approx(losses, rel=1e-4)
+    # Of rows that are known by heart little is left but rounding, which differs between CPUs.
+    assert runs.values(run_dir, "loss") == pytest.approx(losses, rel=1e-4, abs=1e-4)
     assert runs.values(run_dir, "grad_norm") == pytest.approx(norms, rel=1e-3)
     assert losses[-1] < 0.5 * losses[0], "the comparison must run over a loss that moves"
 

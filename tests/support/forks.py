@@ -128,7 +128,7 @@ def serve(listening: socket.socket) -> None:
                 one.close()
             os.close(ended)
             os.close(wake)
-            for number, file in enumerate(output, start=1):
+            for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *output)):
                 os.dup2(file, number)
                 os.close(file)
             return (_work if kind == b"r" else _command)(words, env, folder)

@@ -64,14 +64,15 @@ def test_the_model_is_the_tuned_one_with_its_tokenizer(result: TrainResult, tiny
 
 def test_evaluate_gives_the_document_of_its_command(result: TrainResult) -> None:
     own = finray.evaluate(result, max_rows=2, quiet=True)
-    assert finray.evaluate(str(result.run_dir), max_rows=2, quiet=True) == own
+    again = finray.evaluate(str(result.run_dir), max_rows=2, quiet=True)
+    assert own.notes == ("finray's own engine answers, because vLLM is not installed (pip install vllm)",)
+    assert again.plain() == {**own.plain(), "notes": []}, "nothing is computed again, so there is nothing to be told"
     code, out, _ = runs.finray("evaluate", result.run_dir, "--max-rows", 2, "--json")
     assert code == 0
     document = json.loads(out)
-    assert document == json.loads(json.dumps(own.plain()))
-    assert [row["tuned"] for row in document["predictions"]] == [one.tuned for one in own.predictions]
+    assert document == json.loads(json.dumps(again.plain()))
     assert own.rows == 2
-    assert own._repr_mimebundle_()["text/plain"].startswith("2 held-out rows")
+    assert own._repr_mimebundle_()["text/plain"].startswith("2 rows; 95 % intervals")
 
 
 def test_generate_gives_the_answers_of_its_command(result: TrainResult, tmp_path: Path) -> None:

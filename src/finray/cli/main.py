@@ -189,9 +189,12 @@ def evaluate(
     file: Annotated[
         Path | None, typer.Option(help="Rows of a file instead, in any format that training reads.")
     ] = None,
-    baseline: Annotated[
+    baselines: Annotated[
         list[str] | None,
-        typer.Option(help="Model to compare with, several times for several; `base` is an adapter's, `none` is none."),
+        typer.Option(
+            "--baseline",
+            help="Model to compare with, several times for several; `base` is an adapter's, `none` is none.",
+        ),
     ] = None,
     metrics: Annotated[
         str | None, typer.Option(help="Scores, with commas between them (default: evaluation.metrics).")
@@ -221,7 +224,7 @@ def evaluate(
             overrides or (),
             split=split,
             file=file,
-            baselines=baseline or None,
+            baselines=baselines or None,
             metrics=_words(metrics) or None,
             max_rows=max_rows,
             max_new_tokens=max_new_tokens,

@@ -199,6 +199,7 @@ def evaluate(
                     progress(f"{subject.name} harness", 0, total=len(harness))
                     harnessed[subject.name] = lm_eval.run(open_engine(), harness, adapter=subject.adapter, seed=seed)
                     progress(f"{subject.name} harness", len(harness), total=len(harness))
+                engines += work.made_by
             engines += [{"name": used.name, "version": used.version} for used in loaded]
         finally:
             for used in loaded:
@@ -231,8 +232,7 @@ def evaluate(
         "model": tuned.identity,
         "baselines": {one.name: one.identity for one in subjects[:-1]},
         "data": None if rows is None else _data(rows, config, count),
-        "engine": [one for place, one in enumerate(engines) if one not in engines[:place]]
-        or [{"name": engine, "version": "answers were there already"}],
+        "engine": [one for place, one in enumerate(engines) if one not in engines[:place]],
         "dtype": str(dtype).removeprefix("torch."),
         "sampling": {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")},
         "metrics": names,

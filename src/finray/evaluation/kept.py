@@ -28,6 +28,8 @@ class Kept:
         self._belongs = belongs
         # By row.
         self.found: dict[int, Any] = {}
+        # What computed them.
+        self.made_by: list[dict[str, str]] = []
         self._whole = 0
         if self._path.is_file():
             self._read()
@@ -38,14 +40,19 @@ class Kept:
                 # What a kill cut off has no end; what comes after it is not there.
                 if not line.endswith(b"\n"):
                     break
-                if number:
-                    content = json.loads(line)
+                content = json.loads(line)
+                if "made_by" in content:
+                    self.made_by.append(content["made_by"])
+                elif number:
                     self.found[int(content["row"])] = content["value"]
                 self._whole += len(line)
 
     @contextmanager
-    def adding(self) -> Iterator[_Adding]:
+    def adding(self, *, made_by: Mapping[str, str]) -> Iterator[_Adding]:
         """Lines may be added inside the block.
+
+        Args:
+            made_by: what computes them, with its version.
 
         Raises:
             FinrayError: they cannot be written.
@@ -55,6 +62,9 @@ class Kept:
                 stream.truncate(self._whole)
                 if not self._whole:
                     stream.write(_line({"belongs_to": self._belongs}))
+                if dict(made_by) not in self.made_by[-1:]:
+                    stream.write(_line({"made_by": made_by}))
+                    self.made_by.append(dict(made_by))
                 yield _Adding(stream, self.found)
         except OSError as error:
             raise FinrayError(

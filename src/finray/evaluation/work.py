@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,6 +72,8 @@ class Work:
     sampling: Sampling
     progress: Progress
     open: Callable[[], Engine]
+    # What computed all of it, now or before.
+    made_by: list[dict[str, str]] = field(default_factory=list)
 
     def losses(self) -> FloatArray:
         """Nats and tokens of each row's answers (N, 2)."""
@@ -171,10 +173,12 @@ class Work:
         told = f"{self.subject.name} {what}"
         if not left:
             self.progress(told, done, total=len(numbers), rate="kept from before")
+            self.made_by += kept.made_by
             yield [], None
             return
         tokens_done = 0
-        with kept.adding() as adding:
+        engine = self.open()
+        with kept.adding(made_by={"name": engine.name, "version": engine.version}) as adding:
 
             def keep(number: int, value: Any, *, tokens: int) -> None:
                 nonlocal done, tokens_done
@@ -186,3 +190,4 @@ class Work:
                 self.progress(told, done, total=len(numbers), rate=rate)
 
             yield left, keep
+        self.made_by += kept.made_by

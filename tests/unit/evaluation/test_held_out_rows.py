@@ -187,7 +187,7 @@ def test_what_was_answered_before_a_kill_is_not_asked_again(
         evaluate(copy)
     assert first == [(0, False), (1, False), (2, False), (0, True), (1, True)]
     # The line that was being written when the machine went down.
-    (kept,) = [path for path in (copy / "evaluation").glob("answers-*") if path.read_bytes().count(b"\n") == 2]
+    (kept,) = [path for path in (copy / "evaluation").glob("answers-*") if path.read_bytes().count(b"\n") == 3]
     with kept.open("ab") as stream:
         stream.write(b'{"row": 1, "val')
     second = answering(monkeypatch, lambda row, adapter: f"answer {row} {adapter}")

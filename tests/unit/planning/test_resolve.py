@@ -17,6 +17,7 @@ from finray.config.load import build_config
 from finray.config.resolved import Packing, Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.errors import ConfigError
+from finray.files import FileKind
 from finray.planning import resolve as resolving
 from finray.planning.placement import GPUS, Device, Placement
 from finray.planning.resolve import cached_packing, packing_of, resolve, store_packing
@@ -45,7 +46,8 @@ def test_everything_is_decided() -> None:
     assert on(CPU, packing=UNSAFE) == Resolved("fp32", None, None, False, "ddp", 1, False)
     assert on(CPU, parallel={"strategy": "auto"}).strategy == "ddp"
     assert on(CPU, Placement(3, 1, use_gpu=True), parallel={"strategy": "fsdp"}).world_size == 3
-    assert Resolved(**json.loads(json.dumps(asdict(on(CPU))))) == on(CPU)
+    kind = FileKind(ConfigError, repair="none")
+    assert kind.parsed(json.dumps(asdict(on(CPU))).encode(), Resolved, "resolved.json") == on(CPU)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,9 @@ def test_liger_is_taken_on_a_gpu_where_it_is_installed(monkeypatch: pytest.Monke
 
 
 def test_nothing_outside_of_planning_reads_an_auto() -> None:
-    """But for the format, which the columns decide, and DeepSpeed's own file, in which it means the YAML."""
+    """But for the format, which the columns decide, the engine of answers, a directory that knows no decisions yet, and
+    DeepSpeed's own file, in which it means the YAML.
+    """
     source = Path(finray.__file__).parent
     readers = {
         path.relative_to(source).as_posix()
@@ -114,8 +118,11 @@ def test_nothing_outside_of_planning_reads_an_auto() -> None:
     }
     others = {path for path in readers if path.split("/")[0] not in ("config", "planning")}
     assert "planning/resolve.py" in readers
-    formats = ("data/formats/", "training/assemble.py")
-    assert all(path.startswith((*formats, "parallel/deepspeed/", "inspection/")) for path in others)
+    formats = ("data/formats/", "data/dataset/prepare.py", "training/assemble.py")
+    engines = ("api.py", "cli/main.py", "evaluation/")
+    before = ("checkpoint/rundir.py",)
+    known = (*formats, *engines, *before, "parallel/deepspeed/", "inspection/")
+    assert [path for path in others if not path.startswith(known)] == []
 
 
 def test_a_run_that_goes_on_keeps_what_changes_its_arithmetic() -> None:
