@@ -17,6 +17,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -48,6 +49,9 @@ def filesystem(name: str) -> tuple[Any, str]:
         # What fsspec would read something into (`::`, `~`) may stand in a local name.
         return fsspec.filesystem("file"), str(Path(name).absolute())
     scheme = name.split("://", 1)[0]
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme == "s3" and endpoint:
+        _require_answer(endpoint)
     try:
         return fsspec.core.url_to_fs(name)  # type: ignore[no-any-return]
     except ImportError:
@@ -59,6 +63,13 @@ def filesystem(name: str) -> tuple[Any, str]:
         raise DataError(
             f"the URL cannot be used: {first_line(error)}", where=name, repair="name another source"
         ) from None
+
+
+@lru_cache
+def _require_answer(url: str) -> None:
+    """Refuse a server that lets one wait: the libraries that read from it would, for minutes, and twice."""
+    if hub.unreachable(url) == hub.no_answer():
+        raise DataError(f"the server gives {hub.no_answer()}", where=url, repair="check the address and the network")
 
 
 @contextmanager
@@ -152,11 +163,7 @@ def find(url: str) -> list[str]:
         DataError: the storage cannot be reached.
     """
     if url.startswith(("http://", "https://")):
-        # The library that reads it would wait for minutes, twice.
-        if hub.unreachable(url) == hub.no_answer():
-            raise DataError(
-                f"the server gives {hub.no_answer()}", where=url, repair="check the address and the network"
-            )
+        _require_answer(url)
         # No directories there, and `?` is no pattern.
         return [url]
     with storage_errors(url):

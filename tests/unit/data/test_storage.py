@@ -6,6 +6,7 @@ import errno
 import gzip
 import hashlib
 import os
+import socket
 import threading
 import time
 import uuid
@@ -211,6 +212,19 @@ def test_a_scheme_that_nothing_installed_can_read_names_what_to_install(
     with pytest.raises(DataError, match=f"nothing installed can read `{scheme}://`") as caught:
         storage.filesystem(f"{scheme}://bucket/rows.jsonl")
     assert extra in str(caught.value.repair)
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", None])
+def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, variable: str | None) -> None:
+    monkeypatch.setattr(storage.hub, "TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        if variable is not None:
+            monkeypatch.setenv(variable, server)
+        for name in ("s3://bucket/rows.jsonl", "s3://bucket/*.jsonl") if variable else (f"{server}/rows.jsonl",):
+            with pytest.raises(DataError, match=r"the server gives no answer within 0\.3 s") as caught:
+                storage.find(name)
+            assert str(caught.value.where).startswith(server)
 
 
 def test_files_behind_a_url_by_name_pattern_and_directory(monkeypatch: pytest.MonkeyPatch) -> None:
