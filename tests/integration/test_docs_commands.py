@@ -25,7 +25,7 @@ SHORT = ("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", 
 # Commands that change nothing which another one reads run two at a time, and so does a run of another name.
 READERS = ("config", "plan", "inspect", "evaluate", "generate", "chat", "export")
 # What has run on another page, where files of these names are much the same.
-RAN: list[list[str]] = []
+RAN: dict[tuple[str, ...], Path] = {}
 # A page that shows a file whole begins it with a comment that names it.
 FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -88,10 +88,13 @@ def test_the_commands_of_a_page_run(page: Path, shared: Path, capsys: pytest.Cap
         waiting: list[Future[None]] = []
         for command in commands:
             words = shlex.split(command, comments=True)
-            if words in RAN:
+            if (ran := RAN.get(tuple(words))) is not None:
+                if "train" in words:
+                    # What follows may read the run.
+                    shutil.copytree(ran / "runs", folder / "runs", dirs_exist_ok=True, symlinks=True)
                 continue
             if words[1] in ("config", "plan", "inspect", "prepare", "train"):
-                RAN.append(words)
+                RAN[tuple(words)] = folder
             if "init" in words:
                 (folder / words[2]).unlink()
             beside = words[1] in READERS or any(word.startswith("run.name=") for word in words)
