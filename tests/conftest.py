@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tests.support import forks, s3, tiny
+
+# How long an example takes says more of the machine than of the code.
+settings.register_profile("finray", deadline=None)
+settings.load_profile("finray")
 
 ROOT = Path(__file__).parent.parent
 

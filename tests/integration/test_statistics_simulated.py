@@ -7,11 +7,20 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from finray.evaluation import statistics
 from finray.evaluation.scores.base import FloatArray
 from finray.evaluation.statistics import interval, paired
 
 TRIALS = 1000
+# Of each trial; the many trials make up for what a few resamples leave to chance.
+DRAWS = 400
 Make = Callable[[np.random.Generator, int], FloatArray]
+
+
+@pytest.fixture(autouse=True)
+def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "_RESAMPLES", DRAWS)
+    monkeypatch.setattr(statistics, "_SWAPS", DRAWS)
 
 
 def mean(sums_K: FloatArray, rows: int) -> float:
@@ -79,7 +88,7 @@ def graded(draw: np.random.Generator, rows: int, gain: float) -> tuple[FloatArra
     return common + draw.exponential(0.5, (rows, 1)), common + draw.exponential(0.5, (rows, 1)) + gain
 
 
-@pytest.mark.parametrize(("make", "rows"), [(right, 40), (right, 200), (graded, 10), (graded, 40)])
+@pytest.mark.parametrize(("make", "rows"), [(right, 40), (right, 200), (graded, 8), (graded, 40)])
 def test_models_that_are_equally_good_differ_at_most_5_times_in_100(
     make: Callable[[np.random.Generator, int, float], tuple[FloatArray, FloatArray]], rows: int
 ) -> None:
