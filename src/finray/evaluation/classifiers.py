@@ -5,6 +5,7 @@ Statistics are over the evaluated model's classes, by their ids, whatever the or
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from finray.evaluation.scores.base import FloatArray, Score, SummedScore
 from finray.evaluation.work import Progress, Subject
 from finray.models.artifacts import load_artifact
 from finray.models.packing_check import check_packing
-from finray.tasks.classifier_scores import ScoreSums
+from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums
 
 # Numbers in the statistics of a score; of more classes or rows only the value is given.
 _MOST_NUMBERS = 2**24
@@ -43,14 +44,15 @@ class Mean(SummedScore):
 class FromCounts(SummedScore):
     """A score of the confusion matrix (C, C) that is the sum of the rows' own."""
 
-    def __init__(self, name: str, sums: ScoreSums) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self._name, self._sums = name, sums
+        self._of = OF_CONFUSION[name]
         self.is_share = name != "matthews_corrcoef"
 
     def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
         """The score, as the run's own evaluations have it."""
-        return self._sums.scores(sums_K.tolist()).metrics[self._name]
+        classes = math.isqrt(len(sums_K))
+        return self._of(sums_K.reshape(classes, classes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ def _statistics(
     totals: dict[str, Score] = {"accuracy": Mean(is_share=True)}
     has_counts = rows * classes**2 <= _MOST_NUMBERS
     if has_counts:
-        totals |= {name: FromCounts(name, sums) for name in ("f1_macro", "f1_weighted", "matthews_corrcoef")}
+        totals |= {name: FromCounts(name) for name in ("f1_macro", "f1_weighted", "matthews_corrcoef")}
     for name, said in predictions.items():
         try:
             said_N = np.array([place[str(one.label)] for one in said])

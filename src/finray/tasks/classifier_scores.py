@@ -6,7 +6,7 @@ in the same vector, with its label and its score, and the sum over the ranks put
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,9 +99,8 @@ class ScoreSums:
             return ClassifierScores(found)
         confusion = numbers[:counts].reshape(classes, classes)
         hits, there, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
-        found = {"accuracy": float(hits.sum() / confusion.sum())}
-        found |= self._by_class(hits, predicted - hits, there - hits, there + predicted > 0)
-        found["matthews_corrcoef"] = _matthews(confusion)
+        found = self._by_class(hits, predicted - hits, there - hits, there + predicted > 0)
+        found = {name: of(confusion) for name, of in OF_CONFUSION.items()} | found
         ids = np.arange(classes)[1:] if classes == 2 else np.arange(classes)
         found |= _auroc(rows[:, :1] == ids, rows[:, 1:])
         return ClassifierScores(found, tuple(tuple(int(one) for one in line) for line in confusion))
@@ -109,12 +108,8 @@ class ScoreSums:
     def _by_class(self, hits: Array, wrong: Array, missed: Array, counts: npt.NDArray[np.bool_]) -> dict[str, float]:
         """F1, precision and recall; 0 where there is nothing to divide by, as scikit-learn has it."""
         precision, recall = (_ratio(hits, hits + other) for other in (wrong, missed))
-        f1, support = _ratio(2 * hits, 2 * hits + wrong + missed), hits + missed
-        found = {
-            # Classes that are neither in the labels nor in the predictions do not count.
-            "f1_macro": float(f1[counts].mean()),
-            "f1_weighted": float(_ratio((f1 * support).sum(), support.sum())),
-        }
+        f1_macro, f1_weighted = _f1(hits, wrong, missed, counts)
+        found = {"f1_macro": f1_macro, "f1_weighted": f1_weighted}
         for name, share, part in zip(self.names, precision.tolist(), recall.tolist(), strict=True):
             found |= {f"precision_{name}": share, f"recall_{name}": part}
         return found
@@ -126,11 +121,31 @@ def _ratio(above: npt.ArrayLike, below: npt.ArrayLike) -> Array:
     return result
 
 
+def _f1(hits: Array, wrong: Array, missed: Array, counts: npt.NDArray[np.bool_]) -> tuple[float, float]:
+    """Mean over the classes, and over the rows; classes in neither labels nor predictions do not count."""
+    f1, support = _ratio(2 * hits, 2 * hits + wrong + missed), hits + missed
+    return float(f1[counts].mean()), float(_ratio((f1 * support).sum(), support.sum()))
+
+
+def _f1_of(confusion: Array) -> tuple[float, float]:
+    hits, there, predicted = np.diag(confusion), confusion.sum(1), confusion.sum(0)
+    return _f1(hits, predicted - hits, there - hits, there + predicted > 0)
+
+
 def _matthews(confusion: Array) -> float:
     """Of any number of classes (Gorodkin 2004)."""
     hits, total, there, predicted = np.trace(confusion), confusion.sum(), confusion.sum(1), confusion.sum(0)
     spread = (total**2 - there @ there) * (total**2 - predicted @ predicted)
     return float((hits * total - there @ predicted) / np.sqrt(spread)) if spread > 0 else 0.0
+
+
+# What follows from rows (C, C) by their class (first index) and the predicted one.
+OF_CONFUSION: dict[str, Callable[[Array], float]] = {
+    "accuracy": lambda confusion: float(np.trace(confusion) / confusion.sum()),
+    "f1_macro": lambda confusion: _f1_of(confusion)[0],
+    "f1_weighted": lambda confusion: _f1_of(confusion)[1],
+    "matthews_corrcoef": _matthews,
+}
 
 
 def _ranks(values: Array) -> Array:
