@@ -65,10 +65,15 @@ def killing(times: int) -> Iterator[list[int]]:
         thread.join()
 
 
+@pytest.fixture(scope="module")
+def inline(plain: Plain, tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Path:
+    """The run that evaluates between its steps."""
+    return train(plain, tmp_path_factory.mktemp("inline") / "run")[0]
+
+
 def test_it_gives_the_numbers_of_inline_and_changes_no_bit_of_the_training(
-    plain: Plain, tmp_path: Path, ray_cluster: str
+    plain: Plain, inline: Path, tmp_path: Path
 ) -> None:
-    inline, _ = train(plain, tmp_path / "inline")
     beside, said = train(plain, tmp_path / "async", {"evaluation.mode": "async"})
     assert [step for step, *_ in evaluations(inline)] == [0, 3, 6, 9]
     # One rank and one evaluator, with the same packs and as many threads: the same bits.
@@ -125,10 +130,7 @@ def test_an_evaluator_lets_a_model_answer_that_workers_hold_in_shares(
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-def test_a_driver_that_was_killed_has_lost_evaluations_done_again(
-    plain: Plain, tmp_path: Path, ray_cluster: str
-) -> None:
-    inline, _ = train(plain, tmp_path / "inline")
+def test_a_driver_that_was_killed_has_lost_evaluations_done_again(plain: Plain, inline: Path, tmp_path: Path) -> None:
     changes = {"run.output_dir": str(tmp_path), "evaluation.mode": "async", "checkpoint.every_steps": 3}
     config = runs.write_config(changed(plain, changes), tmp_path / "run.yaml")
     process = runs.start_cli("train", str(config))
