@@ -325,28 +325,27 @@ def evaluate(
         FinrayError: there is nothing to evaluate, something does not fit, or something cannot be loaded or written.
     """
     from finray.evaluation.compare import evaluate as compare
+    from finray.evaluation.subjects import Asked
     from finray.tracking.console import steps
 
+    asked = Asked(
+        split=split,
+        file=file,
+        baselines=None if baselines is None else [str(one) for one in baselines],
+        metrics=metrics,
+        max_rows=max_rows,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        batch_size=batch_size,
+        engine=engine,
+        harness=harness or (),
+        output=output,
+        base=base,
+    )
     with steps(_console(), quiet=quiet) as update:
-        return compare(
-            _directory(model),
-            overrides,
-            split=split,
-            file=file,
-            baselines=None if baselines is None else [str(one) for one in baselines],
-            metrics=metrics,
-            max_rows=max_rows,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            batch_size=batch_size,
-            engine=engine,
-            harness=harness or (),
-            output=output,
-            base=base,
-            progress=update,
-        )
+        return compare(_directory(model), overrides, asked, progress=update)
 
 
 def export(

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from finray.checkpoint.rundir import RunDir
+from finray.config.load import Overrides
+from finray.evaluation import compare
+from finray.evaluation.outcome import Comparison
+from finray.evaluation.subjects import Asked
 from tests.support import runs
 
 # Conversations of two answers that differ in length; what is scored is the last, of all targets of the row.
@@ -27,6 +31,12 @@ def conversation(number: int) -> list[dict[str, str]]:
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def evaluate(model: str | Path, overrides: Overrides = (), **options: Any) -> Comparison:
+    """As `finray.evaluate`, without showing how far it has come."""
+    told = {"progress": options.pop("progress")} if "progress" in options else {}
+    return compare.evaluate(model, overrides, Asked(**options), **told)
 
 
 Train = Callable[..., Path]

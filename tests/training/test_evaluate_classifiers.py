@@ -16,9 +16,9 @@ import finray
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.data.dataset.prepared import PreparedSplit
 from finray.errors import ConfigError, DataError
-from finray.evaluation.compare import evaluate
 from finray.evaluation.rows import splits_of
 from tests.support import runs
+from tests.support.evaluated import evaluate
 from tests.support.runs import Plain
 
 

@@ -217,27 +217,26 @@ def evaluate(
     if split not in (None, "train", "eval", "test"):
         raise ConfigError(f"there is no split `{split}`", where="--split", repair="use train, eval or test")
     from finray.evaluation.compare import evaluate as run_evaluation
+    from finray.evaluation.subjects import Asked
 
+    asked = Asked(
+        split=split,
+        file=file,
+        baselines=baselines or None,
+        metrics=_words(metrics) or None,
+        max_rows=max_rows,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        batch_size=batch_size,
+        engine=engine,
+        harness=_words(harness),
+        output=output,
+        base=base,
+    )
     with steps(show.console(), quiet=show.mode().quiet) as update:
-        comparison = run_evaluation(
-            model,
-            overrides or (),
-            split=split,
-            file=file,
-            baselines=baselines or None,
-            metrics=_words(metrics) or None,
-            max_rows=max_rows,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            batch_size=batch_size,
-            engine=engine,
-            harness=_words(harness),
-            output=output,
-            base=base,
-            progress=update,
-        )
+        comparison = run_evaluation(model, overrides or (), asked, progress=update)
     show.result(comparison, samples=samples)
 
 

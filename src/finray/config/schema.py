@@ -24,10 +24,11 @@ from finray.config.data_schema import FIELDS as FIELDS
 from finray.config.data_schema import DataConfig as DataConfig
 from finray.config.data_schema import PrepareConfig as PrepareConfig
 from finray.config.data_schema import SourceConfig as SourceConfig
+from finray.config.evaluation import EarlyStoppingConfig as EarlyStoppingConfig
+from finray.config.evaluation import EvaluationConfig as EvaluationConfig
 from finray.config.extensions import named
 from finray.config.redact import is_secret_name, redact_text
 from finray.config.replicas import legal_name
-from finray.config.scoring import ScoringConfig
 from finray.config.section import NO_TEXT as NO_TEXT
 from finray.config.section import PositiveInt, Ratio
 from finray.config.section import Section as Section
@@ -379,69 +380,6 @@ class CheckpointConfig(Section):
         description="Also save a checkpoint at every evaluation with a new best value of `evaluation.metric`, and keep "
         "the best one.",
     )
-
-
-class EarlyStoppingConfig(Section):
-    """When a run stops before its last step."""
-
-    patience: PositiveInt = Field(3, description="Stop after this many consecutive evaluations without improvement.")
-    min_gain: float = Field(
-        0.0,
-        ge=0,
-        description="By how much `evaluation.metric` must be better than its best value (a loss lower, an accuracy "
-        "higher) to count as an improvement.",
-    )
-
-
-class EvaluationConfig(Section):
-    """Evaluation during training, and `finray evaluate` after it."""
-
-    every_steps: PositiveInt | None = Field(
-        None, description="Optimizer steps between evaluations. null evaluates at the start and at the end only."
-    )
-    on_start: bool = Field(
-        True,
-        description="Also evaluate before the first step: the loss of the model that training starts from. It has no "
-        "part in `early_stopping` and the best checkpoint.",
-    )
-    mode: Literal["inline", "async"] = Field(
-        "inline",
-        description="Who evaluates: the training workers, between two steps (`inline`), or a Ray task with the "
-        "checkpoint just written, on what one worker more would have, while training goes on (`async`).",
-    )
-    early_stopping: EarlyStoppingConfig | None = Field(
-        None,
-        description="Stop the run when `metric` no longer improves: `{patience: 3, min_gain: 0.001}`.",
-    )
-    metric: str | None = Field(
-        None,
-        description="The metric that chooses the best checkpoint (`checkpoint.keep_best`, `final/`) and stops a run "
-        "early: one of the task's, such as `eval_loss` or `perplexity`, or, with `generate_rows`, one of `metrics`. "
-        "null is the task's own choice (`eval_loss`).",
-    )
-    metric_mode: Literal["min", "max"] | None = Field(
-        None,
-        description="Whether less (`min`) or more (`max`) of `metric` is better. null goes by its name: less is better "
-        "of a loss, a perplexity and an error, more of everything else.",
-    )
-    metrics: list[Annotated[str, AfterValidator(named("finray.metrics"))]] = Field(
-        default_factory=lambda: ["exact_match"],
-        description="Scores of answers, by name or as `package.module:function`: in `finray evaluate`, and in training "
-        "with `generate_rows`.",
-    )
-    scoring: ScoringConfig | None = Field(None, description="Settings of single scores: `{encoder: roberta-large}`.")
-    max_rows: PositiveInt | None = Field(
-        None,
-        description="Evaluate a sample of at most this many rows: the same at every evaluation, chosen by `run.seed`. "
-        "A larger sample holds the rows of a smaller one.",
-    )
-    generate_rows: PositiveInt | None = Field(
-        None,
-        description="Held-out prompts that the model answers, greedily, at each evaluation in training. `metrics` of "
-        "the answers then stand beside the loss. null answers none.",
-    )
-    max_new_tokens: PositiveInt = Field(128, description="Maximum tokens generated per answer.")
-    batch_size: PositiveInt = Field(16, description="`finray evaluate`: prompts per batch.")
 
 
 class TrackingConfig(Section):

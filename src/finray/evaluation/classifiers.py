@@ -1,4 +1,4 @@
-"""A classifier's rows for ``finray evaluate``: what each model says of them, and scores as statistics of rows.
+"""The judge of classifiers: what each model says of the rows, and scores as statistics of rows.
 
 Statistics are over the evaluated model's classes, by their ids, whatever the order of another model's.
 """
@@ -8,29 +8,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
 from finray.config.resolved import LabelSet
+from finray.config.schema import ModelConfig
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
-from finray.errors import DataError
+from finray.errors import ConfigError, DataError
 from finray.evaluation.artifacts import inference_device
-from finray.evaluation.classify import Classified, Prediction, classify
-from finray.evaluation.rows import Rows
+from finray.evaluation.classify import Classification, Classified, classify
+from finray.evaluation.estimates import Judged
+from finray.evaluation.outcome import Estimate, Prediction
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
-from finray.evaluation.work import Progress, Subject
+from finray.evaluation.statistics import Interval
+from finray.evaluation.subjects import Case, Progress
 from finray.models.artifacts import load_artifact
 from finray.models.packing_check import check_packing
+from finray.pretrained.tokenizers import load_tokenizer
 from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums
 
 # Numbers in the statistics of a score; of more classes or rows only the value is given.
 _MOST_NUMBERS = 2**24
 # What a model without an answer to the text says.
 COMMONEST = "commonest"
+_NO_SUM = Interval(None, None, "none: it is not a sum over rows")
 
 
 class Mean(SummedScore):
@@ -55,76 +57,64 @@ class FromCounts(SummedScore):
         return self._of(sums_K.reshape(classes, classes))
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """What models made of the rows.
-
-    Attributes:
-        labels: of the evaluated model.
-        totals: scores with statistics, by name.
-        statistics: by model and score (N, K).
-        values: by model, scores that have a value alone.
-        predictions: by model, of each row.
-        confusion: by model, rows by their class and the predicted one, where each row has one class.
-    """
-
-    labels: LabelSet
-    totals: Mapping[str, Score]
-    statistics: dict[str, dict[str, FloatArray]]
-    values: dict[str, dict[str, float]]
-    predictions: dict[str, tuple[Prediction, ...]]
-    confusion: dict[str, tuple[tuple[int, ...], ...]]
-
-
-def judge(
-    subjects: Sequence[Subject],
-    rows: Rows,
-    *,
-    labels: LabelSet | None,
-    dtype: torch.dtype,
-    tell: Callable[[str], None],
-    progress: Progress,
-) -> Judged:
-    """Let classifiers judge rows, the evaluated one last; a model that is named for it says the commonest label.
-
-    Args:
-        subjects: the models; of a :data:`COMMONEST` nothing is loaded.
-        rows: labelled ones.
-        labels: of the evaluated model, where its run says; None reads them from its configuration.
-        dtype: of weights and arithmetic.
-        tell: told of what is left out.
-        progress: told how far each model has come.
+def judge(case: Case) -> Judged:
+    """Let classifiers judge rows; where no baselines are named, beside what the commonest label comes to.
 
     Raises:
-        FinrayError: a model cannot be loaded, or a row has a label that it does not know.
+        FinrayError: answers are asked for, a model cannot be loaded, or a row has a label that it does not know.
     """
+    asked = case.asked
+    if asked.metrics or asked.harness:
+        raise ConfigError(
+            "a classifier gives labels and no answers",
+            where="--metrics" if asked.metrics else "--harness",
+            repair="leave it out: accuracy, F1 and the others are always there",
+        )
+    rows = case.rows
+    assert rows is not None
     truths = [rows.split.labels[number] for number in rows.numbers]
     held = [rows.split.row(number) for number in rows.numbers]
     found: dict[str, Classified] = {}
-    for subject in reversed(subjects):
-        if subject.name == COMMONEST and found:
-            continue
-        model = load_artifact(subject.artifact, dtype=dtype).to(inference_device())
-        own = labels if subject is subjects[-1] else None
+    for subject in case.subjects:
+        model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
+        known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
         packs = check_packing(subject.artifact.model).safe
-        told = _counted(progress, f"{subject.name} labels", len(held))
-        found[subject.name] = classify(model, held, truths, packs=packs, labels=own, progress=told)
+        told = _counted(case.progress, f"{subject.name} labels", len(held))
+        found[subject.name] = classify(model, held, truths, packs=packs, labels=known, progress=told)
         del model
-    last = found[subjects[-1].name]
-    predictions = {subject.name: found[subject.name].predictions for subject in subjects if subject.name in found}
-    if COMMONEST in (subject.name for subject in subjects) and rows.train is not None:
-        said = Prediction(commonest(rows.train, last.labels))
-        predictions = {COMMONEST: (said,) * len(held), **predictions}
-    sums = ScoreSums(last.labels.problem, last.labels.names)
+    labels = found[case.tuned.name].labels
+    predictions = {name: one.predictions for name, one in found.items()}
+    if asked.baselines is None and rows.train is not None:
+        predictions = {COMMONEST: (Classification(commonest(rows.train, labels)),) * len(held), **predictions}
+    sums = ScoreSums(labels.problem, labels.names)
     totals, statistics = _statistics(sums, truths, predictions)
-    if len(totals) == 1 and last.labels.problem == "single_label":
-        tell(f"{len(sums.names)} classes are too many for intervals of more than accuracy")
-    values: dict[str, dict[str, float]] = {}
-    for name, one in found.items():
-        metrics = {} if one.scores is None else one.scores.metrics
-        values[name] = {score: value for score, value in metrics.items() if score not in totals}
+    if len(totals) == 1 and labels.problem == "single_label":
+        case.notes.append(f"{len(sums.names)} classes are too many for intervals of more than accuracy")
+    metrics = {name: one.scores.metrics for name, one in found.items() if one.scores is not None}
+    values = {
+        model: {name: Estimate(value, _NO_SUM) for name, value in metrics.get(model, {}).items() if name not in totals}
+        for model in predictions
+    }
     confusion = {name: one.scores.confusion for name, one in found.items() if one.scores and one.scores.confusion}
-    return Judged(last.labels, totals, statistics, values, predictions, confusion)
+    judged = Judged(totals, statistics, values, classes=labels.names, confusion=confusion)
+    tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
+
+    def prediction(index: int) -> Prediction:
+        said = {name: each[index] for name, each in predictions.items()}
+        sure = {
+            name: {"probability": max(one.probabilities)} if one.probabilities else {} for name, one in said.items()
+        }
+        return Prediction(
+            rows.numbers[index],
+            rows.split.where(rows.numbers[index]),
+            tokenizer.decode(held[index][0].tolist(), skip_special_tokens=True),
+            _shown(truths[index]),
+            {name: [_shown(one.label)] for name, one in said.items()},
+            {name: {**scores, **sure[name]} for name, scores in judged.of_row(index).items()},
+        )
+
+    judged.prediction = prediction
+    return judged
 
 
 def commonest(train: PreparedSplit, labels: LabelSet) -> Label:
@@ -139,7 +129,7 @@ def commonest(train: PreparedSplit, labels: LabelSet) -> Label:
 
 
 def _statistics(
-    sums: ScoreSums, truths: Sequence[Label], predictions: Mapping[str, Sequence[Prediction]]
+    sums: ScoreSums, truths: Sequence[Label], predictions: Mapping[str, Sequence[Classification]]
 ) -> tuple[dict[str, Score], dict[str, dict[str, FloatArray]]]:
     found: dict[str, dict[str, FloatArray]] = {name: {} for name in predictions}
     if sums.problem == "regression":
@@ -189,18 +179,5 @@ def _counted(progress: Progress, what: str, total: int) -> Callable[[int], None]
     return lambda done: progress(what, done, total=total)
 
 
-def shown(label: Label) -> str:
-    """A label as text."""
+def _shown(label: Label) -> str:
     return ", ".join(label) if isinstance(label, tuple) else f"{label:.4g}" if isinstance(label, float) else str(label)
-
-
-def prediction_scores(judged: Judged, index: int) -> dict[str, dict[str, Any]]:
-    """Of one row, by model: whether it is right, and the probability of what the model says."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, said in judged.predictions.items():
-        one = judged.statistics[name]
-        kept = {score: float(values[index, 0]) for score, values in one.items() if values.shape[1] == 1}
-        if said[index].probabilities:
-            kept["probability"] = max(said[index].probabilities)
-        found[name] = kept
-    return found

@@ -25,7 +25,7 @@ TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Classification:
     """Of one row.
 
     Attributes:
@@ -42,7 +42,7 @@ class Classified:
     """What a classifier said of rows, in their order; ``scores`` where their labels are known."""
 
     labels: LabelSet
-    predictions: tuple[Prediction, ...]
+    predictions: tuple[Classification, ...]
     scores: ClassifierScores | None
 
 
@@ -88,7 +88,7 @@ def classify(
     plan = (plan_packs if packs else one_length_each)(
         [len(ids) for ids, _ in rows], max([TOKENS, *(len(ids) for ids, _ in rows)])
     )
-    found: dict[int, Prediction] = {}
+    found: dict[int, Classification] = {}
     for number in range(len(plan)):
         some = plan.pack(number)
         unknown = () if known.problem == "multi_label" else 0
@@ -121,10 +121,10 @@ def _encoded(task: SequenceClassification, truth: Label, number: int) -> Any:
         ) from None
 
 
-def _prediction(labels: LabelSet, logits_C: torch.Tensor) -> Prediction:
+def _prediction(labels: LabelSet, logits_C: torch.Tensor) -> Classification:
     if labels.problem == "regression":
-        return Prediction(float(logits_C[0]))
+        return Classification(float(logits_C[0]))
     if labels.problem == "multi_label":
         chosen = tuple(name for name, logit in zip(labels.names, logits_C.tolist(), strict=True) if logit > 0)
-        return Prediction(chosen, tuple(logits_C.sigmoid().tolist()))
-    return Prediction(labels.names[int(np.argmax(logits_C.numpy()))], tuple(logits_C.softmax(-1).tolist()))
+        return Classification(chosen, tuple(logits_C.sigmoid().tolist()))
+    return Classification(labels.names[int(np.argmax(logits_C.numpy()))], tuple(logits_C.softmax(-1).tolist()))

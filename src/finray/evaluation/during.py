@@ -7,18 +7,17 @@ from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from finray import compat
+from finray.config.evaluation import ScoringConfig
 from finray.config.schema import Config
-from finray.config.scoring import ScoringConfig
 from finray.config.tasks import metric_name
 from finray.data.dataset.prepared import PreparedSplit
 from finray.errors import FinrayError, TrainingError
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.rows import prompt_and_answer
 from finray.evaluation.scores.base import Answered, score_named
 from finray.files import first_line
 from finray.models import attention
@@ -26,13 +25,6 @@ from finray.models.loading import DTYPES
 from finray.parallel.base import Strategy, on_all_ranks
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.training.task import Task
-
-
-def prompt_and_answer(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
-    """A row's tokens up to its last answer, and those of that answer."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.astype(bool), [False]]).astype(np.int8)))
-    start, stop = int(edges[-2]), int(edges[-1])
-    return ids[:start].tolist(), ids[start:stop].tolist()
 
 
 class Answers:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from finray.evaluation.outcome import Compared, Estimate, Evaluated
+from finray.evaluation.harness import Found
+from finray.evaluation.outcome import Compared, Estimate, Evaluated, Prediction
 from finray.evaluation.scores.base import FloatArray, Score, SummedScore
-from finray.evaluation.statistics import Interval, adjusted, interval, paired, sentence
+from finray.evaluation.statistics import adjusted, interval, paired, sentence
 
 
 class Loss(SummedScore):
@@ -23,39 +25,62 @@ class Loss(SummedScore):
         return float(sums_K[0] / sums_K[1])
 
 
-def evaluated(
-    name: str,
-    order: list[str],
-    totals: dict[str, Score],
-    statistics: dict[str, dict[str, FloatArray]],
-    values: dict[str, dict[str, float]],
-    kept: Any,
-    seed: int,
-) -> Evaluated:
+@dataclass(slots=True)
+class Judged:
+    """What models made of the rows; by name, the evaluated one last.
+
+    Attributes:
+        totals: scores by name, in the order in which they are shown.
+        statistics: by model and score (N, K).
+        values: by model, scores that are no sums over rows.
+        prediction: a row and what was said to it, by its index; None where nothing is said.
+        classes: of a classifier, by id.
+        confusion: by model, rows by their class and the predicted one, where each row has one class.
+        harness: by model, metrics of lm-eval's tasks.
+        made_by: what all of it follows from, beside models and data.
+    """
+
+    totals: dict[str, Score]
+    statistics: dict[str, dict[str, FloatArray]]
+    values: dict[str, dict[str, Estimate]]
+    prediction: Callable[[int], Prediction] | None = None
+    classes: tuple[str, ...] = ()
+    confusion: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    harness: dict[str, dict[str, Found]] = field(default_factory=dict)
+    made_by: dict[str, Any] = field(default_factory=dict)
+
+    def of_row(self, index: int) -> dict[str, dict[str, float]]:
+        """By model, the scores of one row that are a number."""
+        return {
+            model: {name: float(own[name][index, 0]) for name in self.totals if name in own and own[name].shape[1] == 1}
+            for model, own in self.statistics.items()
+        }
+
+
+def evaluated(judged: Judged, model: str, *, seed: int, kept: npt.NDArray[np.bool_] | None = None) -> Evaluated:
     """Scores of a model, of all rows or of those that are ``kept``."""
     found: dict[str, Estimate] = {}
-    for score in (*order, "loss"):
-        if (own := statistics[name].get(score)) is not None:
-            own = own if kept is None else own[kept]
-            value = totals[score].total(own.sum(0), len(own))
-            found[score] = Estimate(value, interval(own, totals[score].total, seed=seed), totals[score].is_share)
-        elif score in values.get(name, {}):
-            none = Interval(None, None, "none: the function gives one number")
-            found[score] = Estimate(values[name][score], none, 0 <= values[name][score] <= 1)
-    return Evaluated(name, found)
+    values = judged.values[model] if kept is None else {}
+    for name in dict.fromkeys((*judged.totals, *values)):
+        if (own := judged.statistics[model].get(name)) is not None:
+            own, score = own if kept is None else own[kept], judged.totals[name]
+            value = score.total(own.sum(0), len(own))
+            found[name] = Estimate(value, interval(own, score.total, seed=seed), score.is_share)
+        elif name in values:
+            found[name] = values[name]
+    return Evaluated(model, found)
 
 
-def compared_with(
-    models: Sequence[Evaluated], totals: dict[str, Score], statistics: dict[str, dict[str, FloatArray]], seed: int
-) -> list[Compared]:
+def compared_with(judged: Judged, *, seed: int) -> list[Compared]:
     """The last model against each other one, score by score; p is adjusted for several baselines."""
-    tuned, found = models[-1].name, []
-    for other in models[:-1]:
-        for score, second in statistics[tuned].items():
-            first = statistics[other.name].get(score)
+    (*others, tuned), found = judged.statistics, []
+    for other in others:
+        for score, second in judged.statistics[tuned].items():
+            first = judged.statistics[other].get(score)
             if first is None or (score == "loss" and not np.array_equal(first[:, 1], second[:, 1])):
                 continue  # Losses of other tokens.
-            found.append(Compared(score, other.name, len(first), paired(first, second, totals[score].total, seed=seed)))
+            test = paired(first, second, judged.totals[score].total, seed=seed)
+            found.append(Compared(score, other, len(first), test))
     # Several baselines are several chances to find a difference.
     for score in {one.score for one in found}:
         own = [one for one in found if one.score == score]

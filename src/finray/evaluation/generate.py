@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, overload
 
-import torch
 from rich.console import Console
 
 from finray.config.schema import ModelConfig
@@ -17,6 +15,7 @@ from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import DataError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import make_engine
+from finray.evaluation.engines.base import mute
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.prompts import Prompt, prompt_ids
 from finray.files import FileKind
@@ -76,64 +75,6 @@ class Answers(Result, Sequence[str]):
             path.write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             raise DataError(f"the answers cannot be written: {error.strerror}", where=str(path)) from None
-
-
-@torch.no_grad()
-def generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    sampling: Sampling,
-    batch_size: int,
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[str]:
-    """The answer to each prompt as text, without special tokens.
-
-    Args:
-        model: a Transformers or PEFT causal language model in evaluation mode.
-        tokenizer: of the model; it says what pads a batch and what ends an answer.
-        prompts: token ids. Batches are of similar length, and padded on the left.
-        sampling: how tokens are chosen.
-        batch_size: prompts in one batch.
-        progress: called with the number of prompts answered so far.
-    """
-    eos = tokenizer.eos_token_id
-    pad = int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos or 0)
-    # A chat model ends its turns with a token of its generation config, which need not be the tokenizer's EOS.
-    configured = model.generation_config.eos_token_id
-    ends = configured if isinstance(configured, list | tuple) else [configured]
-    stop = sorted({int(token) for token in (eos, *ends) if token is not None})
-    if sampling.temperature == 0.0:
-        # None for what greedy search ignores: a model's generation config may set it, and Transformers then warns.
-        choice: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    else:
-        choice = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p}
-    answers = [""] * len(prompts)
-    by_length = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    torch.manual_seed(sampling.seed)
-    for start in range(0, len(by_length), batch_size):
-        batch = by_length[start : start + batch_size]
-        longest = len(prompts[batch[0]])
-        tokens_BT = torch.full((len(batch), longest), pad, dtype=torch.int64)
-        mask_BT = torch.zeros_like(tokens_BT)
-        for row, index in enumerate(batch):
-            tokens_BT[row, longest - len(prompts[index]) :] = torch.tensor(list(prompts[index]))
-            mask_BT[row, longest - len(prompts[index]) :] = 1
-        output = model.generate(
-            input_ids=tokens_BT.to(model.device),
-            attention_mask=mask_BT.to(model.device),
-            max_new_tokens=sampling.max_new_tokens,
-            pad_token_id=pad,
-            eos_token_id=stop,
-            use_cache=True,
-            **choice,
-        )
-        for row, index in enumerate(batch):
-            answer = list(takewhile(lambda token: token not in stop, output[row, longest:].tolist()))
-            answers[index] = str(tokenizer.decode(answer, skip_special_tokens=True))
-        progress(start + len(batch))
-    return answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +202,7 @@ def generate_text(
     running = make_engine(engine, artifact, batch_size=batch_size, merge=merge, tell=tell)
     stream = None if write is None or len(prompts) != 1 else TextStream(asking.tokenizer, sampling.stop, write)
     texts = [""] * len(prompts)
-    for answer in running.generate(ids, sampling, on_token=None if stream is None else stream.token):
+    for answer in running.generate(ids, sampling, on_token=mute if stream is None else stream.token):
         texts[answer.row] = answer.text
         if stream is not None:
             stream.end(answer.text)

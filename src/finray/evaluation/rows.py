@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir
@@ -74,21 +75,13 @@ class Rows:
         """A digest of the rows of the dataset, and the name of the split."""
         return f"{self.dataset.content}/{self.name}"
 
-    def learned(self, index: int) -> tuple[list[int], int, int]:
-        """Token ids of a row, and where its last answer begins and ends."""
-        ids, mask = self.split.row(self.numbers[index])
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.astype(bool), [False]]).astype(np.int8)))
-        return ids.tolist(), int(edges[-2]), int(edges[-1])
-
     def prompt(self, index: int) -> list[int]:
         """Token ids up to where the last answer begins."""
-        ids, start, _ = self.learned(index)
-        return ids[:start]
+        return prompt_and_answer(*self.split.row(self.numbers[index]))[0]
 
     def reference(self, index: int) -> list[int]:
         """Token ids of the last answer."""
-        ids, start, stop = self.learned(index)
-        return ids[start:stop]
+        return prompt_and_answer(*self.split.row(self.numbers[index]))[1]
 
     def keys(self) -> list[tuple[int, int]]:
         """What names each row whatever the tokenizer: its row in the source, and which of that row's rows it is."""
@@ -124,6 +117,13 @@ class Rows:
         for row in rows:
             for index in wanted.get(str(row.number), ()):
                 yield index, row.value
+
+
+def prompt_and_answer(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
+    """A row's tokens up to its last answer, and those of that answer."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.astype(bool), [False]]).astype(np.int8)))
+    start, stop = int(edges[-2]), int(edges[-1])
+    return ids[:start].tolist(), ids[start:stop].tolist()
 
 
 def _keys(split: PreparedSplit) -> list[tuple[int, int]]:

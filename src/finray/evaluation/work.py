@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,49 +14,12 @@ from finray.errors import DataError
 from finray.evaluation.engines import Continuation, Engine, Sampling
 from finray.evaluation.kept import Kept
 from finray.evaluation.rows import Rows
-from finray.evaluation.scores.base import FloatArray
+from finray.evaluation.scores.base import Answered, FloatArray
+from finray.evaluation.subjects import Case, Subject
 from finray.files import seal_of
-from finray.models.artifacts import Artifact
 
 # Rows that an engine is given at a time: what it holds does not grow with the rows.
 _ROWS = 512
-
-
-class Progress(Protocol):
-    """Told how far a part of an evaluation has come."""
-
-    def __call__(self, what: str, done: int, *, total: int, rate: str = "") -> None:
-        """``done`` of ``total`` rows of the part ``what``; ``rate`` in words, where it is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A model to evaluate: an artifact, with its adapter or without."""
-
-    name: str
-    artifact: Artifact
-    adapter: bool = True
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What tells its weights from any other, without reading them."""
-        base = self.artifact.base
-        own = None if base is not None and not self.adapter else files_of(str(self.artifact.folder))
-        return {"weights": own, "base": None if base is None else {**files_of(base.name), "revision": base.revision}}
-
-
-def files_of(name: str) -> dict[str, Any]:
-    """A model directory by name, size and time of its files, or a Hub id by the commit that is in the cache."""
-    folder = Path(name).expanduser()
-    if folder.is_file():
-        return {"name": name, "files": [[folder.name, folder.stat().st_size, folder.stat().st_mtime_ns]]}
-    if folder.is_dir():
-        files = sorted(path for pattern in ("*.safetensors", "*.json", "*.jinja") for path in folder.glob(pattern))
-        return {"name": name, "files": [[one.name, one.stat().st_size, one.stat().st_mtime_ns] for one in files]}
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(name, "config.json")
-    return {"name": name, "commit": Path(cached).parent.name if isinstance(cached, str) else None}
 
 
 @dataclass(slots=True)
@@ -65,20 +27,17 @@ class Work:
     """What is asked of one model, kept as it comes."""
 
     subject: Subject
-    rows: Rows | None
-    folder: Path
-    engine_name: str
-    dtype: str
+    rows: Rows
+    case: Case
     sampling: Sampling
-    progress: Progress
     open: Callable[[], Engine]
     # What computed all of it, now or before.
     made_by: list[dict[str, str]] = field(default_factory=list)
 
     def losses(self) -> FloatArray:
         """Nats and tokens of each row's answers (N, 2)."""
-        rows = self._own()
-        kept = Kept(self.folder, "losses", self._belongs())
+        rows = self.rows
+        kept = Kept(self.case.folder, "losses", self._belongs())
         with self._each("loss", kept, list(rows.numbers)) as (left, keep):
             for start in range(0, len(left), _ROWS):
                 part = left[start : start + _ROWS]
@@ -91,11 +50,32 @@ class Work:
                     keep(part[found.row], [float(nats.sum()), int(learned.sum())], tokens=len(learned))
         return np.array([kept.found[number] for number in rows.numbers], dtype=np.float64)
 
+    def answered(
+        self,
+        needs: Collection[str],
+        attempts: int,
+        choices: dict[int, list[str]],
+        columns: dict[int, dict[str, Any]],
+        tokenizer: Any,
+    ) -> list[Answered]:
+        """The rows, with what scores need of them."""
+        likelihoods = self.likelihoods(choices, tokenizer) if choices else []
+        said = self.answers(attempts) if "answers" in needs else []
+        return [
+            Answered(
+                said[index] if said else (),
+                tokenizer.decode(self.rows.reference(index), skip_special_tokens=True),
+                columns.get(index, {}),
+                *(likelihoods[index] if choices else ()),
+            )
+            for index in range(len(self.rows))
+        ]
+
     def answers(self, attempts: int) -> list[tuple[str, ...]]:
         """Texts for each row."""
-        rows = self._own()
+        rows = self.rows
         sampling = {name: getattr(self.sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-        kept = Kept(self.folder, "answers", {**self._belongs(), "sampling": sampling})
+        kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": sampling})
         place = {number: index for index, number in enumerate(rows.numbers)}
         wanted = [number * attempts + attempt for number in rows.numbers for attempt in range(attempts)]
         with self._each("answers", kept, wanted) as (left, keep):
@@ -112,7 +92,7 @@ class Work:
         self, choices: dict[int, list[str]], tokenizer: Any
     ) -> list[tuple[tuple[float, ...], tuple[int, ...], int]]:
         """Log-likelihoods of the choices of each row, their bytes, and which is right."""
-        rows = self._own()
+        rows = self.rows
         asked = []
         for index in range(len(rows)):
             reference = tokenizer.decode(rows.reference(index), skip_special_tokens=True).strip()
@@ -123,7 +103,9 @@ class Work:
                     repair="write the answer as one of them",
                 )
             asked.append(choices[index].index(reference))
-        kept = Kept(self.folder, "choices", {**self._belongs(), "choices": seal_of({"all": list(choices.items())})})
+        kept = Kept(
+            self.case.folder, "choices", {**self._belongs(), "choices": seal_of({"all": list(choices.items())})}
+        )
         place = {number: index for index, number in enumerate(rows.numbers)}
         with self._each("choices", kept, list(rows.numbers)) as (left, keep):
             for start in range(0, len(left), _ROWS):
@@ -149,18 +131,13 @@ class Work:
             for index, number in enumerate(rows.numbers)
         ]
 
-    def _own(self) -> Rows:
-        assert self.rows is not None
-        return self.rows
-
     def _belongs(self) -> dict[str, Any]:
-        rows = self._own()
-        model = self.subject.identity
-        return {"model": model, "rows": rows.fingerprint, "engine": self.engine_name, "dtype": self.dtype}
+        computed = {"engine": self.case.asked.engine, "dtype": str(self.case.dtype)}
+        return {"model": self.subject.identity, "rows": self.rows.fingerprint, **computed}
 
     def _continuation(self, number: int) -> tuple[Continuation, list[bool]]:
         """A row from its first learned token on, and which tokens of that are learned."""
-        ids, mask = self._own().split.row(number)
+        ids, mask = self.rows.split.row(number)
         learned = np.flatnonzero(mask[1:]) + 1
         first, stop = int(learned[0]), int(learned[-1]) + 1
         return Continuation(ids[:first].tolist(), ids[first:stop].tolist()), mask[first:stop].astype(bool).tolist()
@@ -172,7 +149,7 @@ class Work:
         done, began = len(numbers) - len(left), time.perf_counter()
         told = f"{self.subject.name} {what}"
         if not left:
-            self.progress(told, done, total=len(numbers), rate="kept from before")
+            self.case.progress(told, done, total=len(numbers), rate="kept from before")
             self.made_by += kept.made_by
             yield [], None
             return
@@ -187,7 +164,7 @@ class Work:
                 seconds = max(time.perf_counter() - began, 1e-6)
                 fresh = done - (len(numbers) - len(left))
                 rate = f"{fresh / seconds:.1f} rows/s, {tokens_done / seconds:,.0f} tokens/s"
-                self.progress(told, done, total=len(numbers), rate=rate)
+                self.case.progress(told, done, total=len(numbers), rate=rate)
 
             yield left, keep
         self.made_by += kept.made_by

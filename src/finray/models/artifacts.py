@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from finray.config.adapter_files import SETTINGS, read_notes, read_settings
+from finray.config.adapter_files import SETTINGS, WEIGHTS, read_notes, read_settings
 from finray.config.resolved import LabelSet
 from finray.config.schema import AdapterConfig, ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
@@ -17,6 +18,9 @@ from finray.models.adapters import load_adapter
 from finray.models.fused_lora import fuse
 from finray.models.loading import build_model, load_model
 from finray.models.sharded import materialise
+from finray.pretrained.weights import stored_weights
+
+_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +96,46 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
     )
 
 
+def require_fit(artifact: Artifact) -> None:
+    """See that an adapter is of its base model, by names and shapes: no weight is read.
+
+    Raises:
+        ModelError: it is of another one.
+    """
+    if artifact.base is None or not (artifact.folder / WEIGHTS).exists():
+        return
+    stored = stored_weights(artifact.folder, Path(WEIGHTS).stem)
+    base = load_model(artifact.model, dtype=torch.float32, on_meta=True, labels=artifact.labels)
+    shapes = {name: tuple(one.weight.shape) for name, one in base.named_modules() if hasattr(one, "weight")}
+    layers = {_DIGITS.sub("#", name) for name in shapes}
+    for name, tensor in {} if stored is None else stored.tensors.items():
+        layer, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+        if part[:1] not in ("A", "B") or len(tensor.shape) != 2:
+            continue
+        size, odd = tensor.shape[1 if part[0] == "A" else 0], ""
+        if len(shape := shapes.get(layer, ())) == 2 and size not in shape:
+            odd = (
+                f"{layer} is {shape[0]} x {shape[1]} there, and has {size} {'in' if part[0] == 'A' else 'out'}puts here"
+            )
+        elif layer not in shapes and _DIGITS.sub("#", layer) in layers:
+            # Of names that are nowhere nothing is said: PEFT knows older ones.
+            odd = f"there is no {layer}"
+        if odd:
+            named = read_settings(artifact.folder).base_model_name_or_path
+            raise ModelError(
+                f"the adapter does not fit the model {artifact.base.name}: {odd}",
+                where=str(artifact.folder),
+                repair="name the base model it was trained on with --base" + (f"; it names {named}" if named else ""),
+            )
+
+
 def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
-    """The trained model, ready for inference; an adapter is not merged."""
+    """The trained model, ready for inference; an adapter is not merged.
+
+    Raises:
+        ModelError: it cannot be loaded, or an adapter is of another base, which is said before weights are read.
+    """
+    require_fit(artifact)
     model = load_model(artifact.model, dtype=dtype, labels=artifact.labels)
     if not artifact.is_adapter:
         return model.eval()

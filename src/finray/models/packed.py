@@ -195,12 +195,12 @@ class PackedModel:
             if (types := options.pop("token_type_ids", None)) is not None:
                 options["token_type_ids"] = types.view(-1, length)
             return module(input_ids=batch.tokens_1T.view(-1, length), use_cache=False, **options)
-        longest = max(batch.lengths)
+        longest, first = max(batch.lengths), self._first_position
         if self._attention == attention.NAME:
             options["segment_lengths"] = getattr(batch, "layout", None) or attention.RowLengths(batch.lengths)
         return module(
             input_ids=batch.tokens_1T,
-            position_ids=batch.positions_1T + self._first_position,
+            position_ids=batch.positions_1T + first if first else batch.positions_1T,
             use_cache=False,
             cu_seq_lens_q=batch.cu_seqlens,
             cu_seq_lens_k=batch.cu_seqlens,

@@ -14,10 +14,10 @@ from pathlib import Path
 from finray.checkpoint import manifest
 from finray.checkpoint.rundir import check_output
 from finray.config.adapter_files import WEIGHTS as ADAPTER_WEIGHTS
+from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import TABLES, load_named
 from finray.config.paths import is_url
 from finray.config.schema import Config
-from finray.config.scoring import ScoringConfig
 from finray.config.tasks import CAUSAL_LM, task_spec
 from finray.data.dataset.prepare import check_inputs
 from finray.errors import ConfigError, FinrayError, ModelError, unmatched

@@ -17,9 +17,8 @@ from finray.config.tasks import CAUSAL_LM
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.collate import Batch, collate
 from finray.models.head import loss_sum
-from finray.models.loading import build_model
 from finray.models.packed import PackedModel
-from finray.tasks.packed_task import PackedTask
+from finray.tasks.packed_task import PackedTask, built
 
 # exp() of more than this is not a float; a perplexity so large says nothing anyway.
 _LARGEST_EXPONENT = 700.0
@@ -41,17 +40,7 @@ class CausalLM(PackedTask):
         Raises:
             ModelError: it cannot be loaded.
         """
-        model = build_model(
-            config.model,
-            config.adapter,
-            precision=resolved.precision,
-            attention_name=resolved.attention,
-            bits=resolved.bits,
-            seed=seed,
-            device=device,
-            on_meta=on_meta,
-            weights=resolved.weights,
-        )
+        model = built(config, resolved, device=device, seed=seed, on_meta=on_meta)
         return cls(model, precision=resolved.precision, attention_name=resolved.attention, device=device)
 
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:

@@ -7,8 +7,31 @@ from typing import Any
 
 import torch
 
+from finray.config.resolved import Resolved
+from finray.config.schema import Config
+from finray.models.loading import build_model
 from finray.models.packed import CalledAsOne, PackedModel
 from finray.models.saved_layout import SavedLayout
+
+
+def built(config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> Any:
+    """The model of a task with its adapter, as the run resolved it.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
+    return build_model(
+        config.model,
+        config.adapter,
+        precision=resolved.precision,
+        attention_name=resolved.attention,
+        bits=resolved.bits,
+        seed=seed,
+        device=device,
+        on_meta=on_meta,
+        weights=resolved.weights,
+        labels=resolved.label_set,
+    )
 
 
 class PackedTask:

@@ -18,10 +18,9 @@ from finray.config.tasks import SEQUENCE_CLASSIFICATION
 from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
 from finray.data.sampling.collate import LabelledBatch, collate_labelled
-from finray.models.loading import build_model
 from finray.models.packed import PackedModel
 from finray.tasks.classifier_scores import ClassifierScores, ScoreSums
-from finray.tasks.packed_task import PackedTask
+from finray.tasks.packed_task import PackedTask, built
 
 
 class SequenceClassification(PackedTask):
@@ -68,18 +67,7 @@ class SequenceClassification(PackedTask):
             ModelError: it cannot be loaded.
         """
         assert resolved.problem is not None
-        model = build_model(
-            config.model,
-            config.adapter,
-            precision=resolved.precision,
-            attention_name=resolved.attention,
-            bits=resolved.bits,
-            seed=seed,
-            device=device,
-            on_meta=on_meta,
-            weights=resolved.weights,
-            labels=resolved.label_set,
-        )
+        model = built(config, resolved, device=device, seed=seed, on_meta=on_meta)
         return cls(
             model,
             precision=resolved.precision,

@@ -20,9 +20,9 @@ from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.data.sampling.splits import sample
 from finray.errors import DataError
-from finray.evaluation.compare import evaluate
 from finray.tracking.jsonl import read_records
 from tests.support import runs, tiny
+from tests.support.evaluated import evaluate
 
 ROWS = 20
 

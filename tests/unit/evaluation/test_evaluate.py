@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
-from finray.evaluation.compare import evaluate
+from finray.evaluation.compare import JUDGES
 from finray.evaluation.engines import Answer
 from finray.evaluation.engines.transformers import TransformersEngine
 from tests.support import tiny
-from tests.support.evaluated import conversation, write
+from tests.support.evaluated import conversation, evaluate, write
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("finray.evaluation.compare.make_engine", refuse)
+    monkeypatch.setattr("finray.evaluation.answers.make_engine", refuse)
 
 
 @pytest.fixture
@@ -218,6 +219,10 @@ def test_code_is_checked_with_the_columns_of_its_row(
         evaluate(tiny_model_dir, settings, file=file, metrics=["pass_at_k"], output=tmp_path / "out")
 
 
+def test_every_task_has_a_judge() -> None:
+    assert JUDGES.keys() == SPECS.keys()
+
+
 # --- what is refused, before a model is loaded ---------------------------------------------
 
 
@@ -233,6 +238,8 @@ def test_code_is_checked_with_the_columns_of_its_row(
         ({"baselines": ["no/such/model"]}, "no/such/model"),
         ({"temperature": -1.0}, "cannot be used"),
         ({"overrides": ["evaluation.metrix=[]"]}, "metrix"),
+        ({"overrides": ["evaluation.metric=accuracy"]}, "causal_lm has no metric `accuracy`"),
+        ({"engine": "fast"}, "known names are transformers, vllm"),
         ({"overrides": ["data.max_length=9"]}, "none of the 6 rows"),
         ({"base": "/no/such/base"}, "/no/such/base"),
     ],
@@ -247,6 +254,22 @@ def test_what_cannot_be_done_is_said_before_a_model_is_loaded(
         evaluate(run_dir, overrides, output=tmp_path / "out", **arguments)
     assert caught.value.exit_code == 2
     assert before == {path: path.read_bytes() for path in (run_dir / "final").rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_a_file_is_read_by_the_config_of_a_run_that_evaluated_as_it_went(
+    run_dir: Path, other: Path, tmp_path: Path
+) -> None:
+    """What asks for held-out rows in training has them there; a metric that the task has not is still refused."""
+    copy = Path(shutil.copytree(run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation")))
+    config = (copy / "config.yaml").read_text()
+    changed = config.replace("every_steps: null", "every_steps: 1").replace("metric: null", "metric: perplexity")
+    assert changed.count("every_steps: 1\n") == 2
+    (copy / "config.yaml").write_text(changed)
+    with pytest.raises(AssertionError, match="a model was loaded"):
+        evaluate(copy, file=other, output=tmp_path / "out")
+    with pytest.raises(ConfigError, match="no metric `accuracy`"):
+        evaluate(copy, ["evaluation.metric=accuracy"], file=other, output=tmp_path / "out")
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -278,12 +301,35 @@ def test_a_package_that_is_missing_is_named_with_its_pip_line(
     assert line in str(caught.value.repair)
 
 
-def test_an_adapter_on_another_base_is_refused(run_dir: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
-    other = tmp_path / "wide"
-    tiny.build_model("llama", hidden_size=128).save_pretrained(str(other))
+@pytest.mark.usefixtures("unloaded")
+def test_an_engine_that_is_not_installed_is_named_before_rows_are_prepared(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.evaluation.subjects.of_run", None)
+    monkeypatch.setattr("finray.evaluation.engines.vllm.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="vLLM is not installed") as caught:
+        evaluate(run_dir, engine="vllm")
+    assert "pip install vllm" in str(caught.value.repair)
+
+
+@pytest.mark.parametrize(
+    ("changed", "odd"),
+    [({"hidden_size": 128}, "has 64 outputs here"), ({"num_hidden_layers": 1}, "there is no model.layers.1")],
+)
+def test_an_adapter_of_another_base_is_refused_before_that_is_read(
+    run_dir: Path, tmp_path: Path, tiny_model_dir: Path, changed: dict[str, int], odd: str
+) -> None:
+    """Also where PEFT would leave out the layers that are too many, and load the rest."""
+    other = tmp_path / "other"
+    tiny.build_model("llama", **changed).save_pretrained(str(other))
     AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(str(other))
-    with pytest.raises(ModelError, match="does not fit the model"):
+    # Nobody may look at the weights.
+    (other / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ModelError, match="does not fit the model") as caught:
         evaluate(run_dir, base=str(other), output=tmp_path / "out")
+    assert odd in caught.value.message
+    assert f"it names {tiny_model_dir}" in str(caught.value.repair)
+    assert caught.value.exit_code == 2
 
 
 # --- the harness ----------------------------------------------------------------------------------------------------

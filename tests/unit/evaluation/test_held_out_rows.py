@@ -19,12 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
-from finray.evaluation.compare import evaluate
 from finray.evaluation.engines import Answer, Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.outcome import Comparison, Estimate, Evaluated
 from finray.evaluation.statistics import Interval
-from tests.support.evaluated import Train, conversation
+from tests.support.evaluated import Train, conversation, evaluate
 
 
 def text_of(messages: list[dict[str, str]]) -> str:
@@ -195,7 +194,7 @@ def test_what_was_answered_before_a_kill_is_not_asked_again(
     assert second == [(1, True), (2, True)]
     assert [one.answers["tuned"] for one in found.predictions] == [[f"answer {row} True"] for row in range(3)]
     third = answering(monkeypatch, die)
-    monkeypatch.setattr("finray.evaluation.compare.make_engine", None)
+    monkeypatch.setattr("finray.evaluation.answers.make_engine", None)
     again = evaluate(copy)
     assert third == []
     assert again.json()["models"] == found.json()["models"]
@@ -288,7 +287,7 @@ def test_scores_that_cannot_be_written_are_an_error_before_a_model_is_loaded(
 ) -> None:
     copy = Path(shutil.copytree(run_dir, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation")))
     (copy / "evaluation").write_text("in the way")
-    monkeypatch.setattr("finray.evaluation.compare.make_engine", None)
+    monkeypatch.setattr("finray.evaluation.answers.make_engine", None)
     with pytest.raises(FinrayError, match="cannot be written") as caught:
         evaluate(copy, max_rows=1)
     assert str(caught.value.where) == str(copy / "evaluation")
@@ -313,7 +312,7 @@ def test_precision_is_what_the_run_resolved_or_what_an_old_config_names(
     (copy / "config.yaml").write_text(config.replace("precision: fp32", "precision: bf16"))
     asked: list[Any] = []
     monkeypatch.setattr(
-        "finray.evaluation.compare.inference_dtype", lambda precision, device: asked.append(precision) or torch.float32
+        "finray.evaluation.subjects.inference_dtype", lambda precision, device: asked.append(precision) or torch.float32
     )
     evaluate(copy, max_rows=1)
     (copy / "resolved.json").unlink()

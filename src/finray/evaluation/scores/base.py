@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import load_named
-from finray.config.scoring import ScoringConfig
 from finray.errors import ConfigError
 
 FloatArray = npt.NDArray[np.float64]
@@ -150,11 +150,6 @@ def score_named(name: str, settings: ScoringConfig) -> Score:
         made: Score = found(settings)
         return made
     return OwnScore(found, name)
-
-
-def short_name(name: str) -> str:
-    """How a score is called in tables and files: a function of your own without its module."""
-    return name.rpartition(":")[2]
 
 
 def require(package: str, score: str, *, module: str | None = None) -> None:

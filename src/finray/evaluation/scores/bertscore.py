@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from finray.config.evaluation import ScoringConfig
 from finray.config.schema import ModelConfig
-from finray.config.scoring import ScoringConfig
 from finray.errors import ConfigError
 from finray.evaluation.artifacts import inference_device
 from finray.evaluation.scores.base import Answered, FloatArray, SummedScore

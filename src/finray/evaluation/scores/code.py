@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from finray.config.evaluation import ScoringConfig
 from finray.config.extensions import load_named
-from finray.config.scoring import ScoringConfig
 from finray.errors import ConfigError
 from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
 

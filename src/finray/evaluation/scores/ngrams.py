@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from finray import compat
-from finray.config.scoring import ScoringConfig
+from finray.config.evaluation import ScoringConfig
 from finray.evaluation.scores.base import Answered, FloatArray, SummedScore, require
 
 

@@ -1,0 +1,163 @@
+"""The judge of models that answer: losses, answers and likelihoods of choices of each, and the scores of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from finray.config.evaluation import ScoringConfig
+from finray.config.schema import Config, ModelConfig
+from finray.config.tasks import metric_name
+from finray.errors import ConfigError, DataError
+from finray.evaluation import harness
+from finray.evaluation.engines import Engine, Sampling, make_engine, require_engine
+from finray.evaluation.estimates import Judged, Loss
+from finray.evaluation.outcome import Estimate, Prediction
+from finray.evaluation.rows import Rows
+from finray.evaluation.scores.base import score_named
+from finray.evaluation.statistics import Interval
+from finray.evaluation.subjects import Case
+from finray.evaluation.work import Work
+from finray.models.artifacts import Artifact
+from finray.pretrained.tokenizers import load_tokenizer
+
+_ONE_NUMBER = Interval(None, None, "none: the function gives one number")
+
+
+def judge(case: Case) -> Judged:
+    """Let models answer the rows; what is computed is kept as it comes, and nothing of it is computed twice.
+
+    Of rows that are learned as a whole it is the losses alone.
+
+    Raises:
+        FinrayError: a score does not fit, or something is not installed or cannot be loaded or written.
+    """
+    asked, settings, config = case.asked, case.config.evaluation, case.config
+    scoring = settings.scoring or ScoringConfig()
+    scores = {metric_name(name): score_named(name, scoring) for name in settings.metrics}
+    needs = frozenset[str]().union(*(one.needs for one in scores.values()))
+    attempts = scoring.attempts if "columns" in needs else 1
+    sampling = Sampling(settings.max_new_tokens, asked.temperature, asked.top_p, asked.seed)
+    if attempts > 1 and not asked.temperature:
+        raise ConfigError(
+            f"{attempts} greedy answers are one answer {attempts} times",
+            where="--temperature",
+            repair="--temperature 0.8",
+        )
+    if asked.harness:
+        harness.require()
+    require_engine(asked.engine)
+    rows = case.rows
+    if rows is not None and not rows.asks:
+        if asked.metrics:
+            raise ConfigError(
+                f"{', '.join(asked.metrics)}: these rows are learned as a whole and ask for no answer",
+                where="--metrics",
+                repair="leave --metrics out: plain text has a loss",
+            )
+        scores, needs = {}, frozenset()
+    choices = _choices(rows, scoring, config) if rows is not None and "choices" in needs else {}
+    columns = dict(rows.columns(str(config.data.source))) if rows is not None and "columns" in needs else {}
+    used, answered = list[dict[str, str]](), dict[str, list[tuple[str, ...]]]()
+    found = Judged(
+        {**scores, "loss": Loss()},
+        {one.name: {} for one in case.subjects},
+        {one.name: {} for one in case.subjects},
+        made_by={
+            "engine": [],
+            "sampling": {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")},
+            "metrics": list(settings.metrics),
+            "scoring": scoring.model_dump(),
+            "harness": list(asked.harness),
+        },
+    )
+    for artifact, group in case.by_artifact():
+        tokenizer, own = load_tokenizer(ModelConfig(name=str(artifact.folder))), case.rows_for(artifact)
+        with _engine(case, artifact) as opened:
+            for subject in group:
+                if own is not None:
+                    work = Work(subject, own, case, sampling, opened)
+                    statistics = found.statistics[subject.name]
+                    statistics["loss"] = work.losses()
+                    answers = work.answered(needs, attempts, choices, columns, tokenizer) if scores else []
+                    answered[subject.name] = [one.answers for one in answers]
+                    for name, score in scores.items():
+                        if (each := score.statistics(answers)) is not None:
+                            statistics[name] = each
+                        else:
+                            value = score.value(answers)
+                            found.values[subject.name][name] = Estimate(value, _ONE_NUMBER, 0 <= value <= 1)
+                    used += work.made_by
+                if asked.harness:
+                    told, total = f"{subject.name} harness", len(asked.harness)
+                    case.progress(told, 0, total=total)
+                    engine = opened()
+                    metrics = harness.run(engine, asked.harness, adapter=subject.adapter, seed=asked.seed)
+                    found.harness[subject.name] = metrics
+                    case.progress(told, total, total=total)
+                    used.append({"name": engine.name, "version": engine.version})
+    found.made_by["engine"] = [one for place, one in enumerate(used) if one not in used[:place]]
+    if rows is not None and "answers" in needs:
+        found.prediction = _shown(case, rows, answered, found)
+    return found
+
+
+@contextmanager
+def _engine(case: Case, artifact: Artifact) -> Iterator[Callable[[], Engine]]:
+    """Gives the engine of a model; it is not loaded before something is left to be computed."""
+    loaded: list[Engine] = []
+
+    def opened() -> Engine:
+        if not loaded:
+            size = case.config.evaluation.batch_size
+            options: dict[str, Any] = {"batch_size": size, "dtype": case.dtype, "tell": case.notes.append}
+            loaded.append(make_engine(case.asked.engine, artifact, **options))
+        return loaded[0]
+
+    try:
+        yield opened
+    finally:
+        for engine in loaded:
+            engine.close()
+
+
+def _choices(rows: Rows, scoring: ScoringConfig, config: Config) -> dict[int, list[str]]:
+    """The choices of each row.
+
+    Raises:
+        DataError: a row has none.
+    """
+    if scoring.choices:
+        return dict.fromkeys(range(len(rows)), scoring.choices)
+    found: dict[int, list[str]] = {}
+    for index, columns in rows.columns(str(config.data.source)):
+        choices = columns.get("choices")
+        if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
+            raise DataError(
+                f"the row has no list of texts in a column `choices` (columns: {', '.join(columns)})",
+                where=rows.split.where(rows.numbers[index]),
+                repair="write one, or set evaluation.scoring.choices",
+            )
+        found[index] = choices
+    return found
+
+
+def _shown(
+    case: Case, rows: Rows, answered: dict[str, list[tuple[str, ...]]], judged: Judged
+) -> Callable[[int], Prediction]:
+    tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
+
+    def prediction(index: int) -> Prediction:
+        number = rows.numbers[index]
+        return Prediction(
+            number,
+            rows.split.where(number),
+            # Role marks are special tokens of most templates: without them nobody sees who speaks.
+            tokenizer.decode(rows.prompt(index), skip_special_tokens=False),
+            tokenizer.decode(rows.reference(index), skip_special_tokens=True),
+            {name: list(said[index]) for name, said in answered.items()},
+            judged.of_row(index),
+        )
+
+    return prediction
