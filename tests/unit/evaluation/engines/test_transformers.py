@@ -209,9 +209,11 @@ def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> No
     model = tiny.build_model("llama").eval()
     model.generation_config.no_repeat_ngram_size = 2
     lines: list[str] = []
-    engine = TransformersEngine.of(model, Words(), tell=lines.append)
+    engine = TransformersEngine.of(model, Words(), batch_size=4, tell=lines.append)
     assert ["no_repeat_ngram_size" in line for line in lines] == [True]
-    assert list(next(engine.generate([PROMPTS[6]], Sampling(NEW))).tokens) == plain(model, PROMPTS[6])
+    # Also of shorter prompts, which are padded.
+    found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
+    assert [list(found[row].tokens) for row in range(len(PROMPTS))] == [plain(model, prompt) for prompt in PROMPTS]
 
 
 def test_any_token_of_the_generation_config_and_the_tokenizers_end_an_answer() -> None:
