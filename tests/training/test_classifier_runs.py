@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.metrics import confusion_matrix
 from torch.nn import functional as F
 
 from finray.config.resolved import Packing
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset
 from tests.support import runs
 from tests.support.runs import Plain, changed
 
@@ -106,6 +109,17 @@ def test_a_run_in_full_is_a_plain_loop_over_padded_batches(
     evaluations = runs.records(tmp_path / "ours", "eval")
     assert [record["step"] for record in evaluations] == [4, 8]
     assert {"eval_loss", "accuracy", "f1_macro", "matthews_corrcoef", "recall_plant"} <= evaluations[-1].keys()
+    # After the last step the plain model is the same: its matrix is scikit-learn's.
+    settled = runs.config_of(settings)
+    held = PreparedDataset(prepare_here(settled)).splits(settled.data, seed=settled.run.seed).eval
+    assert held is not None
+    own = [rows[at] for at in held.source_rows.tolist()]
+    inputs = tokenizer([row["text"] for row in own], padding=True, return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    with torch.no_grad():
+        said = model.eval()(**inputs).logits.argmax(-1).tolist()
+    matrix = confusion_matrix([labels.index(row["label"]) for row in own], said, labels=[0, 1, 2])
+    assert evaluations[-1]["confusion"] == matrix.tolist()
 
 
 def test_packs_and_rows_alone_learn_the_same(

@@ -108,3 +108,10 @@ def test_rows_with_an_unknown_label_are_refused_by_name(run: Path, tmp_path: Pat
     file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
     with pytest.raises(DataError, match="mineral"):
         evaluate(run, file=file)
+
+
+def test_whole_numbers_in_a_file_are_ids_of_the_runs_classes(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    rows = [{"text": "one", "label": 2}, {"text": "two", "label": 0}, {"text": "three", "label": "neither"}]
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
+    assert [one["reference"] for one in lines(evaluate(run, file=file).folder)] == ["plant", "animal", "neither"]

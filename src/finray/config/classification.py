@@ -29,7 +29,8 @@ class ClassificationConfig(Section):
     labels: list[Annotated[str, BeforeValidator(_name)]] | None = Field(
         None,
         description="Names of the classes, in the order of their ids. Whole numbers in the data are ids into this "
-        "list. null takes the names from the training data: numbers by value, then names by the alphabet.",
+        "list. null takes the names of a `ClassLabel` of `datasets`, else those in the training data: numbers by "
+        "value, then names by the alphabet.",
     )
     class_weights: Literal["balanced"] | dict[Annotated[str, BeforeValidator(_name)], float] | None = Field(
         None,

@@ -172,6 +172,10 @@ class Case:
             raise ConfigError("a file has no splits", where="--split", repair="give --split or --file")
         if asked.file is not None:
             root = None if run is None or config.prepare.dir else run.path.parent / PREPARED
+            if self.resolved is not None and self.resolved.labels:
+                # Whole numbers in a file are ids of the run's classes, as they were in its own data.
+                section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})
+                config = config.model_copy(update={"classification": section})
             held, dataset = of_file(config, root=root)
             name = Path(asked.file).name
             if run is not None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -19,6 +22,7 @@ from finray.data.dataset.report import report_lines
 from finray.data.formats.convert import FormatChoice, converter_of
 from finray.data.formats.examples import Label, Labelled
 from finray.data.formats.labels import LabelRules, LabelSet, label_of
+from finray.data.sources.memory import write_rows
 from finray.errors import ConfigError, DataError
 from tests.support.labelled import CLASSIFIES, bert_tokenizer
 from tests.support.labelled import classifying as classifying
@@ -113,7 +117,7 @@ def test_a_label_is_a_name_names_or_a_number(value: Any, rules: LabelRules, expe
 @pytest.mark.parametrize(
     ("value", "rules", "said"),
     [
-        (2, NAMED, r"the label 2 is none of classification.labels \(bad, good\)"),
+        (2, NAMED, r"the label 2 is none of the classes \(bad, good\)"),
         (-1, NAMED, "the label -1 is none of"),
         ("Good", NAMED, "the label 'Good' is none of"),
         (1.0, NAMED, "classes are names or whole numbers"),
@@ -322,7 +326,7 @@ def test_labels_that_the_training_rows_have_are_no_problem(classifying: Preparin
 
 def test_a_held_out_label_that_no_training_row_has_is_named_with_its_row(classifying: Preparing, put: Write) -> None:
     (problem,) = look(classifying, put, ["a", "b"], ["a", "c", "d", "d"]).problems
-    assert "the label `c` of the evaluation rows is in no row to train on (and 1 other labels)" in str(problem)
+    assert "the label `c` of the evaluation rows is in no row to train on (and 1 other label)" in str(problem)
     assert problem.where is not None
     assert problem.where.endswith("dev.jsonl:2")
     # A name that the config has is a class, whatever the rows have.
@@ -412,6 +416,8 @@ def test_the_report_says_how_the_classes_are_shared(classifying: Preparing, put:
     source = put("rows.jsonl", lines([{"text": "a", "label": label} for label in (1, 0, 1, 1)]))
     dataset = classifying.dataset(source, model=CLASSIFIES, classification={"labels": ["no", "yes"]})
     assert report_lines(dataset.manifest)[-1] == "train: single_label, 2 classes: yes 3 (75.0%), no 1 (25.0%)"
+    alone = classifying.dataset(put("one.jsonl", lines([{"text": "a", "label": 1}])), model=CLASSIFIES)
+    assert report_lines(alone.manifest)[-1] == "train: single_label, 1 class: 1 1 (100.0%)"
 
 
 def test_a_continued_run_has_the_classes_that_it_began_with() -> None:
@@ -426,3 +432,101 @@ def test_a_continued_run_has_the_classes_that_it_began_with() -> None:
     assert differences(began, named) == []
     assert differences(began, turned) == [("classification.labels", ["no", "yes"], ["yes", "no"])]
     assert differences(began, smoothed) == [("classification.label_smoothing", 0.0, 0.1)]
+
+
+# --- classes that `datasets` names ----------------------------------------------------------------------------------
+
+SENTIMENT = datasets.Features(
+    {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["negative", "awful", "Positive"])}
+)
+FEELINGS = datasets.Dataset.from_list(
+    [{"text": f"cat {at}", "label": at % 3} for at in (2, 0, 1, 0)], features=SENTIMENT
+)
+SAID = ["Positive", "negative", "awful", "negative"]
+
+
+def saved(folder: Path) -> Path:
+    FEELINGS.save_to_disk(str(folder / "saved"))
+    return folder / "saved"
+
+
+def parquet(folder: Path) -> Path:
+    FEELINGS.to_parquet(str(folder / "rows.parquet"))
+    return folder / "rows.parquet"
+
+
+def in_memory(folder: Path) -> Path:
+    # Rows in another order than the table below them.
+    return write_rows(FEELINGS.select([3, 0, 1, 2]).select([1, 2, 3, 0]).with_format("numpy"), folder / "rows")
+
+
+def arrow_in_memory(folder: Path) -> Path:
+    return write_rows(pa.parquet.read_table(parquet(folder)), folder / "rows")
+
+
+@pytest.mark.parametrize("form", [saved, parquet, in_memory, arrow_in_memory], ids=lambda form: form.__name__)
+def test_the_classes_of_a_data_set_that_names_them_have_its_names_in_its_order(
+    classifying: Preparing, tmp_path: Path, form: Callable[[Path], Path]
+) -> None:
+    dataset = classifying.dataset(form(tmp_path), model=CLASSIFIES)
+    split = dataset.all_rows("train")
+    assert split is not None
+    assert (dataset.label_set, split.labels) == (LabelSet("single_label", ("negative", "awful", "Positive")), SAID)
+
+
+def test_what_the_config_says_of_labels_comes_before_the_names_of_a_data_set(
+    classifying: Preparing, tmp_path: Path
+) -> None:
+    source = parquet(tmp_path)
+    named = classifying.dataset(source, model=CLASSIFIES, classification={"labels": ["a", "b", "c"]})
+    assert named.label_set == LabelSet("single_label", ("a", "b", "c"))
+    numbers = classifying.dataset(source, model=CLASSIFIES, classification={"problem": "regression"})
+    assert numbers.label_set == LabelSet("regression", ())
+
+
+def test_lists_of_named_classes_are_several_classes(classifying: Preparing, tmp_path: Path) -> None:
+    features = {"text": datasets.Value("string"), "topics": datasets.List(datasets.ClassLabel(names=["x", "b"]))}
+    rows = [{"text": "a cat", "topics": topics} for topics in ([1, 0], [], [0])]
+    datasets.Dataset.from_list(rows, features=datasets.Features(features)).to_parquet(str(tmp_path / "r.parquet"))
+    dataset = classifying.dataset(tmp_path / "r.parquet", model=CLASSIFIES, field_mapping={"label": "topics"})
+    split = dataset.all_rows("train")
+    assert split is not None
+    assert (dataset.label_set, split.labels) == (LabelSet("multi_label", ("x", "b")), [("b", "x"), (), ("x",)])
+
+
+def test_each_source_is_read_by_its_own_names(classifying: Preparing, put: Write, tmp_path: Path) -> None:
+    """Held-out rows whose ids stand in another order are the same classes; plain numbers have the training rows'."""
+    other = FEELINGS.cast_column("label", datasets.ClassLabel(names=["awful", "Positive", "negative"]))
+    other.to_parquet(str(tmp_path / "other.parquet"))
+    for source, expected in (
+        (tmp_path / "other.parquet", ["negative", "awful", "Positive", "awful"]),
+        (put("plain.jsonl", lines([{"text": "a", "label": at} for at in (2, 0)])), ["Positive", "negative"]),
+    ):
+        splits = classifying.splits(parquet(tmp_path), model=CLASSIFIES, eval_source=str(source))
+        assert splits.eval is not None
+        assert (splits.train.labels, splits.eval.labels) == (SAID, expected)
+
+
+def test_an_id_beyond_the_names_is_a_bad_row_by_its_place(classifying: Preparing, tmp_path: Path) -> None:
+    """-1 is how `datasets` writes that a row has no label."""
+    FEELINGS.map(lambda row: {"label": -1}).to_parquet(str(tmp_path / "test.parquet"))
+    error = classifying.refused(tmp_path / "test.parquet", model=CLASSIFIES)
+    assert "the label -1 is none of the classes (negative, awful, Positive)" in error.message
+    assert str(error.where).endswith("test.parquet:1")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        b"{",
+        b"[]",
+        b'{"info": {"features": {"label": {"_type": "ClassLabel", "names": ["a", "a"]}}}}',
+        b'{"info": {"features": {"label": {"_type": "ClassLabel", "names": [1, 2, 3]}}}}',
+        b'{"info": {"features": {"label": []}}}',
+    ],
+)
+def test_metadata_that_name_no_classes_change_nothing(classifying: Preparing, tmp_path: Path, metadata: bytes) -> None:
+    table = pa.table({"text": ["a", "b"], "label": [1, 0]}).replace_schema_metadata({"huggingface": metadata})
+    pa.parquet.write_table(table, tmp_path / "rows.parquet")
+    dataset = classifying.dataset(tmp_path / "rows.parquet", model=CLASSIFIES)
+    assert dataset.label_set == LabelSet("single_label", ("0", "1"))

@@ -258,11 +258,11 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
         parts = [part for stream in own for part in _parts_of(stream.name, results)]
         each = [part.counts() for part in parts]
         counts = {counter: sum(one[counter] for one in each) for counter in each[0]}
-        rules = own[0].choice.labels
+        named = dict.fromkeys(name for stream in own if (rules := stream.choice.labels) for name in rules.names)
         of_class: Counter[str] = Counter()
         for part in parts:
             of_class.update(dict(zip(part.labels, part.label_rows, strict=True)))
-        labels = rules.names if rules is not None and rules.names else in_order(of_class)
+        labels = tuple(named) or in_order(of_class)
         for part in parts:
             if part.problem is not None:
                 kinds.setdefault(part.problem, part.pieces[0].file)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +19,7 @@ from finray.data.formats.convert import FormatChoice
 from finray.data.formats.examples import RowFormat
 from finray.data.formats.labels import LabelRules
 from finray.data.sources import hub
+from finray.data.sources.features import class_names, features_of
 from finray.data.sources.pieces import bad_row, count_rows, plan_parts, read_piece
 from finray.data.sources.readers import ByteRange, Reading
 from finray.data.sources.resolve import Source, resolve
@@ -124,6 +126,38 @@ def plan_streams(settings: Settings) -> list[Stream]:
                 repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
             )
     return streams
+
+
+def with_class_names(streams: list[Stream]) -> list[Stream]:
+    """The streams, with the names of classes that their sources have (``ClassLabel``) where the config has none.
+
+    Whole numbers are ids into the names of their own source; in one without names, into those of the first that has
+    some.
+
+    Raises:
+        DataError: a source cannot be opened.
+    """
+    own = {stream.name: _class_names(stream) for stream in streams}
+    first = next(filter(None, own.values()), ())
+    named = []
+    for stream in streams:
+        rules = stream.choice.labels
+        if first and rules is not None:
+            names = rules.names or own[stream.name] or first
+            stream = replace(stream, choice=replace(stream.choice, labels=replace(rules, names=names)))
+        named.append(stream)
+    return named
+
+
+def _class_names(stream: Stream) -> tuple[str, ...]:
+    choice = stream.choice
+    if choice.labels is None or choice.labels.names or choice.labels.problem == "regression":
+        return ()
+    features, column = features_of(stream.source), ""
+    # Columns that do not fit are an error where rows are read.
+    with suppress(DataError):
+        column = choice.decide(features).columns.get("label", "") if features else ""
+    return class_names(features.get(column))
 
 
 def _own(data: DataConfig, split: str) -> Source:

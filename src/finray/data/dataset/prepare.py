@@ -34,6 +34,7 @@ from finray.data.dataset.plan import (
     plan_streams,
     shaped_by,
     tokenizer_identity,
+    with_class_names,
 )
 from finray.data.dataset.prepared import BAD_ROWS
 from finray.data.storage import Digests, Folder
@@ -108,7 +109,7 @@ def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
     root = root or prepared_dir(config)
     digests = Digests(None if is_url(root) else Path(root) / _DIGESTS)
     settings = Settings.of(config)
-    streams = plan_streams(settings)
+    streams = with_class_names(plan_streams(settings))
     shape = shaped_by(settings, streams, tokenizer=tokenizer_identity(config.model, digests), digests=digests)
     return Planned(settings, streams, shape, root)
 

@@ -13,7 +13,7 @@ from finray.config.resolved import Problem
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.errors import DataError
-from finray.limits import shown
+from finray.limits import cut, shown
 
 # A class, several of them, or a number.
 Label = str | tuple[str, ...] | float
@@ -106,7 +106,7 @@ def _class(value: Any, rules: LabelRules, *, within: str = "") -> str:
     if 0 <= number < len(rules.names) and not any(map(_WHOLE.fullmatch, rules.names)):
         return rules.names[number]
     raise DataError(
-        f"the label {shown(value)} is none of classification.labels ({', '.join(rules.names)}), and no id of one",
+        f"the label {shown(value)} is none of the classes ({cut(', '.join(rules.names), 200)}), and no id of one",
         repair="mend the row, name the class in classification.labels, or set data.on_bad_row to drop",
     )
 

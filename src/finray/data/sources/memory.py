@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finray.data.sources.features import class_names, features_in
 from finray.errors import DataError
 
 # The folder of such files, beside the prepared datasets.
@@ -24,6 +25,8 @@ _ROWS = "a list of dicts, a datasets.Dataset, a pandas or Arrow table"
 
 def write_rows(rows: Any, folder: Path) -> Path:
     """Write rows to a file of JSON lines in the folder, unless it is there; returns the file.
+
+    Rows whose ``datasets`` features name classes become an Arrow file, which has the names too.
 
     Args:
         rows: mappings of column to value, or a table (of pandas, Arrow, or anything that exports Arrow streams).
@@ -37,14 +40,19 @@ def write_rows(rows: Any, folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            with scratch.open("wb") as stream:
-                for number, row in enumerate(_each(rows), 1):
-                    line = _line(row, number)
-                    digest.update(line)
-                    stream.write(line)
-                if not stream.tell():
-                    raise DataError("there are no rows", where="data.source", repair=f"give {_ROWS} with rows in it")
-            path = folder / f"{digest.hexdigest()[:24]}.jsonl"
+            count, suffix = 0, "jsonl"
+            if (table := _with_classes(rows)) is not None:
+                count, suffix = _write_table(table, scratch), "arrow"
+                digest.update(scratch.read_bytes())
+            else:
+                with scratch.open("wb") as stream:
+                    for count, row in enumerate(_each(rows), 1):
+                        line = _line(row, count)
+                        digest.update(line)
+                        stream.write(line)
+            if not count:
+                raise DataError("there are no rows", where="data.source", repair=f"give {_ROWS} with rows in it")
+            path = folder / f"{digest.hexdigest()[:24]}.{suffix}"
             if not path.is_file():
                 os.replace(scratch, path)
         finally:
@@ -52,6 +60,33 @@ def write_rows(rows: Any, folder: Path) -> Path:
     except OSError as error:
         raise DataError(f"the rows cannot be written: {error.strerror}", where=str(folder)) from None
     return path
+
+
+def _with_classes(rows: Any) -> Any:
+    """The rows as an Arrow stream with a schema, where that names classes; JSON lines would lose the names."""
+    schema = getattr(getattr(rows, "features", None), "arrow_schema", None) or getattr(rows, "schema", None)
+    if not any(map(class_names, features_in(schema).values())):
+        return None
+    import pyarrow as pa
+
+    if not hasattr(rows, "with_format"):
+        return pa.RecordBatchReader.from_stream(rows)
+    tables = rows.with_format("arrow").iter(batch_size=1024)
+    return pa.RecordBatchReader.from_batches(
+        schema, (batch for table in tables for batch in table.cast(schema).to_batches())
+    )
+
+
+def _write_table(table: Any, file: Path) -> int:
+    """Write a stream to an Arrow file; returns its rows."""
+    import pyarrow as pa
+
+    rows = 0
+    with pa.ipc.new_file(str(file), table.schema) as writer:
+        for batch in table:
+            writer.write_batch(batch)
+            rows += len(batch)
+    return rows
 
 
 def _each(rows: Any) -> Iterator[Any]:
