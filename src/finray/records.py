@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from finray.files import typed
 
+# As JSON has it, in which records travel.
+Confusion = list[list[int]]
+
 
 @dataclass(frozen=True, slots=True)
 class Note:
@@ -43,7 +46,7 @@ class RunHeader:
     Attributes:
         step: optimizer steps done before this start.
         parameters: of model and adapter.
-        rows, tokens, supervised: of the training split; supervised tokens are targets of the loss.
+        rows, tokens, supervised: of the training split; supervised tokens are targets of the loss, or rows that are.
         packs: packs, or rows without packing.
         fill: share of the packs' positions that hold a token.
         device: name of the GPU, or ``CPU``.
@@ -54,6 +57,7 @@ class RunHeader:
         epochs: passes over the data in the whole run.
         held_out: rows for evaluation; ``eval_rows`` of them are evaluated.
         workers: of each, by rank, the ranks that torch's launchers give it, and its host; in words.
+        labelled: each row has a label, and no token is a target.
     """
 
     step: int
@@ -79,6 +83,7 @@ class RunHeader:
     epochs: float = 0.0
     held_out: int = 0
     workers: Sequence[str] = ()
+    labelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +132,27 @@ class TrainRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
-    """An evaluation: the task's metrics (``eval_loss``, ...), which are means over so many targets."""
+    """An evaluation: the task's metrics (``eval_loss``, ...), which are means over so many targets.
+
+    ``confusion`` is a classifier's: rows by their class and the predicted one; empty of other tasks and many classes.
+    """
 
     step: int
     metrics: Mapping[str, float]
     targets: int
     seconds: float
+    confusion: Confusion = field(default_factory=list)
 
     def json(self) -> dict[str, Any]:
         """The record as it is written."""
         counts = {"eval_targets": self.targets, "eval_seconds": self.seconds}
-        return {"kind": "eval", "step": self.step, **self.metrics, **counts}
+        matrix = {"confusion": self.confusion} if self.confusion else {}
+        return {"kind": "eval", "step": self.step, **self.metrics, **counts, **matrix}
 
     @staticmethod
     def metrics_of(plain: Mapping[str, Any]) -> dict[str, float]:
         """The metrics in what :meth:`json` gave."""
-        others = ("kind", "step", "eval_targets", "eval_seconds")
+        others = ("kind", "step", "eval_targets", "eval_seconds", "confusion")
         return {name: value for name, value in plain.items() if name not in others}
 
 

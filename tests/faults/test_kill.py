@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -82,6 +83,38 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
     assert (run_dir / "final" / name).read_bytes() == done
 
 
+def test_a_classifier_whose_worker_is_killed_goes_on_to_the_bit_and_with_fewer_workers(
+    classifier_run: Callable[..., Plain], tmp_path: Path, ray_cluster: str
+) -> None:
+    """Dropout of the encoder and of the adapter is on; no worker is restarted, so the run ends with one message."""
+    changes = {"train.max_steps": STEPS, "train.micro_batch_size": 2, "adapter.dropout": 0.2}
+    changes |= {"checkpoint": {"every_steps": 7, "keep_last": 2}, "cluster": {"num_workers": 2, "max_failures": 0}}
+    plain = classifier_run(changes)
+    config = into(plain, tmp_path)
+    process = runs.start_cli("train", str(config))
+    run_dir = tmp_path / "run"
+    wait_for_step(run_dir, 16, process)
+    kill_worker(run_dir, rank=1)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2, out + err
+    assert "Traceback" not in out + err
+    shutil.copytree(run_dir, tmp_path / "alone" / "run")
+    alone = into(plain, tmp_path / "alone", {"cluster.num_workers": 1})
+    for command in (config, alone):
+        code, out, err = runs.finray("train", command)
+        assert code == 0, out + err
+        assert "resuming   at step" in out
+    undisturbed = tmp_path / "undisturbed"
+    run_group(plain, undisturbed, world_size=2)
+    assert runs.trace(run_dir) == runs.trace(undisturbed)
+    name = "adapter_model.safetensors"
+    done = (undisturbed / f"checkpoint-{STEPS:06d}" / name).read_bytes()
+    assert (run_dir / "final" / name).read_bytes() == done
+    # One worker sees the same rows in the same steps; its sums are in another order.
+    runs.assert_same_curve(tmp_path / "alone" / "run", undisturbed, rel=1e-3)
+    assert runs.values(tmp_path / "alone" / "run", "samples_digest") == runs.values(undisturbed, "samples_digest")
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(
     plain: Plain, tmp_path: Path, ray_cluster: str
 ) -> None:
@@ -97,8 +130,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(
 def test_a_bug_is_not_retried_for_ever(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
     """A model whose forward always raises: two attempts, then its own error, though Ray might restart five times."""
     broken = tmp_path / "model"
-    # Positions outside the table raise in the embedding, in the first step of every attempt.
-    tiny.save_model("gpt2", broken, tiny.train_tokenizer(), n_positions=4)
+    # Tokens outside the table raise in the embedding, in the first step of every attempt.
+    tiny.save_model("gpt2", broken, tiny.train_tokenizer(), vocab_size=20)
     code, out, err = runs.finray("train", into(plain, tmp_path, {"model.name": str(broken), "cluster.num_workers": 1}))
     assert code == 2
     assert "2 times in the same way from step 0: IndexError" in err

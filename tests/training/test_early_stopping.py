@@ -69,7 +69,7 @@ def test_the_lowest_evaluation_loss_is_saved_wherever_it_is(
     plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep_best: bool, kept: list[int]
 ) -> None:
     losses = iter([1.0, 1.5, 1.2])
-    monkeypatch.setattr(loop, "evaluate", lambda *arguments: {"eval_loss": next(losses)})
+    monkeypatch.setattr(loop, "evaluate", lambda *arguments: ({"eval_loss": next(losses)}, []))
     rare = {"checkpoint": {"every_steps": 100, "keep_last": 1, "keep_best": keep_best}, "train.max_steps": 6}
     runs.run_alone(changed(plain, rare), tmp_path / "run")
     assert CheckpointStore(tmp_path / "run").steps() == kept

@@ -87,11 +87,13 @@ class Packing:
         safe: whether they may.
         family: the architecture, as its configuration names it.
         reason: why not, where they may not.
+        positions: most tokens of a row, where the model learned a vector for each position; None for no such limit.
     """
 
     safe: bool
     family: str
     reason: str = ""
+    positions: int | None = None
 
     @property
     def warning(self) -> str:

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
 from finray.config.extensions import load_named
+from finray.config.resolved import Problem
 from finray.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ CAUSAL_LM = TaskSpec(
     best=("eval_loss", "min"),
     metrics=("eval_loss", "perplexity"),
 )
+_OF_CLASSES = ("accuracy", "f1_macro", "f1_weighted", "precision_*", "recall_*", "roc_auc")
+# Beside `eval_loss`; a star stands for the name of a class.
+CLASSIFIER_METRICS: dict[Problem, tuple[str, ...]] = {
+    "single_label": (*_OF_CLASSES, "matthews_corrcoef"),
+    "multi_label": _OF_CLASSES,
+    "regression": ("mean_squared_error", "pearson", "spearman"),
+}
 SEQUENCE_CLASSIFICATION = TaskSpec(
     "sequence_classification",
     rows=frozenset({"labelled"}),
@@ -78,10 +86,7 @@ SEQUENCE_CLASSIFICATION = TaskSpec(
     peft_type="SEQ_CLS",
     best=("eval_loss", "min"),
     reads_labels=True,
-    metrics=(
-        *("eval_loss", "accuracy", "f1_macro", "f1_weighted", "precision_*", "recall_*", "matthews_corrcoef"),
-        *("roc_auc", "mean_squared_error", "pearson", "spearman"),
-    ),
+    metrics=("eval_loss", *CLASSIFIER_METRICS["single_label"], *CLASSIFIER_METRICS["regression"]),
 )
 SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
 

@@ -84,17 +84,26 @@ def check_packing_of(
     def first_line(error: Exception) -> str:
         return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
-    family = str(config.model_type)
+    family, positions = str(config.model_type), None
+
+    def unsafe(reason: str) -> Packing:
+        return Packing(False, family, reason, positions)
+
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         try:
             small = getattr(transformers, auto_class).from_config(
                 shrunk(config), dtype=torch.float32, trust_remote_code=trust_remote_code, attn_implementation="eager"
             )
+            context, is_learned = row_limit(small)
+            if is_learned and context is not None:
+                # The small model has another table and another padding, after whose row positions may begin.
+                begins = 0 if context == small.config.max_position_embeddings else config.pad_token_id + 1
+                positions = int(config.max_position_embeddings) - begins
             if compat.carries_state(small):
-                return Packing(False, family, "it carries a state from token to token")
+                return unsafe("it carries a state from token to token")
             if not compat.accepts_attention(small):
-                return Packing(False, family, "its attention is its own and cannot be told where rows end")
+                return unsafe("its attention is its own and cannot be told where rows end")
             for parameter in small.parameters():
                 if parameter.ndim >= 2:
                     # New weights are so small that attention is nearly uniform, and a wrong position would hardly show.
@@ -107,20 +116,41 @@ def check_packing_of(
             alone = [_results(small, JoinedRows(row), None) for row in rows]
             expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
         except Exception as error:
-            return Packing(False, family, f"no small model of its kind can be tried out ({first_line(error)})")
+            return unsafe(f"no small model of its kind can be tried out ({first_line(error)})")
         attention.register()
         try:
             small.set_attn_implementation(attention.NAME)
             found = _results(small, JoinedRows(*rows), attention.NAME)
         except Exception as error:
-            return Packing(False, family, f"it refuses joined rows ({first_line(error)})")
+            return unsafe(f"it refuses joined rows ({first_line(error)})")
     if any(its.shape != ours.shape for its, ours in zip(expected, found, strict=True)):
-        return Packing(False, family, "its head makes something else of joined rows")
+        return unsafe("its head makes something else of joined rows")
     apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, found, strict=True)]
     if all(one <= _TOLERANCE for one in apart):
-        return Packing(True, family)
+        return Packing(True, family, positions=positions)
     what = f"its logits for joined rows are not those of the rows alone (apart by {max(apart):.1%} of the largest)"
-    return Packing(False, family, what)
+    return unsafe(what)
+
+
+def row_limit(model: Any) -> tuple[int | None, bool]:
+    """Most positions of a row by a Transformers model's configuration, and whether they are rows of a learned table,
+    beyond which there is nothing."""
+    config, table = model.config.get_text_config(), model.get_input_embeddings()
+    context = getattr(config, "max_position_embeddings", None)
+    tables = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+        and module is not table
+        and module.embedding_dim == config.hidden_size
+        # Not a table of token types.
+        and module.num_embeddings >= (context or 0)
+    ]
+    if tables and context is not None and tables[0].num_embeddings == context:
+        # RoBERTa counts from the row after the padding's.
+        padding = tables[0].padding_idx
+        context -= 0 if padding is None else padding + 1
+    return None if context is None else int(context), bool(tables)
 
 
 def _results(model: Any, batch: JoinedRows, attention_name: str | None) -> list[torch.Tensor]:

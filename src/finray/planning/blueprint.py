@@ -19,6 +19,7 @@ from finray.errors import FinrayError
 from finray.models import adapters
 from finray.models.head import plain_head
 from finray.models.loading import load_model
+from finray.models.packing_check import row_limit
 from finray.planning.layers import LayerProbe, decoder_layers
 from finray.pretrained.tokenizers import new_ids
 from finray.pretrained.weights import StoredWeights, stored_weights
@@ -146,20 +147,7 @@ def draw_blueprint(
         for module in model.modules()
         if module is not output and (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D")
     ]
-    context = getattr(config, "max_position_embeddings", None)
-    positions = [
-        module
-        for module in model.modules()
-        if isinstance(module, torch.nn.Embedding)
-        and module is not table
-        and module.embedding_dim == config.hidden_size
-        # Not a table of token types.
-        and module.num_embeddings >= (context or 0)
-    ]
-    if positions and context is not None and positions[0].num_embeddings == context:
-        # RoBERTa counts from the row after the padding's.
-        padding = positions[0].padding_idx
-        context -= 0 if padding is None else padding + 1
+    context, is_learned = row_limit(model)
     masks = {module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)}
     tied = head is not None and head.weight_VH is table.weight
     vocabulary_rows, hidden = (int(size) for size in table.weight.shape)
@@ -191,8 +179,8 @@ def draw_blueprint(
         chunks_head=head is not None and not head_is_adapted,
         rank=adapter.rank if adapter.method != "none" else 0,
         window=None if window is None else int(window),
-        context=None if context is None else int(context),
-        learned_positions=bool(positions),
+        context=context,
+        learned_positions=is_learned,
         classifies=output is None,
         causal=masks != {False},
     )

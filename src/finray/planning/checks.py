@@ -150,11 +150,12 @@ def check_evaluation(config: Config) -> None:
     """
     spec, evaluation = task_spec(config.model.task), config.evaluation
     spec.chosen(evaluation)
-    if evaluation.generate_rows is not None and not spec.rows & {"chat", "completion"}:
+    asked = "generate_rows" if evaluation.generate_rows is not None else "metrics"
+    if getattr(evaluation, asked) != getattr(type(evaluation)(), asked) and not spec.rows & {"chat", "completion"}:
         raise ConfigError(
             f"a model of the task {spec.name} answers no prompts",
-            where="evaluation.generate_rows",
-            repair="leave it out; the task has metrics of its own",
+            where=f"evaluation.{asked}",
+            repair=f"leave it out; the task has metrics of its own: {', '.join(spec.metrics or spec.best[:1])}",
         )
     for name in evaluation.metrics if evaluation.generate_rows is not None else ():
         found = load_named("finray.metrics", name, where="evaluation.metrics")

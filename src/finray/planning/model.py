@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub import is_offline_mode
 
-from finray.config.resolved import Packing
+from finray.config.resolved import LabelSet, Packing
 from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
@@ -22,6 +22,7 @@ from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, sto
 from finray.planning.checks import check_saved_modules, check_targets
 from finray.planning.findings import Findings
 from finray.planning.layers import LayerProbe
+from finray.planning.steps import beyond_positions
 from finray.pretrained import hub
 from finray.pretrained.bundled_configs import bundled_config
 from finray.pretrained.tokenizers import load_tokenizer, new_ids
@@ -49,6 +50,7 @@ class ModelPlan:
     eos: str | None
     pad: str | None
     stored_bytes: int | None  # size of the weights' files, where it is known
+    labels: LabelSet | None = None  # that a classifier's head is for, where they are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +63,19 @@ class PlannedModel:
 
 
 def plan_model(
-    config: Config, found: Findings, *, environ: Mapping[str, str] = os.environ, offline: bool = False
+    config: Config,
+    found: Findings,
+    *,
+    labels: LabelSet | None = None,
+    environ: Mapping[str, str] = os.environ,
+    offline: bool = False,
 ) -> PlannedModel | None:
     """Build the model on the meta device, look at its tokenizer, note what is wrong; None where it cannot be had.
 
-    With ``offline`` a model on a Hub that cannot be reached is not a problem, but something that was not checked.
+    With ``offline`` a model on a Hub that cannot be reached is not a problem, but something that was not checked. A
+    classifier's head is made for ``labels``, or as the configuration has it.
     """
-    opened = _open(config, found, environ, offline=offline)
+    opened = _open(config, found, environ, labels=labels, offline=offline)
     if opened is None:
         return None
     model, tokenizer, packing = opened
@@ -117,12 +125,13 @@ def plan_model(
         eos=None if tokenizer is None else tokenizer.eos_token,
         pad=None if tokenizer is None else tokenizer.pad_token,
         stored_bytes=None if stored is None else stored.size,
+        labels=labels,
     )
     return PlannedModel(plan, ModelShape(model, blueprint, LayerProbe(model, packs=packing.safe), stored), packing)
 
 
 def _open(
-    config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool
+    config: Config, found: Findings, environ: Mapping[str, str], *, labels: LabelSet | None, offline: bool
 ) -> tuple[Any, Any | None, Packing] | None:
     """The model without weights, its tokenizer, and whether it may be packed.
 
@@ -130,7 +139,7 @@ def _open(
     """
     try:
         return (
-            load_model(config.model, dtype=torch.float32, on_meta=True),
+            load_model(config.model, dtype=torch.float32, on_meta=True, labels=labels),
             load_tokenizer(config.model),
             check_packing(config.model),
         )
@@ -140,7 +149,12 @@ def _open(
     if shape is None:
         return None
     found.warn("its shape is the one that comes with finray, not read from the Hub", "model.name")
-    return load_model(shape, dtype=torch.float32, on_meta=True), None, check_packing(shape)
+    try:
+        model = load_model(shape, dtype=torch.float32, on_meta=True, labels=labels)
+    except FinrayError:
+        # A decoder asks the tokenizer that is not there for a padding token.
+        model = load_model(shape, dtype=torch.float32, on_meta=True)
+    return model, None, check_packing(shape)
 
 
 def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool) -> None:
@@ -220,16 +234,10 @@ def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None,
     context = blueprint.context
     if context is None or min(max_length, longest or max_length) <= context:
         return
-    length = f"the longest row has {longest:,} tokens" if longest else f"rows may have {max_length:,} tokens"
     if blueprint.learned_positions and longest:
-        found.problem(
-            ModelError(
-                f"{length}, the model has positions for {context:,}",
-                where="data.max_length",
-                repair=f"data.max_length={context}",
-            )
-        )
+        found.problem(beyond_positions(context, longest))
     else:
+        length = f"the longest row has {longest:,} tokens" if longest else f"rows may have {max_length:,} tokens"
         found.warn(f"{length}, the model was made for {context:,}", "data.max_length", f"data.max_length={context}")
 
 

@@ -15,8 +15,9 @@ from rich.console import Console
 
 from finray.checkpoint.rundir import Earlier, earlier_of
 from finray.config.paths import run_path, with_absolute_paths
-from finray.config.resolved import Resolved
+from finray.config.resolved import LabelSet, Resolved
 from finray.config.schema import Config
+from finray.config.tasks import task_spec
 from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, ConfigError, DataError, FinrayError
 from finray.planning.blueprint import Blueprint
@@ -24,7 +25,7 @@ from finray.planning.checks import quick_problems
 from finray.planning.findings import Finding, Findings, refuse
 from finray.planning.flops import SpeedPlan, plan_speed
 from finray.planning.memory import MemoryPlan, Rows, plan_memory
-from finray.planning.model import ModelPlan, PlannedModel, check_context, plan_model
+from finray.planning.model import ModelPlan, check_context, plan_model
 from finray.planning.placement import (
     GPUS,
     Device,
@@ -60,7 +61,7 @@ class DataPlan:
 
     rows: int  # to train on
     tokens: int  # in them
-    supervised: int  # targets in them
+    supervised: int  # targets in them; of labelled text its rows
     packs: int  # that they fill, or rows without packing
     longest: int  # tokens of the longest row
     complete: bool  # whether all of it was read; else all numbers are of the part that was
@@ -70,6 +71,7 @@ class DataPlan:
     epochs: float
     seen_tokens: int  # in the whole run
     seconds: float  # that the examination took
+    labelled: bool = False  # whether each row has a label, and no token is a target
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +168,16 @@ def make_plan(
             found.problem(problem)
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
-    model = plan_model(config, found, environ=environ, offline=offline)
-    report, data = _look_at_data(config, examine, found, before, model=model, offline=offline)
+    report = _report(config, examine, found)
+    labels = _labels(config, report, found, before)
+    model = plan_model(config, found, labels=labels, environ=environ, offline=offline)
+    data = None
+    if report is not None and report.problems:
+        _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
+    elif report is not None:
+        data = _data(config, report, found, before)
     if model is not None:
-        longest = data.longest if data is not None and data.complete else None
+        longest = max(report.longest, report.longest_held_out) if report is not None and report.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
     placed, placement, device = _place(config, named, found, environ, ask)
     memory = resolved = speed = None
@@ -229,25 +237,33 @@ def _earlier(config: Config, found: Findings) -> Earlier | None:
         return None
 
 
-def _look_at_data(
-    config: Config,
-    examine: Callable[[Config], DataReport],
-    found: Findings,
-    before: Resolved | None,
-    *,
-    model: PlannedModel | None,
-    offline: bool,
-) -> tuple[DataReport | None, DataPlan | None]:
+def _report(config: Config, examine: Callable[[Config], DataReport], found: Findings) -> DataReport | None:
     try:
-        report = examine(config)
+        return examine(config)
     except OSError as error:
         # A full disk, say.
         found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
-        return None, None
-    if not report.problems:
-        return report, _data(config, report, found, before)
-    _note_problems(config, report, found, None if model is None else model.plan, offline=offline)
-    return report, None
+        return None
+
+
+def _labels(config: Config, report: DataReport | None, found: Findings, before: Resolved | None) -> LabelSet | None:
+    """What a classifier's head is for: by the run that is continued, by the data, or by the config alone."""
+    section = config.classification
+    if not task_spec(config.model.task).reads_labels:
+        return None
+    if before is not None and before.label_set is not None:
+        return before.label_set
+    if report is not None and report.labels is not None:
+        if not report.complete and section.labels is None and report.labels.names:
+            text = f"the head is counted with the {len(report.labels.names):,} classes of the rows that were read"
+            found.warn(text, "classification.labels", "name all classes there, where there are more")
+        return report.labels
+    if section.problem == "regression":
+        return LabelSet("regression", ())
+    if section.labels is not None:
+        return LabelSet(section.problem or "single_label", tuple(section.labels))
+    found.skip("how many classes the data have: the head is counted with 2", "classification.labels")
+    return None
 
 
 def _speed(
@@ -313,6 +329,7 @@ def _data(config: Config, report: DataReport, found: Findings, before: Resolved 
         steps=steps,
         epochs=passes,
         seen_tokens=round(passes * report.tokens),
+        labelled=report.labels is not None,
     )
 
 

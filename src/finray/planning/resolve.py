@@ -226,7 +226,9 @@ def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | 
         return None
     try:
         found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        return Packing(bool(found["safe"]), str(found["family"]), str(found["reason"]))
+        positions = found["positions"]
+        positions = None if positions is None else int(positions)
+        return Packing(bool(found["safe"]), str(found["family"]), str(found["reason"]), positions)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

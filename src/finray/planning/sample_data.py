@@ -23,7 +23,7 @@ from finray.data.formats.labels import LabelSet
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.data.storage import Folder
 from finray.errors import FinrayError
-from finray.planning.steps import pack_length_of
+from finray.planning.steps import longest_of, pack_length_of
 from finray.pretrained.tokenizers import load_tokenizer
 
 # Seconds after which no further part of a large source is read.
@@ -44,6 +44,7 @@ class DataReport:
     packs: int = 0  # that they fill, or rows where packing is off
     pack_length: int | None = None  # tokens that a pack holds; None for data.max_length
     longest: int = 0  # tokens of the longest row
+    longest_held_out: int = 0  # tokens of the longest row that the run evaluates
     lengths: list[int] = field(default_factory=list)  # of rows, sorted; a regular sample where there are many
     complete: bool = True  # False where only the first parts of a large source were read
     seconds: float = 0.0  # that it took
@@ -105,6 +106,7 @@ def _report(config: Config, dataset: PreparedDataset, complete: bool, seconds: f
         packs=len(make_plan(lengths, pack_length or config.data.max_length)),
         pack_length=pack_length,
         longest=int(lengths[-1]) if len(lengths) else 0,
+        longest_held_out=longest_of(splits.eval),
         lengths=lengths[:: max(1, len(lengths) // _LENGTHS)].tolist(),
         complete=complete,
         seconds=seconds,

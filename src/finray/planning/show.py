@@ -83,13 +83,16 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         tokens = "" if model.tokens is None else f", {model.tokens:,} tokens; EOS {model.eos}, padding {model.pad}"
         yield "model", model.name
         yield "parameters", f"{model.parameters:,}, of which {model.trainable:,} are trained ({share:.3%}){adapter}"
+        if model.labels is not None:
+            yield "head", f"{several(len(model.labels.names) or 1, 'output')} ({model.labels.problem})"
         yield "vocabulary", f"{model.embedding_rows:,} embeddings{tokens}"
         yield "context", "unlimited" if model.context is None else f"{model.context:,} tokens"
     if data is not None:
         part = "" if data.complete else " in the part that was read"
+        learned = "" if data.labelled else f" ({data.supervised / max(1, data.tokens):.0%} learned)"
         yield (
             "data",
-            f"{data.rows:,} rows, {data.tokens:,} tokens ({data.supervised / max(1, data.tokens):.0%} learned){part}, "
+            f"{data.rows:,} rows, {data.tokens:,} tokens{learned}{part}, "
             f"{several(data.packs, 'pack')}, longest row {data.longest:,}; read in {duration(data.seconds)}",
         )
         for note in data.notes:

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from finray.config.adapter_files import read_notes, read_settings
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, TrainConfig
+from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.packing import plan_packs
-from finray.errors import DataError, FinrayError
+from finray.errors import DataError, FinrayError, ModelError
 
 # A step as large as this, unless an epoch would then have fewer steps than that; and as many epochs, within limits, as
 # make a run of so many steps. LoRA and its learning rate need some tens of updates to show anything.
@@ -171,6 +172,20 @@ def require_prompts(config: Config, kind: str) -> None:
             where="evaluation.generate_rows",
             repair="leave it out, or give rows with prompts and answers",
         )
+
+
+def longest_of(split: PreparedSplit | None) -> int:
+    """Tokens of a split's longest row; 0 where there is none."""
+    return 0 if split is None else int(split.lengths.max(initial=0))
+
+
+def beyond_positions(positions: int, longest: int) -> ModelError:
+    """What to say of rows with more tokens than the model has learned positions."""
+    return ModelError(
+        f"the longest row has {longest:,} tokens, the model has positions for {positions:,}",
+        where="data.max_length",
+        repair=f"data.max_length={positions}",
+    )
 
 
 def step_note(train: TrainConfig, size: int, epochs: float, *, pack_length: int | None = None) -> str | None:

@@ -37,7 +37,9 @@ from finray.planning.placement import Placement, device_of, place, worker_enviro
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
 from finray.planning.steps import (
     batch_and_epochs,
+    beyond_positions,
     count_packs,
+    longest_of,
     pack_length_of,
     require_prompts,
     step_note,
@@ -76,6 +78,7 @@ class Connected:
         worker_env: those of the training workers.
         started: ``time.perf_counter()`` before it was connected.
         seconds: that connecting took.
+        positions: most tokens of a row, where the model has learned a vector for each position.
     """
 
     ray: Any
@@ -86,6 +89,7 @@ class Connected:
     worker_env: dict[str, str]
     started: float
     seconds: float
+    positions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             chose=lambda choice: handle(Note(choice.note)),
         )
         seconds = time.perf_counter() - started
-        yield Connected(ray, is_own, placement, resolved, env, worker_env, started, seconds)
+        yield Connected(ray, is_own, placement, resolved, env, worker_env, started, seconds, packing.positions)
 
 
 def _early(config: Config) -> dict[str, str]:
@@ -226,7 +230,7 @@ def fit(connected: Connected, preparation: Preparation, config: Config, run: Run
         nonlocal prepared_at
         location = preparation.result(handle=handle)
         prepared_at = time.perf_counter()
-        return settle(connected.resolved, location, config, run, handle)
+        return settle(connected.resolved, location, config, run, handle, connected.positions)
 
     with (
         Helpers(connected.ray, preparation, env=connected.env, cpus=0 if is_early else 1, handle=handle) as helpers,
@@ -351,11 +355,14 @@ def _trainer(
     )
 
 
-def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handle: Handle) -> Settled:
+def settle(
+    resolved: Resolved, location: str, config: Config, run: RunDir, handle: Handle, positions: int | None = None
+) -> Settled:
     """Decide what the prepared data decide: the size of a step, and epochs; say so, and what is odd about it or them.
 
     Raises:
         DataError: the data are damaged, too few to hold some out, or their labels are not right.
+        ModelError: a row has more tokens than the model has learned ``positions``.
     """
     for line in preparation_report(location, local_dir=local_dir_of(config)):
         is_warning = line.startswith("warning: ")
@@ -365,6 +372,8 @@ def settle(resolved: Resolved, location: str, config: Config, run: RunDir, handl
     require_prompts(config, dataset.kind())
     splits = dataset.splits(config.data, seed=config.run.seed)
     lengths = splits.train.lengths
+    if positions is not None and (longest := max(map(longest_of, (splits.train, splits.eval)))) > positions:
+        raise beyond_positions(positions, longest)
     if (spec := task_spec(config.model.task)).reads_labels:
         dataset.require_kind(spec)
     labels = find_labels(dataset, splits, config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from finray.config.schema import Config
 from finray.models.loading import build_model
 from finray.models.packed import CalledAsOne, PackedModel
 from finray.models.saved_layout import SavedLayout
+from finray.records import Confusion
 
 
 def built(config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> Any:
@@ -60,6 +61,10 @@ class PackedTask:
     def initialised_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that got their values here and not from a file."""
         return self.packed.initialised_parameters()
+
+    def confusion(self, sums: Sequence[float]) -> Confusion:  # noqa: ARG002
+        """Nothing: of tokens there is no such matrix."""
+        return []
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""

@@ -19,8 +19,12 @@ from finray.data.dataset.prepared import PreparedSplit
 from finray.data.formats.labels import Label
 from finray.data.sampling.collate import LabelledBatch, collate_labelled
 from finray.models.packed import PackedModel
+from finray.records import Confusion
 from finray.tasks.classifier_scores import ClassifierScores, ScoreSums
 from finray.tasks.packed_task import PackedTask, built
+
+# Classes of a confusion matrix in the records of a run.
+_MOST_SHOWN = 12
 
 
 class SequenceClassification(PackedTask):
@@ -158,3 +162,7 @@ class SequenceClassification(PackedTask):
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """The metrics of :meth:`scores`."""
         return dict(self.scores(sums).metrics)
+
+    def confusion(self, sums: Sequence[float]) -> Confusion:
+        """The matrix of :meth:`scores`; of many classes it would fill the run's records."""
+        return [list(line) for line in self.scores(sums).confusion] if len(self._ids) <= _MOST_SHOWN else []

@@ -185,7 +185,8 @@ def header_lines(header: RunHeader) -> list[str]:
         f"model      {header.model}  {header.parameters / 1e6:,.1f} M parameters, "
         f"{header.trainable / 1e6:,.2f} M trained ({header.trainable / header.parameters:.2%}), {header.precision}",
         *([f"method     {header.method}"] if header.method else []),
-        f"data       {header.rows:,} rows, {header.tokens:,} tokens ({header.supervised / header.tokens:.0%} learned)"
+        f"data       {header.rows:,} rows, {header.tokens:,} tokens"
+        + ("" if header.labelled else f" ({header.supervised / header.tokens:.0%} learned)")
         + (f" in {header.packs:,} packs ({header.fill:.1%} full)" if header.packing else "")
         + (f"; {header.held_out:,} rows held out" if header.held_out else "")
         + (f", {header.eval_rows:,} of them evaluated" if header.eval_rows < header.held_out else ""),

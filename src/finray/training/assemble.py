@@ -265,10 +265,10 @@ def evaluate_checkpoint(
     assert held_out is not None
     loader = _held_out(config, resolved, task, held_out, strategy)
     task.model.eval()
-    metrics = evaluate(task, strategy, loader)
+    metrics, confusion = evaluate(task, strategy, loader)
     if answering is not None and (count := config.evaluation.generate_rows) is not None:
         metrics |= answering(task, held_out.sample(count, seed=config.run.seed), strategy)
-    return Evaluated(step, metrics, loader.weight, round(clock() - started, 6))
+    return Evaluated(step, metrics, loader.weight, round(clock() - started, 6), confusion=confusion)
 
 
 def _taken_up(state: TrainState, store: CheckpointStore, evaluator: Evaluator | None) -> list[Evaluated]:
@@ -496,6 +496,7 @@ def _header(
         micro_batch_size=loader.micro_batch_size,
         accumulation=-(-micro_batches // strategy.world_size),
         method=method_of(config, resolved),
+        labelled=resolved.problem is not None,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from finray.data.dataset.prepared import PreparedSplit
 from finray.parallel.base import Strategy
+from finray.records import Confusion
 from finray.training.task import Task
 
 # Checkpoints whose evaluation has not ended, at most: each of them takes room on the disk. Then training waits.
@@ -36,6 +37,7 @@ class Evaluated:
         targets: that the loss is a mean over.
         seconds: that it took.
         failure: why there are no metrics.
+        confusion: as in :class:`finray.records.EvalRecord`.
     """
 
     step: int
@@ -43,6 +45,7 @@ class Evaluated:
     targets: int = 0
     seconds: float = 0.0
     failure: str = ""
+    confusion: Confusion = field(default_factory=list)
 
 
 class Evaluator(Protocol):

@@ -314,7 +314,7 @@ class Loop:
                 self.trackers.log(Note(message, self.state.step, "warning"))
                 continue
             if not is_logged:
-                self.trackers.log(EvalRecord(one.step, one.metrics, one.targets, one.seconds))
+                self.trackers.log(EvalRecord(one.step, one.metrics, one.targets, one.seconds, one.confusion))
             if one.step:
                 self.writer.add_metrics(one.step, one.metrics)
                 self._is_best(one.metrics)
@@ -323,7 +323,7 @@ class Loop:
         """Evaluate and log; returns the metrics."""
         started = self.clock()
         self.task.model.eval()
-        metrics = evaluate(self.task, self.strategy, loader)
+        metrics, confusion = evaluate(self.task, self.strategy, loader)
         if self.answered is not None:
             metrics |= self.answered()
         self.task.model.train()
@@ -343,7 +343,7 @@ class Loop:
             )
         seconds = self.clock() - started
         self.phases["evaluate"] += seconds
-        self.trackers.log(EvalRecord(self.state.step, metrics, loader.weight, round(seconds, 6)))
+        self.trackers.log(EvalRecord(self.state.step, metrics, loader.weight, round(seconds, 6), confusion))
         return metrics
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from finray.parallel.base import NamedOptimizer, Strategy
+from finray.records import Confusion
 from finray.training.loader import EvalLoader, StepData
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Parts, no_parts
@@ -96,9 +97,11 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(task: Task, strategy: Strategy, loader: EvalLoader) -> dict[str, float]:
-    """The task's metrics over all ranks' evaluation rows; only sums are kept on the device and exchanged."""
+def evaluate(task: Task, strategy: Strategy, loader: EvalLoader) -> tuple[dict[str, float], Confusion]:
+    """The task's metrics and confusion matrix over all ranks' evaluation rows; only sums are kept on the device and
+    exchanged."""
     sums = torch.zeros(task.metric_count(loader.rows), dtype=torch.float64, device=strategy.device)
     for batch, counts in loader.batches():
         task.score(batch.to(strategy.device), sums if counts else torch.zeros_like(sums))
-    return task.metrics(strategy.all_reduce(sums).tolist())
+    total = strategy.all_reduce(sums).tolist()
+    return task.metrics(total), task.confusion(total)

@@ -14,6 +14,7 @@ from finray.config.resolved import Resolved
 from finray.config.schema import Config
 from finray.config.tasks import TaskSpec
 from finray.data.dataset.prepared import PreparedSplit
+from finray.records import Confusion
 
 WeightArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
@@ -107,3 +108,6 @@ class Task(Protocol):
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """The metrics, from sums over all rows; the names of :attr:`TaskSpec.best` and others."""
+
+    def confusion(self, sums: Sequence[float]) -> Confusion:
+        """Rows by their class and the predicted one, from the same sums; empty where there is no such matrix."""

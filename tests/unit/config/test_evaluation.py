@@ -103,8 +103,13 @@ def test_a_classifier_has_metrics_of_its_own_and_of_each_class() -> None:
 
 
 def test_a_task_without_answers_is_not_asked_for_them() -> None:
-    with pytest.raises(ConfigError, match="sequence_classification answers no prompts"):
-        check_evaluation(config({"generate_rows": 2}, model={"name": "m", "task": "sequence_classification"}))
+    model = {"name": "m", "task": "sequence_classification"}
+    for asked in ({"generate_rows": 2}, {"metrics": ["rougeL"]}):
+        with pytest.raises(ConfigError, match="sequence_classification answers no prompts") as caught:
+            check_evaluation(config(asked, model=model))
+        assert caught.value.where == f"evaluation.{next(iter(asked))}"
+        check_evaluation(config({"metrics": ["rougeL"]}))
+    check_evaluation(config({}, model=model))
 
 
 @pytest.mark.parametrize(

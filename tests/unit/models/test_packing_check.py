@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from finray.models.packing_check import check_packing_of, shrunk
+from finray.models.packing_check import check_packing_of, row_limit, shrunk
+from tests.support import tiny
 
 LARGE = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64}
 
@@ -83,3 +84,32 @@ def test_no_random_state_is_used_up() -> None:
     torch.manual_seed(3)
     check_packing_of(AutoConfig.for_model("llama"))
     assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "positions"),
+    [
+        ("bert", {}, 80),
+        # Six rows of its table lie before the first position.
+        ("roberta", {}, 74),
+        ("distilbert", {"max_position_embeddings": 600}, 600),
+        ("modernbert", {}, None),
+        ("gpt2", {"n_positions": 40}, 40),
+        # Its table has two rows more than the configuration says.
+        ("opt", {"max_position_embeddings": 40}, 40),
+        ("llama", {}, None),
+    ],
+)
+def test_learned_positions_are_as_many_as_a_row_may_have_tokens(
+    family: str, sizes: dict[str, int], positions: int | None
+) -> None:
+    is_encoder = family in tiny.ENCODERS
+    model = tiny.build_classifier(family, **sizes) if is_encoder else tiny.build_model(family, **sizes)
+    auto_class = "AutoModelForSequenceClassification" if is_encoder else "AutoModelForCausalLM"
+    assert check_packing_of(model.config, auto_class=auto_class).positions == positions
+    assert row_limit(model)[1] == (positions is not None)
+    if positions is not None:
+        assert row_limit(model)[0] == positions
+        model(torch.full((1, positions), 9))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(torch.full((1, positions + 1), 9))

@@ -17,6 +17,7 @@ from rich.console import Console
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.paths import with_absolute_paths
+from finray.config.resolved import LabelSet
 from finray.config.schema import Config
 from finray.errors import ClusterError, ConfigError, DataError
 from finray.planning import placement
@@ -403,3 +404,78 @@ def test_the_speed_of_a_small_model_is_not_promised_and_no_time_is_nought(plan: 
     assert "expect a fraction of that rate" in text
     assert "1 worker with one h100-80gb each, on another machine" in text
     assert "1 pack, longest row" in text
+
+
+# --- classifiers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan_classifier(
+    classifier_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[dict[str, Any]], Plan]:
+    """A plan of a tiny classifier, with what is found in its data."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def make(changes: dict[str, Any], **options: Any) -> Plan:
+        return make_plan(runs.config_of(classifier_run(changes)), environ={}, **options)
+
+    return make
+
+
+def test_a_classifiers_head_has_the_classes_of_its_data(
+    plan_classifier: Any, classifier_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """What is counted is what a run has: three classes, not the two of a configuration that says nothing."""
+    found = plan_classifier({})
+    header = runs.assemble_alone(classifier_run(), tmp_path / "run").header
+    assert found.starts, texts(found)
+    assert found.model is not None
+    assert (found.model.parameters, found.model.trainable) == (header.parameters, header.trainable)
+    assert found.model.labels == LabelSet("single_label", ("animal", "neither", "plant"))
+    shown = StringIO()
+    found.print(Console(file=shown, width=200))
+    assert "3 outputs (single_label)" in shown.getvalue()
+    assert "learned)" not in shown.getvalue()
+    five = plan_classifier({"classification.labels": ["animal", "neither", "plant", "four", "five"]})
+    # A row of the head and its bias, for each class more: 64 wide.
+    assert five.model is not None
+    assert five.model.trainable - found.model.trainable == 2 * 65
+
+
+def test_a_head_whose_classes_nobody_knows_is_not_checked(plan_classifier: Any) -> None:
+    lost = report_of(problems=[DataError("couldn't reach the Hub", where="someone/reviews")])
+    found = plan_classifier({}, examine=lambda config: lost, offline=True)
+    assert found.starts is None
+    assert [one.where for one in found.unchecked] == ["classification.labels", "data.source=someone/reviews"]
+    assert "the head is counted with 2" in found.unchecked[0].message
+    weighted = {"class_weights": None, "labels": ["animal", "neither", "plant"]}
+    named = plan_classifier({"classification": weighted}, examine=lambda config: lost, offline=True)
+    assert [one.where for one in named.unchecked] == ["data.source=someone/reviews"]
+    assert named.model is not None
+    assert named.model.labels is not None
+
+
+def test_classes_of_a_part_of_the_data_are_said_to_be_so(plan_classifier: Any) -> None:
+    part = report_of(labels=LabelSet("single_label", ("animal", "plant")), complete=False)
+    found = plan_classifier({}, examine=lambda config: part)
+    assert [one.message for one in found.warnings if one.where == "classification.labels"] == [
+        "the head is counted with the 2 classes of the rows that were read"
+    ]
+
+
+@pytest.mark.parametrize("long", ["train", "eval"])
+def test_rows_beyond_the_learned_positions_are_a_problem(plan_classifier: Any, tmp_path: Path, long: str) -> None:
+    """The tiny BERT has 80 positions."""
+    rows = tiny.write_labelled_rows(tmp_path, 44)
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"text": "the cat " * 60, "label": "animal"}) + "\n", encoding="utf-8")
+    if long == "train":
+        rows.write_text(rows.read_text() + other.read_text())
+        other.write_text(rows.read_text().splitlines()[0] + "\n")
+    data = {"source": str(rows), "eval_source": str(other), "max_length": 100}
+    (problem,) = plan_classifier({"data": data}).problems
+    assert (problem.message, problem.repair) == (
+        "the longest row has 100 tokens, the model has positions for 80",
+        "data.max_length=80",
+    )
+    assert plan_classifier({"data": {**data, "max_length": 80}}).starts

@@ -26,7 +26,7 @@ RECORDS = [
     filled(RunHeader),
     filled(TrainRecord),
     replace(filled(TrainRecord), loss=float("inf"), samples=None),
-    EvalRecord(3, {"eval_loss": 0.1}, 2, 0.5),
+    EvalRecord(3, {"eval_loss": 0.1}, 2, 0.5, [[3, 1], [0, 2]]),
 ]
 
 

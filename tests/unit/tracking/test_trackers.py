@@ -70,6 +70,13 @@ def test_the_headers_batch_is_true_also_where_it_is_not_divided_evenly(
     assert f"batch      {said}" in header_lines(header)
 
 
+def test_the_header_says_what_share_of_the_tokens_is_learned_where_tokens_are(tmp_path: Path) -> None:
+    header = run_info(tmp_path).header
+    assert any("5 rows, 50 tokens (40% learned) in 2 packs" in line for line in header_lines(header))
+    labelled = header_lines(replace(header, labelled=True))
+    assert any("5 rows, 50 tokens in 2 packs" in line for line in labelled)
+
+
 def test_records_come_back_and_those_after_the_resumed_step_are_gone(tmp_path: Path) -> None:
     first = started(JsonlTracker(), tmp_path)
     for step in range(1, 6):

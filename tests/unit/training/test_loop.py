@@ -86,6 +86,7 @@ class Run:
             loss_sum=loss_sum,
             score=score,
             metrics=lambda sums: {best[0]: sums[0]},
+            confusion=lambda sums: [],
         )
         evaluation: Any = SimpleNamespace(batches=batches, weight=77, rows=4)
         optimizer: Any = SimpleNamespace(parameters={"w": weight}, rates=[])

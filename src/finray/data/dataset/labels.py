@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from finray.config.classification import ClassificationConfig
 from finray.config.schema import Config
-from finray.config.tasks import task_spec
+from finray.config.tasks import CLASSIFIER_METRICS, SEQUENCE_CLASSIFICATION, task_spec
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
 from finray.data.formats.labels import Label, LabelSet
 from finray.errors import ConfigError, DataError, FinrayError, did_you_mean
@@ -73,6 +74,8 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
     ):
         if split is not None and not by_ratio:
             found.problems.extend(_unknown(name, split, labels))
+    if (misfit := _misfit(config, labels)) is not None:
+        found.problems.append(misfit)
     try:
         weights = class_weights(config.classification, labels, counts, rows=len(own))
     except ConfigError as error:
@@ -133,7 +136,7 @@ def _unknown(name: str, split: PreparedSplit, labels: LabelSet) -> list[FinrayEr
     if not unknown:
         return []
     row, first = next((at, name) for at, label in enumerate(own) for name in _classes(label) if name in unknown)
-    more = f" (and {len(unknown) - 1:,} other labels)" if len(unknown) > 1 else ""
+    more = f" (and {len(unknown) - 1:,} other label{'s' if len(unknown) > 2 else ''})" if len(unknown) > 1 else ""
     return [
         DataError(
             f"the label `{cut(first, 60)}` of the {name} rows is in no row to train on{more}; there are "
@@ -142,6 +145,24 @@ def _unknown(name: str, split: PreparedSplit, labels: LabelSet) -> list[FinrayEr
             repair="mend the row, take it out, or name all classes in classification.labels",
         )
     ]
+
+
+def _misfit(config: Config, labels: LabelSet) -> ConfigError | None:
+    """What is wrong with ``evaluation.metric``, which is one of the task's, for these labels."""
+    metric, known = config.evaluation.metric, CLASSIFIER_METRICS[labels.problem]
+    if metric in (None, "eval_loss") or config.model.task != SEQUENCE_CLASSIFICATION.name:
+        return None
+    if not any(fnmatchcase(metric, one) for one in SEQUENCE_CLASSIFICATION.metrics or ()):
+        # Found before anything is read.
+        return None
+    if metric in [name.replace("*", one) for name in known for one in (labels.names or ("",))]:
+        return None
+    classes = f"; the classes are {cut(', '.join(labels.names), 200)}" if labels.names else ""
+    return ConfigError(
+        f"of {labels.problem} labels there is no metric `{metric}`{classes}",
+        where=f"evaluation.metric={metric}",
+        repair=f"use one of: eval_loss, {', '.join(known)}",
+    )
 
 
 def _classes(label: Label) -> tuple[str, ...]:

@@ -66,4 +66,5 @@ def balance(stats: SplitStats) -> str:
     largest = sorted(zip(stats.label_rows, stats.labels, strict=False), key=lambda one: -one[0])[:_CLASSES]
     named = ", ".join(f"{cut(name, 40)} {rows:,} ({rows / max(1, stats.rows):.1%})" for rows, name in largest)
     more = len(stats.labels) - len(largest)
-    return f"{stats.problem}, {len(stats.labels):,} classes: {named}{f' and {more:,} more' if more else ''}"
+    classes = f"{len(stats.labels):,} class{'' if len(stats.labels) == 1 else 'es'}"
+    return f"{stats.problem}, {classes}: {named}{f' and {more:,} more' if more else ''}"

@@ -43,9 +43,9 @@ def features_of(source: Source) -> Mapping[str, Any]:
 
 
 def features_in(schema: Any) -> Mapping[str, Any]:
-    """The features that ``datasets`` put into the metadata of an Arrow schema."""
+    """The features that ``datasets`` put into the metadata of an Arrow schema; of anything else there are none."""
     try:
-        found = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        found = json.loads((getattr(schema, "metadata", None) or {}).get(b"huggingface", b"{}"))["info"]["features"]
     except (ValueError, KeyError, TypeError):
         return {}
     return found if isinstance(found, Mapping) else {}
