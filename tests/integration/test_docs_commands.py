@@ -1,8 +1,9 @@
 """Every command in a shell block of README.md and docs/guide runs: the real `finray`, page by page and in order.
 
 Each page has a directory of its own with the files that pages speak of. The model's name is a Hub id, which stands in
-the cache for a tiny model; trainings get two steps. A command that another page has run already is not run again. A
-block that cannot run here says why in a comment above it: `<!-- needs: network -->`.
+the cache for a tiny model; trainings get two steps. A command that another page has run already is not run again, but
+for a training, whose run the page may read. A block that cannot run here says why in a comment above it:
+`<!-- needs: network -->`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SHORT = ("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", 
 # Commands that change nothing which another one reads run two at a time, and so does a run of another name.
 READERS = ("config", "plan", "inspect", "evaluate", "generate", "chat", "export")
 # What has run on another page, where files of these names are much the same.
-RAN: dict[tuple[str, ...], Path] = {}
+RAN: list[list[str]] = []
 # A page that shows a file whole begins it with a comment that names it.
 FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -88,13 +89,10 @@ def test_the_commands_of_a_page_run(page: Path, shared: Path, capsys: pytest.Cap
         waiting: list[Future[None]] = []
         for command in commands:
             words = shlex.split(command, comments=True)
-            if (ran := RAN.get(tuple(words))) is not None:
-                if "train" in words:
-                    # What follows may read the run.
-                    shutil.copytree(ran / "runs", folder / "runs", dirs_exist_ok=True, symlinks=True)
+            if words in RAN:
                 continue
-            if words[1] in ("config", "plan", "inspect", "prepare", "train"):
-                RAN[tuple(words)] = folder
+            if words[1] in ("config", "plan", "inspect", "prepare"):
+                RAN.append(words)
             if "init" in words:
                 (folder / words[2]).unlink()
             beside = words[1] in READERS or any(word.startswith("run.name=") for word in words)

@@ -18,7 +18,7 @@ _CHEAPER: dict[str, dict[str, Any]] = {
     "wide-bf16-true": {"max_length": 64, "rows": 2},
     "smollm2-lora-checkpointing": {"precision": "fp32", "max_length": 128, "rows": 4},
     # Two steps under FSDP, which takes long to gather: in the second all is there that there will be.
-    "fsdp-full-2-workers": {"rows": 8, "model": "two-wide-layers"},
+    "fsdp-full-2-workers": {"rows": 8},
 }
 _DONE: dict[str, dict[str, Any]] = {}
 
