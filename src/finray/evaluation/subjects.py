@@ -194,7 +194,11 @@ class Case:
             return None
         else:
             model = str(self.tuned.artifact.folder)
-            raise DataError("there are no rows to evaluate", where=model, repair="name a file of rows with --file")
+            what, repair = "there are no rows to evaluate", "name a file of rows with --file"
+            if not Path(model).is_dir():
+                what = "the directory does not exist; a model of the Hub is evaluated on rows that you name"
+                repair = "name a run that is there, or a file of rows with --file"
+            raise DataError(what, where=model, repair=repair)
         if (dataset.kind() == "labelled") != self.spec.reads_labels:
             what = "rows with prompts and answers are not for" if self.spec.reads_labels else "rows with labels are for"
             repair = (
