@@ -72,7 +72,8 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
         found: Any = simple_evaluate(
             _model(engine, adapter),
             tasks=names,
-            task_manager=TaskManager(include_path=folders or None),
+            # It would read the thousands of its own to find them.
+            task_manager=TaskManager(include_path=folders or None, include_defaults=len(folders) < len(names)),
             random_seed=seed,
             numpy_random_seed=seed,
             torch_random_seed=seed,

@@ -362,6 +362,7 @@ def test_the_harness_scores_base_and_adapter_as_its_own_model_does(run_dir: Path
     found = evaluate(run_dir, harness=[str(task)], metrics=["exact_match"], output=tmp_path / "out")
     base = json.loads((run_dir / "final" / "adapter_config.json").read_text())["base_model_name_or_path"]
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "final")
+    tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
     for name in ("base", "tuned"):
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         if name == "tuned":
@@ -369,7 +370,7 @@ def test_the_harness_scores_base_and_adapter_as_its_own_model_does(run_dir: Path
         theirs = simple_evaluate(
             HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=2),
             tasks=["colours"],
-            task_manager=TaskManager(include_path=str(tmp_path)),
+            task_manager=tasks,
             bootstrap_iters=0,
         )
         expected = theirs["results"]["colours"]["acc,none"]
