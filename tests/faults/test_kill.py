@@ -74,8 +74,11 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
     code, out, err = runs.finray("train", config)
     assert code == 0, out + err
     assert "resuming   at step" in out
-    # Two processes without Ray.
-    undisturbed = tmp_path / "undisturbed"
+    assert_nothing_changed(run_dir, plain, tmp_path / "undisturbed")
+
+
+def assert_nothing_changed(run_dir: Path, plain: Plain, undisturbed: Path) -> None:
+    """A run of two workers under Ray did what two processes without Ray do that nobody disturbs."""
     run_group(plain, undisturbed, world_size=2)
     assert runs.trace(run_dir) == runs.trace(undisturbed)
     name = "adapter_model.safetensors"
@@ -105,11 +108,7 @@ def test_a_classifier_whose_worker_is_killed_goes_on_to_the_bit_and_with_fewer_w
         assert code == 0, out + err
         assert "resuming   at step" in out
     undisturbed = tmp_path / "undisturbed"
-    run_group(plain, undisturbed, world_size=2)
-    assert runs.trace(run_dir) == runs.trace(undisturbed)
-    name = "adapter_model.safetensors"
-    done = (undisturbed / f"checkpoint-{STEPS:06d}" / name).read_bytes()
-    assert (run_dir / "final" / name).read_bytes() == done
+    assert_nothing_changed(run_dir, plain, undisturbed)
     # One worker sees the same rows in the same steps; its sums are in another order.
     runs.assert_same_curve(tmp_path / "alone" / "run", undisturbed, rel=1e-3)
     assert runs.values(tmp_path / "alone" / "run", "samples_digest") == runs.values(undisturbed, "samples_digest")

@@ -72,7 +72,7 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
         found: Any = simple_evaluate(
             _model(engine, adapter),
             tasks=names,
-            # It would read the thousands of its own to find them.
+            # Indexing lm-eval's own tasks, thousands of files, takes seconds.
             task_manager=TaskManager(include_path=folders or None, include_defaults=len(folders) < len(names)),
             random_seed=seed,
             numpy_random_seed=seed,
