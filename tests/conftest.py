@@ -151,8 +151,9 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
     import secrets
 
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # The parent is common to all processes of a session. A second start would be seen here.
-        (tmp_path_factory.getbasetemp().parent / "ray-was-started").touch(exist_ok=False)
+        # The parent is common to all processes of a session: a second Ray of one group would be seen here.
+        group = scheduling_group(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0])
+        (tmp_path_factory.getbasetemp().parent / group.replace("/", "-")).touch(exist_ok=False)
 
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -179,13 +180,13 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What uses Ray comes first: one process of pytest-xdist has all of it, and the others have time for the rest."""
-    items.sort(key=lambda item: scheduling_group(item.nodeid.partition("::")[0]) != "ray")
+    """What uses Ray comes first: it takes longest, and the other processes of pytest-xdist have the rest."""
+    items.sort(key=lambda item: not scheduling_group(item.nodeid.partition("::")[0]).startswith("ray of "))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which of pytest-xdist's processes a test runs in: files stay together, and all files that use Ray.
+    """Which of pytest-xdist's processes a test runs in: files stay together, and all files of a folder that use Ray.
 
     What the fixtures of a session or of a file make is then made once. pytest-xdist 3.8's own `xdist_group` mark does
     nothing with pytest 9.2: it writes the group into `item._nodeid`, which pytest no longer reads.
@@ -203,5 +204,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @cache
 def scheduling_group(file: str) -> str:
-    """The name of what runs in one process: a test file's path, or `ray`."""
-    return "ray" if "ray_cluster" in (ROOT / file).read_text(encoding="utf-8") else file
+    """The name of what runs in one process: a test file's path, or `ray of FOLDER` for all that share a Ray."""
+    uses_ray = "ray_cluster" in (ROOT / file).read_text(encoding="utf-8")
+    return f"ray of {Path(file).parent}" if uses_ray else file

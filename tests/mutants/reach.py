@@ -22,9 +22,9 @@ LEFT_OUT = (
     *("tests/unit/data/test_limits_of_outside_code.py", "tests/unit/test_limits.py"),
 )
 FOLDERS = ("tests/unit", "tests/training", "tests/distributed")
-INTEGRATION = tuple(
-    f"tests/integration/test_{name}.py"
-    for name in ("after_training", "families", "reference", "bad_input", "cache_cli", "plan_cli")
+INTEGRATION = (
+    "tests/journeys/test_after_training.py",
+    *(f"tests/integration/test_{name}.py" for name in ("families", "reference", "bad_input", "cache_cli", "plan_cli")),
 )
 
 

@@ -1,7 +1,7 @@
 """Every `finray ...` and `make ...` command in a fenced block of README and guide is one that the programs understand.
 
 The commands are parsed, not run: names of commands and options, and types of their values. They are run by
-tests/integration/test_docs_commands.py, those apart that need more than a test has.
+tests/journeys/test_docs_commands.py, those apart that need more than a test has.
 """
 
 from __future__ import annotations
