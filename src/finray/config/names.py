@@ -282,7 +282,7 @@ OFF: dict[str, str] = {
 }
 
 # Values of other systems, of settings that have the same name, and what they are called here.
-_VALUES: dict[str, str] = {
+VALUES: dict[str, str] = {
     "adam": "adamw",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
@@ -316,7 +316,7 @@ _VALUES: dict[str, str] = {
 def value_here(value: object, known: Iterable[str]) -> str:
     """What a value of another system, or one that is misspelt, is here, as a hint; empty where it is like none."""
     names = [*known]
-    found = _VALUES.get(str(value), "")
+    found = VALUES.get(str(value), "")
     return f" (here: `{found}`)" if found in names else did_you_mean(str(value), names)
 
 

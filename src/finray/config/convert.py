@@ -1,0 +1,654 @@
+"""A YAML file of LLaMA-Factory or Axolotl as a config of finray, and of each of its lines what became of it.
+
+Most keys are names for fields (:data:`finray.config.names.NAMES`). What needs more than another name is here. What
+both projects assume where a file says nothing is written out where finray assumes something else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finray.config import names
+from finray.config.load import build_config, parse_yaml, read_yaml
+from finray.config.replicas import legal_name
+from finray.config.schema import Config, Section, section_of, sections
+from finray.errors import ConfigError, did_you_mean
+from finray.limits import cut
+
+LLAMA_FACTORY, AXOLOTL = "LLaMA-Factory", "Axolotl"
+_SIGNS = {"model_name_or_path": LLAMA_FACTORY, "base_model": AXOLOTL}
+# What the projects assume, where that is not what finray assumes.
+_ASSUMED: dict[str, dict[str, Any]] = {
+    LLAMA_FACTORY: {
+        "cutoff_len": 2048,
+        "per_device_train_batch_size": 8,
+        "learning_rate": 5e-5,
+        "num_train_epochs": 3.0,
+        "lr_scheduler_type": "linear",
+        "warmup_ratio": 0.0,
+        "finetuning_type": "lora",
+        "lora_rank": 8,
+        "lora_target": "all",
+        "save_steps": 500,
+        "logging_steps": 500,
+    },
+    AXOLOTL: {
+        "sequence_len": 512,
+        "micro_batch_size": 1,
+        "num_epochs": 1,
+        "lr_scheduler": "cosine",
+        "learning_rate": 2e-4,
+        "logging_steps": 500,
+    },
+}
+# Keys that describe something else than how a model is tuned, and say so for a whole file.
+_ELSEWHERE = {
+    "export_dir": "it exports a model: `finray export RUN --output DIR`",
+    "infer_backend": "it is for inference: `finray generate` or `finray chat`",
+}
+_NOT_OURS = {
+    "use_galore": "GaLore",
+    "use_apollo": "APOLLO",
+    "use_badam": "BAdam",
+    "use_adam_mini": "Adam-mini",
+    "use_llama_pro": "LLaMA Pro",
+    "use_dft_loss": "the DFT loss",
+    "use_asft_loss": "the ASFT loss",
+    "use_eaft_loss": "the EAFT loss",
+    "mixture_of_depths": "mixture of depths",
+    "fp8": "training in fp8",
+    "qat": "quantisation-aware training",
+    "relora": "ReLoRA",
+    "lisa_n_layers": "LISA",
+    "peft": "LoftQ and other settings of PEFT's own",
+    "plugins": "plugins of Axolotl",
+    "context_parallel_size": "context parallelism",
+    "tensor_parallel_size": "tensor parallelism",
+    "expert_parallel_size": "expert parallelism",
+    "sequence_parallel_degree": "sequence parallelism",
+}
+# Settings that begin so.
+_FAMILIES = {
+    "galore_": "GaLore",
+    "apollo_": "APOLLO",
+    "badam_": "BAdam",
+    "eaft_": "the EAFT loss",
+    "relora_": "ReLoRA",
+    "lisa_": "LISA",
+    "fp8_": "training in fp8",
+    "kt_": "KTransformers",
+    "use_kt": "KTransformers",
+    "otel_": "OpenTelemetry",
+    "swanlab_": "SwanLab",
+    "image_": "images",
+    "video_": "videos",
+    "freeze_": "models of images and text",
+    "quantize_moe_": "quantisation of experts alone",
+}
+_SENTENCES = {
+    "gradient_checkpointing_kwargs": "not needed: the kind without reentrance is used",
+    "dataset_prepared_path": "not needed: what is prepared lies in `<run.output_dir>/.prepared`, or in `prepare.dir`",
+    "template": "the model's own chat template is used; `model.chat_template` names a Jinja file instead",
+    "chat_template": "the model's own chat template is used; `model.chat_template` names a Jinja file instead",
+    "chat_template_jinja": "write it to a file, and set model.chat_template to that",
+    "eot_tokens": "not needed: the token that ends an answer is that of the chat template",
+    "loss_watchdog_threshold": "not needed: a loss that is not finite ends the run, with the step",
+    "loss_watchdog_patience": "not needed: a loss that is not finite ends the run, with the step",
+    "wandb_entity": "not needed: WANDB_ENTITY in the environment",
+    "wandb_watch": "not here: gradients of single layers are not logged",
+    "wandb_log_model": "not here: no checkpoint is uploaded to W&B",
+    "wandb_mode": "not needed: WANDB_MODE in the environment",
+    "swanlab_project": "not here: there is no tracker for SwanLab",
+    "strict": "not needed: an unknown key is always an error",
+    "ray_storage_path": "a shared directory is `run.output_dir`",
+    "pissa_iter": "not here: the singular vectors are exact, and not iterated",
+    "pissa_convert": "not needed: what is saved is an adapter of the original weights",
+    "save_first_step": "not here: `checkpoint.every_steps: 1` in a run of two steps shows that saving works",
+    "upcast_layernorm": "not needed: norms are computed in fp32",
+    "upcast_lmhead_output": "not needed: the loss is computed in fp32",
+    "include_num_input_tokens_seen": "not needed: tokens are always counted",
+    "include_tkps": "not needed: tokens per second are always recorded",
+    "dataset_shuffle": "not needed: rows are shuffled by `run.seed`",
+    "excess_length_strategy": "`data.on_too_long` is truncate, drop or error",
+    "merge_lora": "`finray export --merge` does it after the training",
+    "lora_mlp_kernel": "not needed: finray has kernels of its own for LoRA",
+    "lora_qkv_kernel": "not needed: finray has kernels of its own for LoRA",
+    "lora_o_kernel": "not needed: finray has kernels of its own for LoRA",
+    "low_cpu_mem_usage": "not needed: weights are read from their files piece by piece",
+    "xformers_attention": "not needed: `model.attention: auto`",
+    "eval_table_size": "`finray evaluate` writes answers beside each other",
+    "debug": "not here",
+    "is_llama_derived_model": "not needed: Transformers finds the class by the model's files",
+    "is_falcon_derived_model": "not needed: Transformers finds the class by the model's files",
+    "tokenizer_use_fast": "not needed: Transformers finds the class by the model's files",
+    "dataset_keep_in_memory": "not needed: data are read from disk during training",
+    "curriculum_sampling": "not here: rows are shuffled by `run.seed`",
+    "s2_attention": "not here: attention is over all of a row",
+    "shift_attn": "not here: attention is over all of a row",
+    "rope_scaling": "not here: change it in the model's config.json",
+    "enable_thinking": "`model.chat_template_arguments: {enable_thinking: ...}`",
+    "packing": "data.packing",
+}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A line that was not carried over.
+
+    Attributes:
+        line: in the file, from 1.
+        key: with its value, as it was.
+        why: a sentence; empty for a key that nobody knows.
+    """
+
+    line: int
+    key: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}, `{self.key}`: {self.why or 'finray does not know this key'}"
+
+
+@dataclass
+class Converted:
+    """What a file came to.
+
+    Attributes:
+        system: whose it was.
+        plain: sections of finray.
+        lost: what was not carried over, by line.
+        notes: what is to be looked at.
+    """
+
+    system: str
+    plain: dict[str, Any]
+    lost: list[Lost] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def unknown(self) -> list[str]:
+        """Keys that nobody knows."""
+        return [one.key.partition(":")[0] for one in self.lost if not one.why]
+
+    def text(self, source: str) -> str:
+        """The config file."""
+        head = [f"Converted from {source} ({self.system})."]
+        head += [f"Look at this: {note}" for note in self.notes]
+        if self.lost:
+            head += ["Not carried over:", *(f"  {one}" for one in self.lost)]
+        comments = "".join(f"# {' '.join(line.split()) if line[0] != ' ' else line.rstrip()}\n" for line in head)
+        return comments + yaml.safe_dump(self.plain, sort_keys=False, allow_unicode=True)
+
+
+def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None = None) -> Converted:
+    """Read a file of LLaMA-Factory or Axolotl.
+
+    Args:
+        path: the YAML file.
+        workers: number of processes that it was run with, if it does not say so.
+        dataset_info: LLaMA-Factory's table of data sets, if it is not where the file says.
+
+    Raises:
+        ConfigError: it is of neither, or trains something that finray does not.
+    """
+    raw = read_yaml(path)
+    if not set(_SIGNS) & set(raw):
+        known = ", or ".join(f"`{sign}` as {system} writes it" for sign, system in _SIGNS.items())
+        own = any(isinstance(raw.get(name), Mapping) for name in sections())
+        raise ConfigError(
+            "this is a config of finray already" if own else f"names no model: there is no {known}",
+            where=str(path),
+            repair="run `finray plan` with it" if own else "name a training config of LLaMA-Factory or Axolotl",
+        )
+    system = next(system for sign, system in _SIGNS.items() if sign in raw)
+    for key, what in _ELSEWHERE.items():
+        if raw.get(key):
+            raise ConfigError(f"this file trains nothing; {what}", where=f"{path}: {key}")
+    lines = _lines(path.read_text(encoding="utf-8-sig"), str(path))
+    reading = _Reading(system, raw, lines, path, workers, dataset_info)
+    reading.read()
+    return reading.checked()
+
+
+def _lines(text: str, name: str) -> dict[str, int]:
+    """The line of each key."""
+    parse_yaml(text, name=name)
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    return {key.value: key.start_mark.line + 1 for key, _ in node.value} if node is not None else {}
+
+
+@dataclass
+class _Reading:
+    system: str
+    raw: dict[str, Any]
+    lines: dict[str, int]
+    path: Path
+    workers: int | None
+    dataset_info: Path | None
+    out: dict[str, Any] = field(default_factory=dict)
+    lost: list[Lost] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    # Which key a field came from.
+    origin: dict[str, str] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)
+
+    def get(self, *keys: str) -> Any:
+        """The value of the first key that says something, else what the system assumes; all of them are used."""
+        self.used.update(keys)
+        for key in keys:
+            if self.raw.get(key) not in (None, "", [], {}):
+                return self.raw[key]
+        return next((one for key in keys if (one := _ASSUMED[self.system].get(key)) is not None), None)
+
+    def put(self, path: str, value: Any, key: str = "") -> None:
+        section, _, name = path.partition(".")
+        self.out.setdefault(section, {})[name] = value
+        self.origin[path] = key
+
+    def lose(self, key: str, why: str, value: Any = None) -> None:
+        self.used.add(key)
+        told = json.dumps(self.raw.get(key, value), default=str, ensure_ascii=False)
+        self.lost.append(Lost(self.lines.get(key.partition(".")[0], 0), cut(f"{key}: {told}"), why))
+
+    def read(self) -> None:
+        """Everything, in the order in which one says it."""
+        self.refuse()
+        for step in (self.model, self.adapter, self.data, self.train, self.checkpoints, self.machines):
+            step()
+        for key, value in self.raw.items():
+            if key not in self.used:
+                self.plain(key, value)
+
+    def plain(self, key: str, value: Any) -> None:
+        """A key that is only called something else here."""
+        if value is None or value in ("", [], {}):
+            return
+        target = (names.OFF.get(key) if value is False else None) or _SENTENCES.get(key) or names.NAMES.get(key)
+        owner = next((f"{one}.{key}" for one, kind in sections().items() if key in kind.model_fields), None)
+        foreign = _NOT_OURS.get(key) or next((what for start, what in _FAMILIES.items() if key.startswith(start)), None)
+        if foreign:
+            if value is not False:
+                self.lose(key, f"not here: {foreign}")
+        elif names.asks_nothing(key, value) and (target or key in names.OFF):
+            return
+        elif target is None and owner is not None:
+            self.put_new(owner, value, key)
+        elif target is None:
+            if not (value is False and key.startswith(("use_", "do_", "eval_"))):
+                self.lose(key, "")
+        elif match := re.fullmatch(r"([a-z]+\.\w+): (\S+)", target):
+            if value is True or value is False:
+                self.put_new(match[1], yaml.safe_load(match[2]), key)
+            else:
+                self.lose(key, f"see {match[1]}")
+        elif re.fullmatch(r"[a-z]+\.\w+", target):
+            self.put_new(target, value, key)
+        else:
+            self.lose(key, target)
+
+    def put_new(self, path: str, value: Any, key: str) -> None:
+        """Set a field that no other key has set."""
+        section, _, name = path.partition(".")
+        if name not in self.out.get(section, {}):
+            self.put(path, value, key)
+        elif self.out[section][name] != value:
+            self.lose(key, f"`{path}` says it")
+
+    def refuse(self) -> None:
+        """What would train something else than the file says is an error."""
+        stage, kind = self.get("stage", "rl"), self.get("finetuning_type")
+        if stage not in (None, False, "sft", "pt"):
+            raise ConfigError(
+                f"`{stage}` is not supervised fine-tuning, and finray does that alone",
+                where=f"{self.path}: line {self.lines.get('stage' if 'stage' in self.raw else 'rl', 0)}",
+                repair="docs/guide/extending.md shows how a task has a loss of its own",
+            )
+        if kind not in (None, "lora", "full"):
+            raise ConfigError(
+                f"`finetuning_type: {kind}` trains weights that finray cannot choose{did_you_mean(kind, ['lora'])}",
+                where=f"{self.path}: line {self.lines.get('finetuning_type', 0)}",
+                repair="change it to lora or full, if that is what you want",
+            )
+        if self.get("reward_model") or self.get("process_reward_model"):
+            raise ConfigError("reward models are not trained here", where=f"{self.path}: reward_model")
+        self.used.update(("do_train", "do_predict", "do_eval"))
+
+    def model(self) -> None:
+        self.put("model.name", self.get("model_name_or_path", "base_model"))
+        if self.get("trust_remote_code"):
+            self.lose("trust_remote_code", "set model.trust_remote_code if you have read the code that comes with it")
+        bits = self.get("quantization_bit")
+        if bits is None and (self.get("load_in_4bit") or self.raw.get("adapter") == "qlora"):
+            bits = 4
+        if bits is None and self.get("load_in_8bit"):
+            bits = 8
+        if bits in (4, 8):
+            self.put("model.quantization", f"{bits}bit")
+        elif bits is not None:
+            self.lose("quantization_bit", "here: 4bit or 8bit")
+        self.used.update(("load_in_4bit", "load_in_8bit", "quantization_method"))
+        attention = self.get("attn_implementation", "flash_attn")
+        if attention in ("flash_attention_2", "fa2", True) or self.get("flash_attention"):
+            self.notes.append("attention is chosen by what is installed: FlashAttention 2 where it is")
+        elif attention not in (None, "auto", "sdpa", "eager", "disabled", False):
+            self.lose("attn_implementation" if "attn_implementation" in self.raw else "flash_attn", "not here")
+        if self.get("tokens"):
+            self.put("model.new_tokens", self.raw["tokens"])
+
+    def adapter(self) -> None:
+        method = self.get("adapter") if self.system == AXOLOTL else self.get("finetuning_type")
+        if self.system == AXOLOTL and method not in (None, "lora", "qlora"):
+            raise ConfigError(
+                f"`adapter: {method}` is not here",
+                where=f"{self.path}: line {self.lines['adapter']}",
+                repair="finray has LoRA, rsLoRA, DoRA and PiSSA: adapter.method",
+            )
+        targets = self.get("lora_target", "lora_target_modules")
+        linear, rank, alpha = self.get("lora_target_linear"), self.get("lora_rank", "lora_r"), self.get("lora_alpha")
+        dropout = self.get("lora_dropout")
+        kinds = [kind for kind in ("rslora", "dora") if self.get(f"use_{kind}") or self.get(f"peft_use_{kind}")]
+        kinds += ["pissa"] if self.get("pissa_init") else []
+        if method in (None, "full"):
+            self.put("adapter.method", "none")
+            return
+        self.put("adapter.method", kinds[0] if kinds else "lora")
+        if len(kinds) > 1:
+            self.notes.append(f"adapter.method is one: {kinds[0]}, and not {kinds[1]} as well")
+        if rank is not None:
+            self.put("adapter.rank", rank)
+            self.put("adapter.alpha", alpha if alpha is not None else 2 * rank)
+        self.put("adapter.dropout", dropout or 0.0)
+        if isinstance(targets, str) and re.fullmatch(r"[\w.]+(\s*,\s*[\w.]+)*", targets) and targets != "all":
+            targets = [one.strip() for one in targets.split(",")]
+        self.put("adapter.target_modules", "all-linear" if linear or targets in (None, "all") else targets)
+
+    def data(self) -> None:
+        self.put("data.max_length", self.get("cutoff_len", "sequence_len", "max_seq_length"))
+        if self.system == AXOLOTL:
+            packs = bool(self.get("sample_packing"))
+            found = [self.axolotl_source(one) for one in self.sources("datasets", "pretraining_dataset")]
+            held = [self.axolotl_source(one) for one in self.sources("test_datasets")]
+        else:
+            pretraining = self.raw.get("stage") == "pt"
+            packs = bool(self.get("packing", "neat_packing")) or pretraining
+            limit = self.get("max_samples")
+            found = [self.factory_source(one, limit) for one in _words(self.get("dataset"))]
+            held = [self.factory_source(one, None) for one in _words(self.get("eval_dataset"))]
+            self.used.update(("dataset_dir", "preprocessing_num_workers"))
+            if pretraining:
+                self.put("data.train_on", "all")
+        self.used.update(("eval_sample_packing", "eval_packing"))
+        if not found:
+            raise ConfigError("names no data", where=f"{self.path}: dataset")
+        if len(found) == 1:
+            for name, value in found[0].items():
+                self.put(f"data.{'train_split' if name == 'split' else name}", value)
+        else:
+            whole = [name for name in ("train_on",) if any(name in one for one in found)]
+            for name in whole:
+                self.put(f"data.{name}", next(one.pop(name) for one in found if name in one))
+            self.put("data.mix", [{k: v for k, v in one.items() if k not in whole} for one in found])
+        if self.get("train_on_inputs") or self.get("train_on_prompt"):
+            self.put("data.train_on", "all")
+        self.put("data.packing", packs)
+        share = self.get("val_size", "val_set_size")
+        if held:
+            self.put("data.eval_source", held[0]["source"])
+            if "split" in held[0]:
+                self.put("data.eval_split", held[0]["split"])
+            if len(held) > 1:
+                self.notes.append("one source is evaluated on: data.eval_source")
+        elif share and 0 < share < 1:
+            self.put("data.eval_ratio", share)
+        elif share:
+            self.lose("val_size" if "val_size" in self.raw else "val_set_size", "here a share: data.eval_ratio")
+
+    def sources(self, *keys: str) -> list[Any]:
+        found = self.get(*keys) or []
+        return found if isinstance(found, list) else [found]
+
+    def factory_source(self, name: str, limit: int | None) -> dict[str, Any]:
+        """A data set of LLaMA-Factory, by its name in `dataset_info.json`."""
+        folder = self.raw.get("dataset_dir") or "data"
+        table: dict[str, Any] = {}
+        tables = [self.dataset_info] if self.dataset_info else []
+        tables += [self.path.parent / folder / "dataset_info.json", Path(folder) / "dataset_info.json"]
+        for file in tables:
+            if file.is_file():
+                table = json.loads(file.read_text(encoding="utf-8"))
+                folder = str(file.parent)
+                break
+        split = {"split": f"train[:{limit}]"} if limit else {}
+        if name not in table:
+            note = f"{name} is a name in LLaMA-Factory's dataset_info.json, and data/{name}.json its usual place"
+            self.notes.append(note + "; --dataset-info FILE reads the table")
+            return {"source": f"data/{name}.json", **split}
+        about = table[name]
+        columns, tags = about.get("columns", {}), about.get("tags", {})
+        kind = "sharegpt" if about.get("formatting") == "sharegpt" else "alpaca"
+        if kind == "sharegpt" and tags.get("role_tag") == "role":
+            kind = "messages"
+        if self.raw.get("stage") == "pt":
+            kind = "text"
+        called = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+        if kind == "messages":
+            called["messages"] = "messages"
+        if kind == "text":
+            called = {"prompt": "text"}
+        mapping = {called.get(there, there): here for there, here in columns.items() if there in (*called, "system")}
+        found: dict[str, Any] = {"source": about.get("hf_hub_url") or f"{folder}/{about.get('file_name', name)}"}
+        if about.get("subset"):
+            found["subset"] = about["subset"]
+        split = {"split": about["split"]} | split if about.get("split") else split
+        mapping = {here: column for here, column in mapping.items() if here != column}
+        return found | split | {"format": kind} | ({"field_mapping": mapping} if mapping else {})
+
+    def axolotl_source(self, one: Any) -> dict[str, Any]:
+        """One of Axolotl's `datasets`."""
+        about: dict[str, Any] = dict(one) if isinstance(one, Mapping) else {"path": one}
+        files = about.pop("data_files", None)
+        found: dict[str, Any] = {"source": about.pop("path", None)}
+        if files:
+            found["source"] = files[0] if isinstance(files, list) else files
+        kind = about.pop("type", "pretrain" if "pretraining_dataset" in self.raw else None)
+        name, _, style = (kind if isinstance(kind, str) else "").partition(".")
+        name, mapping = name.partition(":")[0], about.pop("message_property_mappings", None) or {}
+        messages = about.pop("field_messages", None)
+        role = mapping.get("role", about.pop("message_field_role", None))
+        if name == "chat_template":
+            found["format"] = "sharegpt" if role == "from" else "messages"
+            here = "conversations" if role == "from" else "messages"
+            if messages not in (None, here):
+                found["field_mapping"] = {here: messages}
+        elif name in ("alpaca", "sharegpt"):
+            found["format"] = name
+        elif name in ("completion", "pretrain"):
+            found |= {"format": "text", "train_on": "all"}
+            if about.get("field") not in (None, "text"):
+                found["field_mapping"] = {"text": about["field"]}
+            about.pop("field", None)
+        elif isinstance(kind, Mapping):
+            found |= self.axolotl_template(kind)
+        elif kind is not None:
+            self.notes.append(f"datasets: type {kind} of {found['source']} is not known; its columns decide")
+        if style and name != "chat_template":
+            self.notes.append(f"datasets: type {kind} is taken as {name}")
+        for there, here in (("name", "subset"), ("split", "split"), ("revision", "revision")):
+            if value := about.pop(there, None):
+                found[here] = value
+        for key in ("ds_type", "chat_template", "roles", "roles_to_train", "train_on_eos", "trust_remote_code"):
+            about.pop(key, None)
+        for key, value in about.items():
+            why = "not carried over" if key != "shards" else "a part of the rows is `data.train_split: train[:10%]`"
+            self.lose(f"datasets.{key}", why, value)
+        return found
+
+    def axolotl_template(self, kind: Mapping[str, Any]) -> dict[str, Any]:
+        """A prompt of its own: names of columns, and how they are put together."""
+        columns = {name: kind.get(f"field_{name}") or name for name in ("instruction", "input", "output")}
+        asked = str(kind.get("format") or "{instruction} {input}")
+        if kind.get("no_input_format"):
+            self.notes.append("datasets: no_input_format is left out; data.input_template is for all rows")
+        for name, column in columns.items():
+            asked = asked.replace(f"{{{name}}}", f"{{{column}}}")
+        return {"input_template": asked, "output_template": f"{{{columns['output']}}}"}
+
+    def train(self) -> None:
+        per, times = self.get("per_device_train_batch_size", "micro_batch_size"), 1
+        times = self.get("gradient_accumulation_steps") or 1
+        self.workers = self.get("ray_num_workers") or self.workers or 1
+        self.put("train.micro_batch_size", per)
+        if all(isinstance(one, int) and not isinstance(one, bool) for one in (per, times, self.workers)):
+            self.put("train.global_batch_size", per * times * self.workers)
+        if "ray_num_workers" not in self.raw:
+            self.notes.append(f"it says not on how many GPUs; {self.workers} here (--workers)")
+        steps = self.get("max_steps")
+        if steps is not None and steps > 0:
+            self.put("train.max_steps", steps)
+        else:
+            self.put("train.epochs", self.get("num_train_epochs", "num_epochs"))
+        self.used.update(("num_train_epochs", "num_epochs"))
+        self.put("train.learning_rate", _number(self.get("learning_rate")))
+        if share := self.get("cosine_min_lr_ratio"):
+            self.put("train.min_learning_rate", share * self.out["train"]["learning_rate"])
+        schedule = str(self.get("lr_scheduler_type", "lr_scheduler"))
+        self.put("train.schedule", names.VALUES.get(schedule, schedule), self.key("lr_scheduler_type", "lr_scheduler"))
+        if self.get("warmup_steps") is not None:
+            self.put("train.warmup_steps", self.raw["warmup_steps"])
+        elif self.get("warmup_ratio") is not None:
+            self.put("train.warmup_ratio", self.get("warmup_ratio"))
+        self.used.add("warmup_ratio")
+        optimizer = self.get("optim", "optimizer")
+        if self.get("use_muon"):
+            self.put("train.optimizer", "muon")
+        elif optimizer is not None:
+            self.put("train.optimizer", names.VALUES.get(str(optimizer), optimizer), self.key("optim", "optimizer"))
+        full = self.out["adapter"]["method"] == "none"
+        half, wide = self.get("bf16", "bfloat16"), self.get("fp16", "float16")
+        if self.get("pure_bf16"):
+            self.put("train.precision", "bf16-true" if full else "bf16")
+        elif half is True or half == "full":
+            self.put("train.precision", "bf16")
+        elif half is None or half == "auto" or half is False:
+            self.put("train.precision", "fp16" if wide is True else "auto" if half == "auto" else "fp32")
+        again = self.get("gradient_checkpointing", "use_gradient_checkpointing")
+        off = self.get("disable_gradient_checkpointing")
+        whole = not off if self.system == LLAMA_FACTORY else bool(again)
+        self.put("train.gradient_checkpointing", "full" if whole else "none")
+        if again == "offload":
+            self.put("train.activation_offload", True)
+        if self.get("enable_liger_kernel", "use_liger_kernel") or self.get("liger_rms_norm"):
+            self.put("train.liger", "auto")
+        for key in (
+            "liger_rope",
+            "liger_glu_activation",
+            "liger_fused_linear_cross_entropy",
+            "use_muon",
+            "use_unsloth",
+        ):
+            self.used.add(key)
+        liger = [one for one in self.raw.get("plugins") or () if "liger" in str(one) or "CutCrossEntropy" in str(one)]
+        if liger and len(liger) == len(self.raw["plugins"]):
+            self.used.add("plugins")
+
+    def key(self, *keys: str) -> str:
+        """The key of these that the file has."""
+        return next((key for key in keys if key in self.raw), keys[0])
+
+    def checkpoints(self) -> None:
+        folder = Path(str(self.get("output_dir") or "runs/run"))
+        name = legal_name(str(self.get("run_name", "wandb_name") or folder.name)) or "run"
+        self.put("run.output_dir", str(folder.parent))
+        self.put("run.name", name)
+        if self.get("seed") is not None:
+            self.put("run.seed", self.raw["seed"])
+        evaluates = any(name in self.out["data"] for name in ("eval_ratio", "eval_source"))
+        for kind, path in (("save", "checkpoint.every_steps"), ("eval", "evaluation.every_steps")):
+            every, strategy = self.get(f"{kind}_steps"), f"{kind}_strategy"
+            self.used.add(strategy)
+            if kind == "eval" and not evaluates:
+                self.used.update(("evals_per_epoch", "eval_batch_size", "per_device_eval_batch_size"))
+            elif self.raw.get(strategy) in ("epoch", "best"):
+                self.lose(strategy, f"set `{path}` to a number of steps")
+            elif isinstance(every, int) and every >= 1:
+                self.put(path, every)
+            elif every is not None:
+                self.lose(f"{kind}_steps", f"set `{path}` to a number of steps")
+        report = self.get("report_to")
+        for one in report if isinstance(report, list) else [report] if report else []:
+            tracker = "tracking.tensorboard" if one == "tensorboard" else f"tracking.{one}"
+            kept = _has(tracker)
+            if kept:
+                self.put(tracker, True)
+            elif one not in ("none", "all"):
+                self.lose("report_to", names.NAMES["report_to"])
+        if self.get("use_tensorboard"):
+            self.put("tracking.tensorboard", True)
+        self.put("tracking.log_every", max(1, int(self.get("logging_steps"))))
+
+    def machines(self) -> None:
+        self.put("cluster.num_workers", self.workers)
+        self.used.update(("ray_num_workers", "use_ray"))
+        if file := self.get("deepspeed"):
+            stage = re.search(r"z(?:ero)?_?([0-3])", Path(str(file)).name)
+            if stage is None or stage[1] == "0":
+                self.lose("deepspeed", "DDP takes its place: parallel.strategy")
+            else:
+                self.put("parallel.strategy", "deepspeed")
+                self.put("parallel.zero_stage", int(stage[1]))
+                if "offload" in str(file) or "cpu" in Path(str(file)).name:
+                    self.put("parallel.cpu_offload", True)
+                self.notes.append(f"ZeRO {stage[1]} is that of {file}; parallel.deepspeed_config names a file of yours")
+        own = self.get("fsdp_config") or {}
+        if self.get("fsdp") or own:
+            self.put("parallel.strategy", "fsdp")
+            offload = isinstance(own, Mapping) and (own.get("fsdp_offload_params") or own.get("offload_params"))
+            if offload:
+                self.put("parallel.cpu_offload", True)
+        self.used.add("fsdp_version")
+
+    def checked(self) -> Converted:
+        """Without the values that finray does not take, each of which is named."""
+        for _ in range(50):
+            try:
+                build_config(self.out, source=str(self.path))
+                break
+            except ConfigError as error:
+                place = next((re.match(r"([a-z]+\.\w+)", one) for one in error.problems if "." in one[:40]), None)
+                section, _, name = (place[1] if place else "").partition(".")
+                if name not in self.out.get(section, {}) or f"{section}.{name}" in ("model.name", "data.source"):
+                    raise
+                value = self.out[section].pop(name)
+                key = self.origin.get(f"{section}.{name}") or name
+                why = error.problems[0].partition(": ")[2] or error.message
+                self.lose(key, f"not here: {why}", value)
+        ordered = {one: self.out[one] for one in Config.model_fields if self.out.get(one)}
+        return Converted(self.system, ordered, sorted(self.lost, key=lambda one: one.line), self.notes)
+
+
+def _has(path: str) -> bool:
+    """Whether there is a field of this name that is on or off."""
+    section, _, name = path.partition(".")
+    kind: type[Section] | None = sections().get(section)
+    return kind is not None and name in kind.model_fields and section_of(kind.model_fields[name].annotation) is None
+
+
+def _words(text: Any) -> list[str]:
+    if isinstance(text, list):
+        return [str(one) for one in text]
+    return [one.strip() for one in str(text or "").split(",") if one.strip()]
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 takes `2e-5` for a text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value

@@ -1,0 +1,303 @@
+"""`finray convert`: files as users of LLaMA-Factory and Axolotl write them, and what becomes of each line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finray.config.convert import convert
+from finray.config.load import load_config
+from finray.errors import ConfigError
+from tests.support import runs, tiny
+
+# Written for these tests, in the form of both projects' documentation.
+LLAMA_FACTORY = """\
+### model
+model_name_or_path: org/model
+trust_remote_code: true
+quantization_bit: 4
+
+### method
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: q_proj,v_proj
+loraplus_lr_ratio: 16.0
+use_dora: true
+
+### dataset
+dataset: mine,theirs
+template: llama3
+cutoff_len: 4096
+max_samples: 1000
+preprocessing_num_workers: 16
+
+### output
+output_dir: saves/model/lora/sft
+logging_steps: 10
+save_steps: 250
+overwrite_output_dir: true
+report_to: none
+resume_from_checkpoint: null
+
+### train
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+learning_rate: 1e-4
+lr_scheduler_type: cosine
+bf16: true
+ray_num_workers: 4
+shpeed: ludicrous
+
+### eval
+val_size: 0.1
+per_device_eval_batch_size: 1
+eval_strategy: steps
+eval_steps: 125
+"""
+AXOLOTL = """\
+base_model: org/model
+load_in_8bit: false
+load_in_4bit: true
+datasets:
+  - path: org/rows
+    type: chat_template
+    split: train[:20%]
+    field_messages: talk
+    message_property_mappings: {role: from, content: value}
+val_set_size: 0.05
+output_dir: ./outputs/qlora-out
+adapter: qlora
+lora_model_dir:
+sequence_len: 2048
+sample_packing: true
+lora_r: 32
+lora_alpha: 16
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 4
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+logging_steps: 1
+attn_implementation: flash_attention_2
+warmup_ratio: 0.1
+evals_per_epoch: 4
+wandb_project:
+deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json
+special_tokens: {pad_token: "<|end|>"}
+"""
+
+
+def converted(text: str, folder: Path, **options: Any) -> Any:
+    path = folder / "theirs.yaml"
+    path.write_text(text, encoding="utf-8")
+    return convert(path, **options)
+
+
+def fields(text: str, folder: Path, **options: Any) -> dict[str, Any]:
+    """The fields of what a file comes to, by their paths; it is a config."""
+    found = converted(text, folder, **options)
+    load_config(found.plain)
+    return {f"{section}.{name}": value for section, own in found.plain.items() for name, value in own.items()}
+
+
+def test_a_file_of_llama_factory(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    table = {
+        "mine": {"file_name": "mine.json"},
+        "theirs": {
+            "hf_hub_url": "org/theirs",
+            "formatting": "sharegpt",
+            "columns": {"messages": "talk"},
+            "tags": {"role_tag": "role", "content_tag": "content"},
+        },
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(table))
+    found = fields(LLAMA_FACTORY, tmp_path)
+    mine = {"source": f"{tmp_path}/data/mine.json", "split": "train[:1000]", "format": "alpaca"}
+    theirs = {"source": "org/theirs", "split": "train[:1000]", "format": "messages"}
+    assert found == {
+        "run.output_dir": "saves/model/lora",
+        "run.name": "sft",
+        "model.name": "org/model",
+        "model.quantization": "4bit",
+        "adapter.method": "dora",
+        "adapter.rank": 8,
+        "adapter.alpha": 16,
+        "adapter.dropout": 0.0,
+        "adapter.target_modules": ["q_proj", "v_proj"],
+        "adapter.lora_plus_ratio": 16.0,
+        "data.mix": [mine, theirs | {"field_mapping": {"messages": "talk"}}],
+        "data.max_length": 4096,
+        "data.packing": False,
+        "data.eval_ratio": 0.1,
+        "train.micro_batch_size": 2,
+        # 2 rows on each of 4 GPUs, 8 times.
+        "train.global_batch_size": 64,
+        "train.epochs": 3.0,
+        "train.learning_rate": 1e-4,
+        "train.schedule": "cosine",
+        "train.warmup_ratio": 0.0,
+        "train.precision": "bf16",
+        "train.gradient_checkpointing": "full",
+        "checkpoint.every_steps": 250,
+        "evaluation.every_steps": 125,
+        "evaluation.batch_size": 1,
+        "tracking.log_every": 10,
+        "cluster.num_workers": 4,
+    }
+
+
+def test_a_file_of_axolotl(tmp_path: Path) -> None:
+    assert fields(AXOLOTL, tmp_path, workers=2) == {
+        "run.output_dir": "outputs",
+        "run.name": "qlora-out",
+        "model.name": "org/model",
+        "model.quantization": "4bit",
+        "adapter.method": "lora",
+        "adapter.rank": 32,
+        "adapter.alpha": 16,
+        "adapter.dropout": 0.0,
+        "adapter.target_modules": "all-linear",
+        "data.source": "org/rows",
+        "data.train_split": "train[:20%]",
+        "data.format": "sharegpt",
+        "data.field_mapping": {"conversations": "talk"},
+        "data.max_length": 2048,
+        "data.packing": True,
+        "data.eval_ratio": 0.05,
+        "train.micro_batch_size": 2,
+        "train.global_batch_size": 16,
+        "train.epochs": 4,
+        "train.learning_rate": 2e-4,
+        "train.schedule": "cosine",
+        "train.warmup_ratio": 0.1,
+        "train.optimizer": "adamw_8bit",
+        "train.precision": "auto",
+        "train.gradient_checkpointing": "full",
+        "parallel.strategy": "deepspeed",
+        "parallel.zero_stage": 3,
+        "parallel.cpu_offload": True,
+        "tracking.log_every": 1,
+        "cluster.num_workers": 2,
+    }
+
+
+@pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL])
+def test_every_line_is_carried_over_or_named_with_its_number(text: str, tmp_path: Path) -> None:
+    found = converted(text, tmp_path)
+    lines = text.splitlines()
+    for one in found.lost:
+        assert lines[one.line - 1].startswith(one.key.partition(":")[0])
+    lost = {one.key.partition(":")[0] for one in found.lost}
+    assert found.unknown == (["shpeed"] if "shpeed" in text else [])
+    assert lost == (
+        {"trust_remote_code", "template", "overwrite_output_dir", "shpeed"}
+        if "shpeed" in text
+        else {"gradient_checkpointing_kwargs", "evals_per_epoch", "special_tokens"}
+    )
+    # As comments, and the rest of the file is the config.
+    assert yaml.safe_load(found.text("theirs.yaml")) == found.plain
+    assert all(f"#   {one}\n" in found.text("theirs.yaml") for one in found.lost)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"stage": "pt"}, {"data.train_on": "all", "data.packing": True}),
+        ({"finetuning_type": "full", "pure_bf16": True}, {"adapter.method": "none", "train.precision": "bf16-true"}),
+        ({"bf16": False}, {"train.precision": "fp32"}),
+        ({"bf16": False, "fp16": True}, {"train.precision": "fp16"}),
+        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}, {"train.schedule": "constant"}),
+        ({"pissa_init": True, "use_dora": False}, {"adapter.method": "pissa"}),
+        ({"lora_target": "all"}, {"adapter.target_modules": "all-linear"}),
+        ({"max_steps": 30}, {"train.max_steps": 30}),
+        ({"optim": "paged_adamw_8bit"}, {"train.optimizer": "paged_adamw_8bit"}),
+        ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, {"parallel.zero_stage": 2}),
+        ({"disable_gradient_checkpointing": True}, {"train.gradient_checkpointing": "none"}),
+        ({"neftune_noise_alpha": 5}, {}),
+        ({"use_galore": True, "galore_rank": 16}, {}),
+        ({"optim": "sgd"}, {}),
+        ({"quantization_bit": 3}, {}),
+        ({"save_strategy": "epoch"}, {}),
+    ],
+)
+def test_what_a_setting_comes_to(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    text = yaml.safe_dump(yaml.safe_load(LLAMA_FACTORY) | changes)
+    if "pure_bf16" in changes:
+        text = yaml.safe_dump(yaml.safe_load(text) | {"quantization_bit": None})
+    found = fields(text, tmp_path)
+    assert {name: found.get(name) for name in expected} == expected
+    if not expected:
+        lost = {one.key.partition(":")[0] for one in converted(text, tmp_path).lost}
+        assert set(changes) <= lost
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"type": "alpaca"}, {"data.format": "alpaca"}),
+        ({"type": "completion", "field": "body"}, {"data.train_on": "all", "data.field_mapping": {"text": "body"}}),
+        ({"type": "chat_template"}, {"data.format": "messages"}),
+        (
+            {"type": {"field_instruction": "q", "field_output": "a", "format": "Q: {instruction}"}},
+            {"data.input_template": "Q: {q}", "data.output_template": "{a}"},
+        ),
+        ({"name": "main", "data_files": ["a.jsonl"]}, {"data.subset": "main", "data.source": "a.jsonl"}),
+    ],
+)
+def test_what_a_source_of_axolotl_comes_to(source: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    text = yaml.safe_dump(yaml.safe_load(AXOLOTL) | {"datasets": [{"path": "org/rows", **source}]})
+    found = fields(text, tmp_path)
+    assert {name: found.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "line 7: `dpo` is not supervised fine-tuning"),
+        (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: freeze"), "line 9: `finetuning_type: freeze"),
+        (AXOLOTL + "rl: kto\n", "line 35: `kto` is not supervised fine-tuning"),
+        ("model: {name: m}\ndata: {source: d}\n", "a config of finray already"),
+        ("lora_rank: 8\n", "names no model"),
+        ("model_name_or_path: m\nexport_dir: out\n", "finray export"),
+        ("model_name_or_path: m\n", "names no data"),
+        ("base_model: [", "not valid YAML"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        converted(text, tmp_path)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL])
+def test_the_command_writes_a_config_that_plans(text: str, tiny_model_dir: Path, tmp_path: Path) -> None:
+    rows = tiny.write_chat_rows(tmp_path, 40)
+    plain = yaml.safe_load(text)
+    sign = "model_name_or_path" if "model_name_or_path" in plain else "base_model"
+    plain |= {sign: str(tiny_model_dir), "load_in_4bit": False, "adapter": "lora", "quantization_bit": None}
+    plain |= {"deepspeed": None, "output_dir": str(tmp_path / "out" / "mine"), "max_samples": None}
+    plain |= {"dataset": "mine"} if sign == "model_name_or_path" else {"datasets": [{"path": str(rows)}]}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": rows.name, "formatting": "alpaca"}}))
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(plain))
+    words = ("convert", tmp_path / "theirs.yaml", "-o", tmp_path / "mine.yaml")
+    code, out, err = runs.finray(*words, "--dataset-info", tmp_path / "dataset_info.json", "--workers", "2")
+    assert code == 0, err
+    assert "not carried over" in out
+    changes = ["data.format=auto", "cluster.num_workers=1", "train.optimizer=adamw", "train.precision=fp32"]
+    code, out, err = runs.finray("plan", tmp_path / "mine.yaml", *changes, "data.max_length=128")
+    assert code == 0, out + err
+    code, _, err = runs.finray(*words)
+    assert code == 2
+    assert "exists already" in err
