@@ -10,14 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from finray.config.load import Overrides
+from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.evaluation import answers, classifiers
 from finray.evaluation.estimates import Judged, compared_with, evaluated, sentences
 from finray.evaluation.harness import joined
 from finray.evaluation.outcome import Comparison, Evaluated, write
-from finray.evaluation.overlap import overlap
+from finray.evaluation.overlap import Words, overlap
 from finray.evaluation.rows import Lazy
 from finray.evaluation.subjects import Asked, Case, Progress
+from finray.pretrained.tokenizers import load_tokenizer
 
 # Who judges the models of a task: a file and a line each.
 JUDGES: dict[str, Callable[[Case], Judged]] = {
@@ -61,7 +63,8 @@ def evaluate(
     elif rows is not None and rows.train is None:
         notes.append("the training data is not known, so rows of it were not looked for")
     elif rows is not None and rows.train is not None:
-        seen = overlap(rows.split, rows.numbers, rows.train)
+        tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
+        seen = overlap(rows.split, rows.numbers, rows.train, Words(tokenizer))
         if 0 < len(seen.rows) < len(rows):
             kept = np.array([index not in seen.rows for index in range(len(rows))])
             held_out = [evaluated(judged, name, seed=seed, kept=kept) for name in judged.statistics]

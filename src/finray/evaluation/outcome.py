@@ -193,7 +193,7 @@ class Comparison(Result):
             found = self.overlap
             console.print(
                 f"{len(found.rows)} of the {self.rows} rows are in the training data ({len(found.equal)} whole, "
-                f"{len(found.shared)} by runs of 13 tokens): a score on them says what is remembered",
+                f"{len(found.shared)} by runs of 13 words): a score on them says what is remembered",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -1,13 +1,16 @@
 """Rows that a model was trained on: a score on them says what it remembers, not what it can do.
 
-Rows are compared as token ids: whole rows by their digest, and runs of 13 tokens by a hash, after Brown et al. 2020
-(appendix C), who take 13 words. What belongs to a template is in many rows and says nothing; runs that are in more than
-ten training rows, or in half of the evaluated ones, do not count.
+Whole rows are compared by the digest of their tokens, and runs of 13 words by a hash, after Brown et al. 2020
+(appendix C). Runs of tokens would not do: each digit is a token for many tokenizers, so that rows of arithmetic share them by chance.
+What belongs to a template is in many rows and says nothing; runs that are in more than ten training rows, or in half of
+the evaluated ones, do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import string
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +27,65 @@ _COMMON = 10
 _TOKENS = 2**20
 # Rows that are named.
 _NAMED = 20
+# Words of rows of token ids: the hash of each, and the index of its row.
+Split = Callable[[Sequence[npt.NDArray[np.int32]]], tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]]
+# The base of the hash of a word's characters: odd, so that it has an inverse modulo 2**64.
+_BASE = 0x9E3779B97F4A7C15
+_UNPUNCTUATED = str.maketrans("", "", string.punctuation)
+
+
+class Words:
+    """Cuts rows of token ids into words: lower case, without ASCII punctuation, between white space.
+
+    A word's hash follows from its characters, not from how it was cut into tokens. No row is decoded: each entry of the
+    vocabulary is looked at once, and a word's hash is joined from those of its tokens as they lie in memory.
+
+    Args:
+        tokenizer: of Transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        # WordPiece marks what continues a word, all others what begins one.
+        marks_continued = sum(str(piece).startswith("##") for piece in pieces) > len(pieces) // 100
+        special = set(tokenizer.all_special_tokens) | {str(one) for one in tokenizer.added_tokens_decoder.values()}
+        begins, hashes, lengths = [], [], []
+        for piece in map(str, pieces):
+            text = " " if piece in special else re.sub("[\u0120\u2581\u010a\u0109\u010d]", " ", piece)
+            text = re.sub("<0x([0-9A-F]{2})>", lambda found: chr(int(found[1], 16)), text)
+            if marks_continued:
+                text = text.removeprefix("##") if piece.startswith("##") else f" {text}"
+            letters = "".join(text.lower().translate(_UNPUNCTUATED).split())
+            value = 0
+            for letter in letters:
+                value = (value * _BASE + ord(letter)) % 2**64
+            begins.append(bool(re.search(r"\s", text)))
+            hashes.append(value)
+            lengths.append(len(letters))
+        self._begins = np.array(begins, dtype=bool)
+        self._hashes = np.array(hashes, dtype=np.uint64)
+        self._lengths = np.array(lengths, dtype=np.int64)
+        most = int(self._lengths.max(initial=0))
+        inverse = pow(_BASE, -1, 2**64)
+        self._powers = np.array([pow(_BASE, count, 2**64) for count in range(most + 1)], dtype=np.uint64)
+        self._inverse = np.array([pow(inverse, count, 2**64) for count in range(most + 1)], dtype=np.uint64)
+
+    def __call__(self, rows: Sequence[npt.NDArray[np.int32]]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """The hash of each word, and the index of its row."""
+        ids = np.concatenate([np.empty(0, np.int32), *rows])
+        if not len(ids):
+            return np.empty(0, np.uint64), np.empty(0, np.int64)
+        owner = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        begins = self._begins[ids] | (np.diff(owner, prepend=-1) != 0)
+        starts = np.flatnonzero(begins)
+        # The hash of letters l1 .. ln is the sum of li * BASE**(n - i): with powers that run on over all rows, words
+        # are sums of neighbours, and a last factor puts each right.
+        up = np.multiply.accumulate(self._powers[self._lengths[ids]])
+        down = np.multiply.accumulate(self._inverse[self._lengths[ids]])
+        last = np.append(starts[1:], len(ids)) - 1
+        found = np.add.reduceat(self._hashes[ids] * down, starts) * up[last]
+        has_letters = np.add.reduceat(self._lengths[ids], starts) > 0
+        return mix(found[has_letters]), owner[starts][has_letters]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +94,7 @@ class Overlap:
 
     Attributes:
         equal: indices of rows that are there whole.
-        shared: indices of other rows that share a run of 13 tokens.
+        shared: indices of other rows that share a run of 13 words.
         named: of the first of them: the row, the training row, and the share of its runs that are there.
     """
 
@@ -48,21 +110,22 @@ class Overlap:
     def plain(self) -> dict[str, Any]:
         """As JSON types."""
         named = [{"row": row, "training_row": other, "shared": share} for row, other, share in self.named]
-        return {"equal": len(self.equal), "shares_13_tokens": len(self.shared), "rows": named}
+        return {"equal": len(self.equal), "shares_13_words": len(self.shared), "rows": named}
 
 
-def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) -> Overlap:
+def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, words: Split) -> Overlap:
     """Which of some rows of a split are in the training rows.
 
-    Memory is that of the evaluated rows: a hash for each of their tokens. Training rows stream by.
+    Memory is that of the evaluated rows: a hash for each of their words. Training rows stream by.
 
     Args:
         split: of the evaluated rows.
         numbers: which of them.
         train: the training rows, as they were prepared by the same tokenizer.
+        words: cuts rows into words.
     """
     equal_to = _equal(split, numbers, train)
-    hashed = [np.unique(_hashes([split.row(number)[0]])[0]) for number in numbers]
+    hashed = [np.unique(_runs(*words([split.row(number)[0]]))[0]) for number in numbers]
     every, times = np.unique(np.concatenate([np.empty(0, np.uint64), *hashed]), return_counts=True)
     seen = np.zeros(len(every), dtype=np.int32)
     holder = np.full(len(every), -1, dtype=np.int64)
@@ -70,7 +133,7 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) 
     while start < len(train) and len(every):
         stop = start + max(1, int(np.searchsorted(np.cumsum(train.lengths[start:]), _TOKENS)))
         ids = [train.row(row)[0] for row in range(start, min(stop, len(train)))]
-        found, rows = _hashes(ids)
+        found, rows = _runs(*words(ids))
         place = np.minimum(np.searchsorted(every, found), len(every) - 1)
         is_there = every[place] == found
         # A run twice in a row counts once.
@@ -109,15 +172,14 @@ def _equal(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) -
     return {int(index): int(order[place[index]]) for index in alike}
 
 
-def _hashes(rows: Sequence[npt.NDArray[np.int32]]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """A hash of every run of 13 tokens within a row, and the index of its row."""
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    tokens = mix(np.concatenate([np.empty(0, np.int32), *rows]).astype(np.uint64) + np.uint64(1))
-    owner = np.repeat(np.arange(len(rows)), lengths)
-    if len(tokens) < RUN:
+def _runs(
+    words: npt.NDArray[np.uint64], owner: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+    """A hash of every run of 13 words within a row, and the index of its row."""
+    if len(words) < RUN:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
-    factor, total = np.uint64(0x9E3779B97F4A7C15), np.zeros(len(tokens) - RUN + 1, dtype=np.uint64)
+    factor, total = np.uint64(_BASE), np.zeros(len(words) - RUN + 1, dtype=np.uint64)
     for place in range(RUN):
-        total = total * factor + tokens[place : place + len(total)]
+        total = total * factor + words[place : place + len(total)]
     whole = owner[: len(total)] == owner[RUN - 1 :]
     return mix(total)[whole], owner[: len(total)][whole]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import string
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from finray.evaluation import overlap as module
-from finray.evaluation.overlap import RUN, overlap
+from finray.evaluation.overlap import RUN, Words, overlap
 
 
 class Split:
@@ -30,6 +35,12 @@ class Split:
         return f"rows.jsonl:{number + 1}"
 
 
+def each_token(rows: Sequence[Any]) -> tuple[Any, Any]:
+    """Every token is a word."""
+    ids = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.uint64)
+    return ids, np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+
+
 TEMPLATE = list(range(1, 30))
 
 
@@ -42,7 +53,8 @@ def rows(seeds: Sequence[int]) -> list[list[int]]:
 
 
 def found(test: list[list[int]], train: list[list[int]], numbers: Sequence[int] | None = None) -> Any:
-    return overlap(Split(test), range(len(test)) if numbers is None else numbers, Split(train))  # type: ignore[arg-type]
+    numbers = range(len(test)) if numbers is None else numbers
+    return overlap(Split(test), numbers, Split(train), each_token)  # type: ignore[arg-type]
 
 
 def naive(test: list[list[int]], train: list[list[int]]) -> set[int]:
@@ -112,3 +124,75 @@ def test_rows_shorter_than_a_run_are_no_trouble(short: list[int]) -> None:
     seen = found([short, row(1)], [short, row(2)] if short else [row(2)])
     assert seen.equal == ((0,) if short else ())
     assert seen.shared == ()
+
+
+@pytest.fixture(scope="module")
+def tokenizers(smollm2_dir: Path, minilm_dir: Path, tokenizer: Any) -> dict[str, Any]:
+    """Byte-level BPE whose digits are tokens, WordPiece, and a small byte-level BPE that cuts nearly every word."""
+    from transformers import AutoTokenizer
+
+    own = {"smollm2": AutoTokenizer.from_pretrained(smollm2_dir), "minilm": AutoTokenizer.from_pretrained(minilm_dir)}
+    return {**own, "tiny": tokenizer}
+
+
+def by_hand(text: str) -> list[str]:
+    return [
+        word for word in (re.sub(f"[{re.escape(string.punctuation)}]", "", one) for one in text.lower().split()) if word
+    ]
+
+
+TEXTS = [
+    "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nNatalia sold 48+24 clips altogether.",
+    "natalia SOLD 48/2 clips, in may!",
+    "Jumping, jumped; it's the jumper's  two   spaces\tand a tab",
+    "",
+    "...",
+]
+
+
+@pytest.mark.parametrize("name", ["smollm2", "tiny"])
+def test_words_are_those_between_white_space_in_lower_case_without_punctuation(
+    tokenizers: dict[str, Any], name: str
+) -> None:
+    tokenizer = tokenizers[name]
+    hashes, owner = Words(tokenizer)([np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in TEXTS])
+    expected = [(word, row) for row, text in enumerate(TEXTS) for word in by_hand(text)]
+    assert owner.tolist() == [row for _, row in expected]
+    of_word: dict[str, int] = {}
+    for (word, _), value in zip(expected, hashes.tolist(), strict=True):
+        assert of_word.setdefault(word, value) == value, word
+    assert len(set(of_word.values())) == len(of_word)
+
+
+def test_words_of_wordpiece_are_joined_from_their_pieces(tokenizers: dict[str, Any]) -> None:
+    """Its punctuation ends a word, as it does for the tokenizer."""
+    tokenizer, words = tokenizers["minilm"], Words(tokenizers["minilm"])
+    one, other = "the untrainable quokkas ate", "The UNTRAINABLE, quokkas. ate"
+    assert len(tokenizer.tokenize(one)) > 4
+    found = [words([np.array(tokenizer(text)["input_ids"], dtype=np.int32)])[0].tolist() for text in (one, other)]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+
+
+@given(text=st.text(st.sampled_from("ab 1,.\n"), max_size=60))
+def test_a_words_hash_does_not_depend_on_how_it_was_cut_into_tokens(tokenizers: dict[str, Any], text: str) -> None:
+    tokenizer = tokenizers["smollm2"]
+    words = Words(tokenizer) if "words" not in tokenizers else tokenizers["words"]
+    tokenizers["words"] = words
+    whole = tokenizer(text)["input_ids"]
+    letters = [token for letter in text for token in tokenizer(letter)["input_ids"]]
+    found = [words([np.array(ids, dtype=np.int32)])[0].tolist() for ids in (whole, letters)]
+    assert found[0] == found[1]
+    assert len(found[0]) == len(by_hand(text))
+
+
+def test_sums_that_share_their_digits_do_not_make_rows_alike(tokenizers: dict[str, Any]) -> None:
+    """For a tokenizer whose digits are tokens, a calculation is a run of more than 13; words tell rows apart."""
+    tokenizer = tokenizers["smollm2"]
+    texts = [
+        "Ann has 12 pears. <<12*1200=14400>>14400 in all",
+        "Every bus holds 51 people: <<12*1200=14400>>14400 seats",
+    ]
+    test, train = ([tokenizer(text)["input_ids"]] for text in texts)
+    assert found(test, train).shared == (0,)
+    assert overlap(Split(test), [0], Split(train), Words(tokenizer)).shared == ()  # type: ignore[arg-type]
