@@ -1,9 +1,9 @@
 """Rows that a model was trained on: a score on them says what it remembers, not what it can do.
 
 Whole rows are compared by the digest of their tokens, and runs of 13 words by a hash, after Brown et al. 2020
-(appendix C). Runs of tokens would not do: each digit is a token for many tokenizers, so that rows of arithmetic share them by chance.
-What belongs to a template is in many rows and says nothing; runs that are in more than ten training rows, or in half of
-the evaluated ones, do not count.
+(appendix C). Runs of tokens would not do: each digit is a token for many tokenizers, so that rows of arithmetic share
+them by chance. What belongs to a template is in many rows and says nothing; runs that are in more than ten training
+rows, or in half of the evaluated ones, do not count.
 """
 
 from __future__ import annotations
