@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from finray.cli import chat, convert, data, failure, look, show
+from finray.cli import chat, convert, data, failure, look, runs, show
 from finray.cli import config as config_commands
 from finray.config.load import suggest_owner
 from finray.config.redact import redact_text
@@ -57,6 +57,9 @@ app.command("plan")(show.command(look.plan))
 app.command("prepare")(show.command(data.prepare))
 app.command("inspect")(show.command(look.inspect))
 app.command("chat")(show.command(chat.chat))
+app.command("report")(show.command(runs.report))
+app.add_typer(runs.app, name="runs")
+app.command("watch")(show.command(runs.watch))
 app.add_typer(data.cache, name="cache")
 
 _INTERRUPTED = 130

@@ -61,7 +61,7 @@ class TaskSpec:
             return metric, evaluation.metric_mode
         if metric == self.best[0]:
             return self.best
-        return metric, "min" if _LESS_IS_BETTER & set(metric.split("_")) else "max"
+        return metric, "min" if less_is_better(metric) else "max"
 
 
 CAUSAL_LM = TaskSpec(
@@ -89,6 +89,11 @@ SEQUENCE_CLASSIFICATION = TaskSpec(
     metrics=("eval_loss", *CLASSIFIER_METRICS["single_label"], *CLASSIFIER_METRICS["regression"]),
 )
 SPECS = {spec.name: spec for spec in (CAUSAL_LM, SEQUENCE_CLASSIFICATION)}
+
+
+def less_is_better(metric: str) -> bool:
+    """Whether a metric of this name is better the less it is."""
+    return bool(_LESS_IS_BETTER & set(metric.split("_")))
 
 
 def metric_name(name: str) -> str:

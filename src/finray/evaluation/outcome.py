@@ -33,7 +33,8 @@ class Estimate:
     def json(self) -> dict[str, Any]:
         """As JSON types."""
         span = self.interval
-        return {"value": self.value, "low": span.low, "high": span.high, "interval": span.method}
+        ends = {"low": span.low, "high": span.high, "interval": span.method}
+        return {"value": self.value, **ends, **({"share": True} if self.is_share else {})}
 
     def text(self) -> str:
         """For a table."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,27 @@ from markupsafe import Markup
 from finray.errors import DataError
 from finray.reporting.plots import Plot
 
+_UPLOT = "vendor/uPlot.iife.min.js"
 
-def render(template: str, **values: Any) -> str:
+
+def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
     """A page as HTML.
 
     Args:
         template: Jinja source that extends ``shell.html.j2`` and fills its blocks ``title``, ``style`` and ``body``.
-            Values are escaped. It has the filters ``number`` (1,234) and ``percent``, and ``figure(plot)``.
+            Values are escaped. It has the filters ``number`` (1,234) and ``percent``, ``figure(plot)`` and
+            ``data(name, value)``, and may import what ``parts.html.j2`` has.
+        scripts: files of this package that are run beside that of the plots.
         values: variables of the template.
     """
     here = resources.files("finray.reporting")
     texts = {
         name: (here / name).read_text(encoding="utf-8")
-        for name in ("shell.html.j2", "page.css", "plots.js", "vendor/uPlot.iife.min.js", "vendor/uPlot.min.css")
+        for name in ("shell.html.j2", "parts.html.j2", "page.css", _UPLOT, "vendor/uPlot.min.css", "plots.js", *scripts)
     }
-    script = f"\n{texts['vendor/uPlot.iife.min.js']}\n{texts['plots.js']}"
+    script = "".join(f"\n{texts[name]}" for name in (_UPLOT, "plots.js", *scripts))
     environment = Environment(
-        loader=DictLoader({"shell.html.j2": texts["shell.html.j2"]}),
+        loader=DictLoader({name: text for name, text in texts.items() if name.endswith(".j2")}),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -41,12 +46,20 @@ def render(template: str, **values: Any) -> str:
     # With this policy a browser runs our script alone and loads nothing, whatever text of the data gets into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals.update(
+        data=data,
         figure=figure,
         policy=f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'",
         script=Markup(script),
         theme=Markup(texts["vendor/uPlot.min.css"] + texts["page.css"]),
     )
     return environment.from_string(template).render(values)
+
+
+def data(name: str, value: Any) -> Markup:
+    """JSON types for the script of a page, as an element with an id."""
+    # Without spaces and with other letters than ASCII escaped, so that its size is that of the text.
+    text = htmlsafe_json_dumps(value, separators=(",", ":"))
+    return Markup('<script type="application/json" id="{}">{}</script>').format(name, text)
 
 
 def write(html: str, file: Path) -> None:
@@ -56,7 +69,8 @@ def write(html: str, file: Path) -> None:
         DataError: the file cannot be written.
     """
     try:
-        file.write_text(html, encoding="utf-8")
+        # Half of a surrogate pair may come from a row; it is shown by its code point.
+        file.write_text(html, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise DataError(f"the page cannot be written: {error.strerror}", where=str(file)) from None
 
@@ -66,7 +80,7 @@ def figure(plot: Plot, caption: str = "") -> Markup:
     return Markup(
         '<figure class="plot"><figcaption><h3>{}</h3><span class="small quiet">{}</span></figcaption>'
         '<noscript>This plot needs JavaScript.</noscript><script type="application/json">{}</script></figure>'
-    ).format(plot.title, caption, htmlsafe_json_dumps(plot.plain()))
+    ).format(plot.title, caption, htmlsafe_json_dumps(plot.plain(), separators=(",", ":")))
 
 
 def percent(share: float) -> str:

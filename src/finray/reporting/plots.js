@@ -38,27 +38,39 @@
     return { fill: path, stroke: null };
   }
 
-  function limit(plot, [value, label]) {
-    const { ctx, bbox } = plot, x = plot.valToPos(value, "x", true);
-    if (x < bbox.left || x > bbox.left + bbox.width + 1) return;
+  /* Vertical lines with their labels; one that would cover another's label has none. */
+  function marks(plot, all) {
+    const { ctx, bbox } = plot, taken = [];
     ctx.save();
-    ctx.strokeStyle = ctx.fillStyle = colour("--limit");
     ctx.lineWidth = 1.5 * devicePixelRatio;
     ctx.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
-    ctx.stroke();
-    const atTheRight = x > bbox.left + bbox.width / 2;
     ctx.font = `${12 * devicePixelRatio}px ${getComputedStyle(document.body).fontFamily}`;
-    ctx.textAlign = atTheRight ? "right" : "left";
     ctx.textBaseline = "top";
-    ctx.fillText(label, x + (atTheRight ? -6 : 6) * devicePixelRatio, bbox.top);
+    for (const { x: value, label, colour: at } of all) {
+      const x = plot.valToPos(value, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width + 1) continue;
+      ctx.strokeStyle = ctx.fillStyle = at == null ? colour("--limit") : look(at).stroke();
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      const atTheRight = x > bbox.left + bbox.width / 2, width = ctx.measureText(label).width + 12 * devicePixelRatio;
+      const [left, right] = atTheRight ? [x - width, x] : [x, x + width];
+      if (taken.some(([low, high]) => left < high && low < right)) continue;
+      taken.push([left, right]);
+      ctx.textAlign = atTheRight ? "right" : "left";
+      ctx.fillText(label, x + (atTheRight ? -6 : 6) * devicePixelRatio, bbox.top);
+    }
     ctx.restore();
   }
 
+  /* Colour and dashes by number: six colours, and then again with other dashes. */
+  const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
+  const look = (at) => ({ stroke: () => colour(`--plot-${(at % 6) + 1}`), dash: DASHES[Math.floor(at / 6) % 4] });
+
   function options(spec, width) {
     const asBars = spec.kind === "bars";
+    const lines = [...(spec.limit ? [{ x: spec.limit[0], label: spec.limit[1] }] : []), ...spec.marks];
     /* The bar under the pointer; of a curve the nearest point, since runs record at different steps. */
     const dataIdx = (plot, series, closest, x) => {
       const values = plot.data[series];
@@ -87,12 +99,12 @@
         { label: spec.x_label, value: (plot, x) => (asBars && spec.series[0].x[1] > 1 ? interval(x) : number(x == null ? x : x + asBars)) },
         ...spec.series.map(({ label }, at) => ({
           label, value: (plot, value) => number(value), width: asBars ? 0 : 1.75,
-          stroke: () => colour(`--plot-${(at % 6) + 1}`),
+          ...look(spec.series[at].colour ?? at),
           ...(asBars ? { fill: () => colour("--plot-1"), paths: bars, points: { show: false } } : { points: { show: spec.series[at].x.length < 60, size: 4 } }),
         })),
       ],
       cursor: { dataIdx, points: { show: !asBars }, focus: { prox: 24 }, sync: spec.group ? { key: spec.group } : undefined },
-      hooks: spec.limit ? { draw: [(plot) => limit(plot, spec.limit)] } : {},
+      hooks: lines.length ? { draw: [(plot) => marks(plot, lines)] } : {},
     };
   }
 
@@ -103,7 +115,7 @@
     const one = { group: spec.group, ends: [data[0][0], data[0].at(-1)] };
     area.className = "area";
     area.tabIndex = 0;
-    area.role = "group";
+    area.setAttribute("role", "group");
     area.ariaLabel = `Plot of ${spec.y_label} by ${spec.x_label}. Arrow keys read values, plus and minus zoom, 0 shows all.`;
     figure.append(area);
 
@@ -111,6 +123,20 @@
       one.plot?.destroy();
       figure.plot = one.plot = new uPlot(options(spec, area.clientWidth), data, area);
       one.plot.root.querySelector(".u-legend").ariaLive = "polite";
+      if (spec.series.length < 2) return;
+      /* Of several curves each is hidden and shown again by its name, also from the keyboard. */
+      one.plot.root.querySelectorAll(".u-legend .u-series").forEach((row, at) => {
+        if (!at) return;
+        const name = row.querySelector("th");
+        name.tabIndex = 0;
+        name.addEventListener("keydown", (event) => {
+          if (event.key !== "Enter" && event.key !== " ") return;
+          event.preventDefault();
+          event.stopPropagation();
+          name.click();
+        });
+        name.title = "Hide or show this curve";
+      });
     };
     const together = () => plots.filter((other) => other === one || (one.group && other.group === one.group));
     const zoomTo = (low, high) => together().forEach(({ plot }) => plot.setScale("x", { min: low, max: high }));

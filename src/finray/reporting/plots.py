@@ -8,17 +8,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values by x, ascending in x. A value that is None or not finite is a gap in the curve."""
+    """Values by x, ascending in x. A value that is None or not finite is a gap in the curve.
+
+    Attributes:
+        colour: number of the colour and the dashes; None for the place among the series of the plot.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[float | None]
+    colour: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line: something happened at this x.
+
+    Attributes:
+        colour: number of the colour of the series that it belongs to; None for one of its own.
+    """
+
+    x: float
+    label: str
+    colour: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +46,7 @@ class Plot:
     Attributes:
         limit: place and label of a vertical line.
         group: plots of one group share their x axis: cursor and zoom.
+        marks: further vertical lines.
     """
 
     kind: Literal["bars", "lines"]
@@ -38,6 +57,7 @@ class Plot:
     limit: tuple[float, str] | None = None
     group: str | None = None
     log: bool = False
+    marks: tuple[Mark, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """The plot as JSON types, as ``plots.js`` reads it."""
@@ -45,7 +65,16 @@ class Plot:
             "kind": self.kind,
             "x_label": self.x_label,
             "y_label": self.y_label,
-            "series": [{"label": one.label, "x": list(one.x), "y": [_finite(y) for y in one.y]} for one in self.series],
+            "series": [
+                {
+                    "label": one.label,
+                    "x": list(one.x),
+                    "y": [_finite(y) for y in one.y],
+                    **({} if one.colour is None else {"colour": one.colour}),
+                }
+                for one in self.series
+            ],
+            "marks": [{"x": one.x, "label": one.label, "colour": one.colour} for one in self.marks],
             "limit": self.limit,
             "group": self.group,
             "log": self.log,
@@ -76,7 +105,14 @@ def histogram(
 
 
 def curves(
-    series: Sequence[Series], *, title: str, x_label: str, y_label: str, group: str | None = None, log: bool = False
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    group: str | None = None,
+    log: bool = False,
+    marks: Sequence[Mark] = (),
 ) -> Plot:
     """A line for each series, all with the same axes.
 
@@ -84,10 +120,43 @@ def curves(
         series: the lines; each has its own x values, so runs of different length and interval go together.
         group: plots of one group share cursor and zoom.
         log: whether the y axis is logarithmic; values that are not positive are gaps then.
+        marks: vertical lines.
     """
     if log:
-        series = [Series(one.label, one.x, [y if y is not None and y > 0 else None for y in one.y]) for one in series]
-    return Plot(kind="lines", title=title, x_label=x_label, y_label=y_label, series=tuple(series), group=group, log=log)
+        series = [replace(one, y=[y if y is not None and y > 0 else None for y in one.y]) for one in series]
+    return Plot(
+        kind="lines",
+        title=title,
+        x_label=x_label,
+        y_label=y_label,
+        series=tuple(series),
+        group=group,
+        log=log,
+        marks=tuple(marks),
+    )
+
+
+def thinned(series: Series, most: int) -> Series:
+    """A curve of at most so many points that looks the same: the least and the largest value of each stretch are kept.
+
+    First and last point are, too. Gaps stay only where a whole stretch is one.
+
+    Args:
+        series: the curve.
+        most: points; at least 4.
+    """
+    count = len(series.x)
+    if count <= most:
+        return series
+    stretches = (most - 2) // 2
+    kept = {0, count - 1}
+    for number in range(stretches):
+        first, end = number * count // stretches, (number + 1) * count // stretches
+        known = [at for at in range(first, end) if _finite(series.y[at]) is not None] or [first]
+        kept.add(min(known, key=lambda at: series.y[at] or 0.0))
+        kept.add(max(known, key=lambda at: series.y[at] or 0.0))
+    places = sorted(kept)
+    return replace(series, x=[series.x[at] for at in places], y=[series.y[at] for at in places])
 
 
 def _finite(value: float | None) -> float | None:

@@ -95,10 +95,16 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         return
     with path.open("rb") as stream:
         for line in stream:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            fits = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
-            if fits or line.endswith(b"\n"):
-                yield line.removesuffix(b"\n") + b"\n", record if fits else None
+            record = parsed(line)
+            if record is not None or line.endswith(b"\n"):
+                yield line.removesuffix(b"\n") + b"\n", record
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """The record in a line; None where it is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    fits = isinstance(record, dict) and isinstance(record.get("kind"), str) and type(record.get("step")) is int
+    return record if fits else None

@@ -40,6 +40,7 @@ from finray.records import EvalRecord, Metrics, Note, Record, RunHeader, TrainRe
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
 from finray.tracking.jsonl import FILE as METRICS
 from finray.tracking.jsonl import JsonlTracker, read_records
+from finray.tracking.starts import StartsTracker
 from finray.training import extending
 from finray.training.checkpointing import CheckpointWriter, find_latest, restore
 from finray.training.cpu_checks import refusals_on_cpu
@@ -410,6 +411,7 @@ def _start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: No
     name = FileKind(TrainingError, repair="delete the file: trackers then see a new run").text(run_id)
     # metrics.jsonl at once: after a resume it must have every step before the checkpoint.
     inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(warn), "console": _Notifier(notify)}
+    inline["starts.jsonl"] = StartsTracker()
     names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
     trackers = Trackers(inline, {name: make_tracker(name) for name in dict.fromkeys(names)}, warn=warn)
     trackers.start(RunInfo(name, run_dir, header.step, redact(config.plain()), header))

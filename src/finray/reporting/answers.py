@@ -1,0 +1,139 @@
+"""Answers of all runs of a page, as ``answers.js`` reads them: one list of rows, and what each model said to them.
+
+Texts are kept once, because the base model says the same in each run; and a page must stay small enough to be opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finray.config.tasks import less_is_better
+from finray.limits import cut
+from finray.reporting.scored import Answered, Evaluation
+
+# Characters of all texts of a page, escaped; with the curves of 20 runs it stays under 15 MB.
+BUDGET = 7_000_000
+# Characters of a text: what is tried, one after the other.
+_LIMITS = (4000, 2000, 1000, 500, 250, 120)
+
+
+@dataclass(frozen=True, slots=True)
+class Explorer:
+    """What is to be paged through.
+
+    Attributes:
+        data: JSON types.
+        rows: rows that are there, and how many there were.
+        limit: characters to which longer texts were cut; None where none was.
+    """
+
+    data: Mapping[str, Any]
+    rows: tuple[int, int]
+    limit: int | None
+
+
+def explorer(runs: Sequence[tuple[str, Sequence[Evaluation]]], *, budget: int = BUDGET) -> Explorer | None:
+    """The answers of runs; None where there are none.
+
+    Args:
+        runs: names, each with the run's evaluations. Evaluations of one name are put side by side, row by row.
+        budget: characters that all texts may have, escaped. Long texts are cut first, then rows left out, evenly.
+    """
+    several = len(runs) > 1
+    models = list(
+        dict.fromkeys(
+            f"{run}: {model}" if several else model
+            for run, evaluations in runs
+            for one in evaluations
+            if one.answered
+            for model in one.models
+        )
+    )
+    names = list(dict.fromkeys(one.name for _, evaluations in runs for one in evaluations if one.answered))
+    if not names:
+        return None
+    sets = [_Set(name, runs, models, several=several) for name in names]
+    total = sum(len(one.rows) for one in sets)
+    texts = {text for one in sets for row in one.rows for text in row.texts}
+    longest = max(map(len, texts))
+    limit = next((one for one in _LIMITS if _size(texts, one) <= budget), _LIMITS[-1])
+    share = min(1.0, budget / max(1, _size(texts, limit)))
+    if share < 1:
+        for one in sets:
+            kept = max(1, int(len(one.rows) * share))
+            one.rows = [one.rows[number * len(one.rows) // kept] for number in range(kept)]
+    places: dict[str, int] = {}
+    plain = [one.plain(lambda text: places.setdefault(cut(text, limit), len(places))) for one in sets]
+    data = {"texts": list(places), "models": models, "sets": plain}
+    return Explorer(data, (sum(len(one.rows) for one in sets), total), limit if longest > limit else None)
+
+
+class _Row:
+    def __init__(self, first: Answered) -> None:
+        self.first = first
+        self.answers: dict[int, str] = {}
+        self.scores: dict[int, Mapping[str, float]] = {}
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.first.where, self.first.prompt, self.first.reference, *self.answers.values()]
+
+
+class _Set:
+    """The rows of evaluations of one name, over all runs."""
+
+    def __init__(
+        self, name: str, runs: Sequence[tuple[str, Sequence[Evaluation]]], models: Sequence[str], *, several: bool
+    ) -> None:
+        self.name = name
+        rows: dict[tuple[str, str], _Row] = {}
+        scores: dict[str, None] = {}
+        used: dict[int, None] = {}
+        place = {model: number for number, model in enumerate(models)}
+        for run, evaluations in runs:
+            for one in (found for found in evaluations if found.name == name and found.answered):
+                own = {model: place[f"{run}: {model}" if several else model] for model in one.models}
+                used |= dict.fromkeys(own.values())
+                for answered in one.answered:
+                    row = rows.setdefault(answered.key, _Row(answered))
+                    row.answers |= {own[model]: said for model, said in answered.answers.items() if model in own}
+                    row.scores |= {own[model]: kept for model, kept in answered.scores.items() if model in own}
+                    scores |= dict.fromkeys(score for kept in answered.scores.values() for score in kept)
+        self.rows, self.scores, self.models = list(rows.values()), list(scores), sorted(used)
+
+    def plain(self, place: Callable[[str], int]) -> dict[str, Any]:
+        width = 1 + max(self.models, default=0)
+        return {
+            "name": self.name or "held-out rows",
+            "models": self.models,
+            "scores": self.scores,
+            "less": [less_is_better(one) for one in self.scores],
+            "rows": [
+                [
+                    place(row.first.where),
+                    place(row.first.prompt),
+                    place(row.first.reference),
+                    [place(row.answers[at]) if at in row.answers else -1 for at in range(width)],
+                    [
+                        [_short(row.scores[at].get(score)) for score in self.scores] if at in row.scores else None
+                        for at in range(width)
+                    ],
+                ]
+                for row in self.rows
+            ],
+        }
+
+
+def _short(value: float | None) -> float | None:
+    """A score with so many digits as are shown, so that thousands of them are small."""
+    if value is None:
+        return None
+    return int(value) if value == int(value) else float(f"{value:.6g}")
+
+
+def _size(texts: Iterable[str], limit: int) -> int:
+    """Characters of texts as a page holds them."""
+    return sum(len(json.dumps(text[:limit])) + 5 * sum(map(text[:limit].count, "<>&'")) for text in texts)

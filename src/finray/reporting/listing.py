@@ -1,0 +1,267 @@
+"""Runs in a terminal: a list of them, what tells two apart, and one that is followed while it goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finray.records import Metrics, RunHeader, TrainRecord
+from finray.reporting.recorded import RecordedRun, eval_of, is_held, note_of, read_run, runs_in, train_of
+from finray.reporting.report import config_differences, labels
+from finray.results import Result
+from finray.tracking.console import RunView, duration
+from finray.tracking.jsonl import FILE as RECORDS
+from finray.tracking.jsonl import parsed
+from finray.tracking.starts import read_starts
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Listed(Result):
+    """Runs of a directory, the one that was changed last first; ``now`` is seconds since 1970."""
+
+    folder: Path
+    runs: tuple[RecordedRun, ...]
+    now: float
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {"folder": str(self.folder), "runs": [run.plain() for run in self.runs]}
+
+    def print(self, console: Console) -> None:
+        """A table."""
+        if not self.runs:
+            console.print(f"no runs in {self.folder}", highlight=False, soft_wrap=True)
+            return
+        table = Table()
+        table.add_column("run", overflow="fold")
+        for name in ("state", "step", "loss", "best", "size", "changed"):
+            table.add_column(name, justify="left" if name == "state" else "right")
+        for run in self.runs:
+            best, total = run.best, run.total_steps
+            table.add_row(
+                run.name,
+                run.state,
+                f"{run.step:,}" + (f"/{total:,}" if total is not None else ""),
+                f"{run.train[-1].loss:.4f}" if run.train else "",
+                f"{best.metric.replace('_', ' ')} {best.value:.4g}" if best else "",
+                size(run.size),
+                f"{age(self.now - run.changed)} ago",
+            )
+        console.print(table)
+        for run in self.runs:
+            for problem in run.problems:
+                console.print(f"{run.name}: {problem}", highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunsCompared(Result):
+    """Two runs: fields of their configs that differ, and their results."""
+
+    runs: tuple[RecordedRun, RecordedRun]
+
+    @property
+    def results(self) -> dict[str, tuple[float | None, float | None]]:
+        """Results by name, of each run."""
+        found: dict[str, list[float | None]] = {}
+        for at, run in enumerate(self.runs):
+            for name, value in _results(run).items():
+                found.setdefault(name, [None, None])[at] = value
+        return {name: (values[0], values[1]) for name, values in found.items()}
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        fields = {path: [text for text, _ in cells] for path, cells in config_differences(self.runs)}
+        results = {name: list(values) for name, values in self.results.items()}
+        return {"runs": [run.plain() for run in self.runs], "config": fields, "results": results}
+
+    def print(self, console: Console) -> None:
+        """Two tables."""
+        names = labels(self.runs)
+        differ = config_differences(self.runs)
+        table = Table(title="config" if differ else "the configs are the same", title_justify="left")
+        for name in ("field", *names):
+            table.add_column(name, overflow="fold")
+        for path, cells in differ:
+            table.add_row(path, *(text for text, _ in cells))
+        console.print(table)
+        table = Table(title="results", title_justify="left")
+        table.add_column("")
+        for name in (*names, "difference"):
+            table.add_column(name, justify="right", overflow="fold")
+        table.add_row("state", *(run.state for run in self.runs), "")
+        for name, (first, second) in self.results.items():
+            apart = "" if first is None or second is None else f"{second - first:+.4g}"
+            shown = (
+                "" if one is None else f"{one:,.0f}" if abs(one) >= 1000 else f"{one:.5g}" for one in (first, second)
+            )
+            table.add_row(name, *shown, apart)
+        console.print(table)
+
+
+def list_runs(folder: Path, *, now: float) -> Listed:
+    """The runs of a directory.
+
+    Raises:
+        DataError: it is not there.
+    """
+    found = [read_run(path, with_answers=False) for path in runs_in(folder)]
+    return Listed(folder, tuple(sorted(found, key=lambda run: (-run.changed, run.name))), now)
+
+
+def compare_runs(first: Path, second: Path) -> RunsCompared:
+    """Two runs beside each other.
+
+    Raises:
+        DataError: one of them is no run.
+    """
+    return RunsCompared((read_run(first, with_answers=False), read_run(second, with_answers=False)))
+
+
+def _results(run: RecordedRun) -> dict[str, float]:
+    found: dict[str, float] = {"step": run.step}
+    if run.train:
+        last = run.train[-1]
+        found |= {"loss at the last step": last.loss, "tokens": last.tokens, "training seconds": round(last.seconds, 2)}
+        if last.seconds:
+            found["tokens/s"] = round(last.tokens / last.seconds, 1)
+        found["peak memory, GiB"] = max(one.peak_memory_bytes for one in run.train) / 2**30
+    if run.best is not None:
+        found[f"best {run.best.metric.replace('_', ' ')}"] = run.best.value
+    for one in run.evaluations:
+        place = f"{one.name or 'held-out rows'}: "
+        for name, score in one.models.get(one.tuned, {}).items():
+            found[f"{place}{name.replace('_', ' ')}"] = score.value
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def size(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} TiB"
+
+
+def age(seconds: float) -> str:
+    """A time that has passed, in its largest unit."""
+    return f"{seconds / 86_400:.0f}d" if seconds >= 2 * 86_400 else duration(max(0.0, seconds))
+
+
+# --- following a run ------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """New lines of a run's records, each time it is asked.
+
+    A start of the workers replaces the file by one that ends where the run goes on: what was told of it is not told
+    again.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / RECORDS
+        self._run_dir = run_dir
+        self._inode: int | None = None
+        self._offset = 0
+        self._starts = 0
+        self._told: set[int] = set()
+
+    def new(self) -> Iterator[Metrics | RunHeader]:
+        """What was not told yet: starts of the workers, and records."""
+        try:
+            starts = read_starts(self._run_dir)
+        except OSError:
+            starts = []
+        for start in starts[self._starts :]:
+            yield start.header
+        self._starts = len(starts)
+        try:
+            with self._path.open("rb") as stream:
+                inode = os.fstat(stream.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self._offset = inode, 0
+                stream.seek(self._offset)
+                content = stream.read()
+        except OSError:
+            return
+        # A line that is being written has no end yet.
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            if (key := hash(line)) in self._told:
+                continue
+            self._told.add(key)
+            plain = parsed(line)
+            record = None if plain is None else train_of(plain) or eval_of(plain) or note_of(plain)
+            if record is not None:
+                yield record
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(Result):
+    """How a run stood when it was no longer watched."""
+
+    run: RecordedRun
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return self.run.plain()
+
+    def print(self, console: Console) -> None:
+        """In a line."""
+        run, best = self.run, self.run.best
+        total = f" of {run.total_steps:,}" if run.total_steps is not None else ""
+        loss = f", loss {run.train[-1].loss:.4f}" if run.train else ""
+        chosen = f", best {best.metric.replace('_', ' ')} {best.value:.4g} at step {best.step}" if best else ""
+        console.print(f"{run.name}: {run.state} at step {run.step:,}{total}{loss}{chosen}", highlight=False)
+        if run.state == "stopped" and run.failure:
+            console.print(f"its last error: {run.failure}", highlight=False, soft_wrap=True)
+
+
+def watch(
+    path: Path,
+    view: RunView,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    held: Callable[[Path], bool] = is_held,
+) -> Watched:
+    """Show a run until no process works on it.
+
+    Args:
+        path: the run directory.
+        view: shows what comes.
+        sleep: waits so many seconds.
+        held: whether a process works on the run.
+
+    Raises:
+        DataError: there is no run.
+    """
+    run_dir = read_run(path, with_answers=False).path
+    follower = Follower(run_dir)
+    while True:
+        # Asked before the records are read: what is written until then is shown.
+        goes_on = held(run_dir)
+        for record in latest(list(follower.new())):
+            view.handle(record)
+        if not goes_on:
+            return Watched(read_run(run_dir, with_answers=False))
+        sleep(POLL_S)
+
+
+def latest(records: list[Metrics | RunHeader], most: int = 50) -> list[Metrics | RunHeader]:
+    """Of many training records the last ones, and the last header, so that who comes late need not read them all; and
+    all else."""
+    passed = {at for at, one in enumerate(records) if isinstance(one, TrainRecord)}
+    passed -= set(sorted(passed)[-most:])
+    passed |= set([at for at, one in enumerate(records) if isinstance(one, RunHeader)][:-1])
+    return [one for at, one in enumerate(records) if at not in passed]

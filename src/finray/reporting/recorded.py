@@ -1,0 +1,366 @@
+"""What a run directory says of its run, whole or half-written, finished or still going: read once, typed, for all who
+show runs.
+
+Nothing here raises because of one file: what cannot be read is left out, and named in ``problems``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from finray.checkpoint import manifest
+from finray.checkpoint.rundir import CONFIG_FILE, RESOLVED_FILE, RunDir
+from finray.checkpoint.store import CheckpointStore
+from finray.config.load import read_yaml
+from finray.config.redact import redact
+from finray.config.tasks import less_is_better
+from finray.errors import DataError, FinrayError
+from finray.evaluation.outcome import METRICS_FILE
+from finray.files import FileKind
+from finray.records import EvalRecord, Note, RunSummary, TrainRecord
+from finray.reporting.scored import Evaluation, read_evaluation
+from finray.tracking.jsonl import FILE as RECORDS
+from finray.tracking.jsonl import read_records
+from finray.tracking.starts import FILE as STARTS
+from finray.tracking.starts import Start, read_starts
+
+T = TypeVar("T")
+State = Literal["running", "finished", "stopped", "not started"]
+EVALUATION = "evaluation"
+# What tells a run directory from any other; each may be missing from a run that was cut off.
+_MARKS = (CONFIG_FILE, RECORDS, STARTS, "summary.json", RESOLVED_FILE)
+_FILES = FileKind(DataError)
+_NUMBERS = frozenset(one.name for one in fields(TrainRecord)) - {"samples_digest", "samples"}
+_MAY_LACK = frozenset(("grad_norm", "loss_scale", "skipped"))
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value of the metric that chooses checkpoints."""
+
+    metric: str
+    value: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """What is known of a run.
+
+    Attributes:
+        config: sections with their fields, as ``config.yaml`` has them; empty where that cannot be read.
+        resolved: what every ``auto`` came to.
+        starts: of the workers, in order; none in runs of versions that did not keep them.
+        train, evals, notes: records, in order.
+        summary: of a finished run.
+        chosen_step: the checkpoint that became ``final/``.
+        failure: the last error that the last start kept, where the run did not end well.
+        checkpoints: steps.
+        content: the manifest of ``final/``, else of the newest checkpoint; and its name.
+        data: digest of the prepared rows, as checkpoints hold it.
+        evaluations: what ``finray evaluate`` wrote, the run's own held-out rows first.
+        size: bytes on disk; files with several names count once.
+        changed: seconds since 1970 at which something was last written.
+        problems: files that cannot be read, each in a sentence.
+    """
+
+    path: Path
+    state: State
+    config: Mapping[str, Mapping[str, Any]]
+    resolved: Mapping[str, Any]
+    run_id: str | None
+    starts: tuple[Start, ...]
+    train: tuple[TrainRecord, ...]
+    evals: tuple[EvalRecord, ...]
+    notes: tuple[Note, ...]
+    summary: RunSummary | None
+    chosen_step: int | None
+    failure: str | None
+    checkpoints: tuple[int, ...]
+    content: tuple[str, manifest.Content] | None
+    data: str | None
+    evaluations: tuple[Evaluation, ...]
+    size: int
+    changed: float
+    problems: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the directory."""
+        return self.path.name
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that are known to be done."""
+        done = [record.step for record in self.train[-1:]] + list(self.checkpoints[-1:])
+        return max([*done, self.summary.step if self.summary else 0])
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, where that is known."""
+        if self.summary is not None:
+            return self.summary.total_steps
+        if self.starts:
+            return self.starts[-1].header.total_steps
+        steps = self.config.get("train", {}).get("max_steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def best(self) -> Best | None:
+        """The best value so far of the metric that chooses checkpoints; None where nothing was evaluated."""
+        section = self.config.get("evaluation", {})
+        metric = (self.summary.best_metric if self.summary else None) or section.get("metric") or "eval_loss"
+        mode = section.get("metric_mode") or ("min" if less_is_better(metric) else "max")
+        found = [(record.metrics[metric], record.step) for record in self.evals if metric in record.metrics]
+        found = [one for one in found if math.isfinite(one[0])]
+        if not found:
+            return None
+        value, step = min(found) if mode == "min" else max(found, key=lambda one: (one[0], -one[1]))
+        return Best(metric, value, step)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase: of the last start of a finished run, else what the records tell."""
+        if self.summary is not None and self.summary.phases:
+            return dict(self.summary.phases)
+        train = self.train[-1].seconds if self.train else 0.0
+        found = {
+            "train": train,
+            "data_wait": sum(record.data_wait_s for record in self.train),
+            "evaluate": sum(record.seconds for record in self.evals),
+        }
+        return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+    def plain(self) -> dict[str, Any]:
+        """In short, as JSON types."""
+        best = self.best
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "state": self.state,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "best_metric": None if best is None else best.metric,
+            "best": None if best is None else best.value,
+            "best_step": None if best is None else best.step,
+            "loss": self.train[-1].loss if self.train else None,
+            "bytes": self.size,
+            "changed": self.changed,
+            "problems": list(self.problems),
+        }
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory holds a run, or what is left of one."""
+    try:
+        return path.is_dir() and (
+            any((path / name).is_file() for name in _MARKS) or bool(CheckpointStore(path).steps())
+        )
+    except OSError:
+        return False
+
+
+def read_run(path: Path, *, with_answers: bool = True) -> RecordedRun:
+    """Read a run directory as it stands.
+
+    Args:
+        path: the directory.
+        with_answers: read what models said to held-out rows, too.
+
+    Raises:
+        DataError: it holds no run.
+    """
+    path = path.expanduser().absolute()
+    if not is_run(path):
+        what = "holds no run" if path.is_dir() else "is no directory" if path.exists() else "does not exist"
+        raise DataError(
+            what, where=str(path), repair="name a run directory, such as runs/my-run; `finray runs` lists them"
+        )
+    problems: list[str] = []
+
+    def tried(read: Callable[[], T], otherwise: T) -> T:
+        try:
+            return read()
+        except FinrayError as error:
+            problems.append(f"{Path(error.where).name if error.where else path.name}: {error.message}")
+        except OSError as error:
+            problems.append(f"{Path(error.filename or path).name}: {(error.strerror or str(error)).lower()}")
+        return otherwise
+
+    run, store = RunDir(path), CheckpointStore(path)
+    nothing: list[Any] = []
+    raw = tried(lambda: list(read_records(path / RECORDS)), nothing)
+    finished = tried(run.finished, None)
+    steps = tried(store.steps, nothing)
+    starts = tuple(tried(lambda: read_starts(path), nothing))
+    is_begun = bool(raw or starts or steps or finished)
+    state = state_of(is_held=is_held(path), is_finished=finished is not None, is_begun=is_begun)
+    folders = [run.final, *(store.path_of(step) for step in reversed(steps))]
+    folder = next((one for one in folders if (one / manifest.NAME).is_file()), None)
+    return RecordedRun(
+        path=path,
+        state=state,
+        config=tried(lambda: _sections(run.config_file), {}),
+        resolved=tried(lambda: _mapping(path / RESOLVED_FILE), {}),
+        run_id=tried(lambda: _text(path / "run_id"), None),
+        starts=starts,
+        train=tuple(filter(None, map(train_of, raw))),
+        evals=tuple(filter(None, map(eval_of, raw))),
+        notes=tuple(filter(None, map(note_of, raw))),
+        summary=finished.summary if finished else None,
+        chosen_step=finished.chosen_step if finished else None,
+        failure=None if state in ("finished", "running") else tried(lambda: _failure(path / "failures.jsonl"), None),
+        checkpoints=tuple(steps),
+        content=None if folder is None else tried(lambda: (folder.name, manifest.read(folder)), None),
+        data=tried(lambda: _data(store, steps), None),
+        evaluations=tuple(
+            one
+            for one in (
+                tried(lambda: read_evaluation(file, path / EVALUATION, with_answers=with_answers), None)  # noqa: B023
+                for file in _evaluations(path)
+            )
+            if one is not None
+        ),
+        size=tried(lambda: size_of(path), 0),
+        changed=tried(lambda: _changed(path), 0.0),
+        problems=tuple(problems),
+    )
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Directories of runs below a directory, by name; the directory itself if it is one.
+
+    Raises:
+        DataError: it is not there, or cannot be read.
+    """
+    folder = folder.expanduser()
+    if is_run(folder):
+        return [folder]
+    with FileKind(DataError, repair="name the directory that run.output_dir names").reading(folder):
+        return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and is_run(path))
+
+
+def state_of(*, is_held: bool, is_finished: bool, is_begun: bool) -> State:
+    """Where a run stands.
+
+    Args:
+        is_held: a `finray train` works on it.
+        is_finished: it has its summary.
+        is_begun: something of it was recorded.
+    """
+    if is_held:
+        return "running"
+    return "finished" if is_finished else "stopped" if is_begun else "not started"
+
+
+def is_held(run_dir: Path) -> bool:
+    """Whether a process on this machine works on a run: it holds the lock beside the directory."""
+    try:
+        with run_dir.with_name(f".{run_dir.name}.lock").open("rb") as stream:
+            # Shared, and for no time: a start that comes just now waits a moment for it.
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a directory; one with several names counts once."""
+    seen: dict[tuple[int, int], int] = {}
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                known = os.lstat(Path(place) / name)
+            except OSError:
+                continue  # It was deleted meanwhile.
+            seen[known.st_dev, known.st_ino] = known.st_size
+    return sum(seen.values())
+
+
+def _changed(path: Path) -> float:
+    times = [path.stat().st_mtime]
+    for name in (*_MARKS, EVALUATION):
+        if (path / name).exists():
+            times.append((path / name).stat().st_mtime)
+    return max(times)
+
+
+def _sections(path: Path) -> dict[str, dict[str, Any]]:
+    if not path.exists():
+        raise DataError("is missing", where=str(path))
+    plain = redact(read_yaml(path))
+    return {str(name): fields for name, fields in plain.items() if isinstance(fields, dict)}
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    return _FILES.json(path, dict[str, Any]) if path.exists() else {}
+
+
+def _text(path: Path) -> str | None:
+    return _FILES.text(path).strip() if path.exists() else None
+
+
+def _failure(path: Path) -> str | None:
+    lines = _FILES.text(path).splitlines() if path.exists() else []
+    for line in reversed(lines):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict) and isinstance(found.get("error"), str):
+            return str(redact(found["error"]))
+    return None
+
+
+def _data(store: CheckpointStore, steps: Sequence[int]) -> str | None:
+    for step in reversed(steps):
+        path = store.path_of(step) / "training_state" / "state.json"
+        if path.exists():
+            found = _FILES.json(path, dict[str, Any]).get("data")
+            return found if isinstance(found, str) and found else None
+    return None
+
+
+def _evaluations(run_dir: Path) -> Iterator[Path]:
+    """Files of scores, the one of the run's own held-out rows first."""
+    root = run_dir / EVALUATION
+    return iter(sorted((*root.glob(METRICS_FILE), *root.glob(f"*/{METRICS_FILE}"), *root.glob(f"*/*/{METRICS_FILE}"))))
+
+
+def train_of(plain: Mapping[str, Any]) -> TrainRecord | None:
+    """A training record; None of what is none. Thousands of them are read, so it is done by hand."""
+    if plain.get("kind") != "train" or not isinstance(plain.get("samples_digest", ""), str):
+        return None
+    found: dict[str, Any] = {"samples_digest": plain.get("samples_digest", "")}
+    for name in _NUMBERS:
+        value = plain.get(name)
+        if type(value) in (int, float) or (value is None and name in _MAY_LACK):
+            found[name] = value
+        else:
+            return None
+    return TrainRecord(**found)
+
+
+def eval_of(plain: Mapping[str, Any]) -> EvalRecord | None:
+    """An evaluation's record; None of what is none."""
+    if plain.get("kind") != "eval":
+        return None
+    numbers = {name: float(one) for name, one in plain.items() if type(one) in (int, float)}
+    metrics = {name: numbers[name] for name in EvalRecord.metrics_of(plain) if name in numbers}
+    return EvalRecord(plain["step"], metrics, int(numbers.get("eval_targets", 0)), numbers.get("eval_seconds", 0.0))
+
+
+def note_of(plain: Mapping[str, Any]) -> Note | None:
+    """A note; None of what is none."""
+    if plain.get("kind") not in ("note", "warning") or not isinstance(plain.get("message"), str):
+        return None
+    return Note(plain["message"], plain["step"], plain["kind"])

@@ -1,0 +1,430 @@
+"""The page of ``finray report``: one run, or several side by side, in one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from finray.config.identity import flatten
+from finray.config.schema import Config
+from finray.config.section import Section
+from finray.limits import cut
+from finray.records import TrainRecord
+from finray.reporting.answers import explorer
+from finray.reporting.page import render
+from finray.reporting.plots import Mark, Plot, Series, curves, thinned
+from finray.reporting.recorded import RecordedRun
+from finray.reporting.scored import Evaluation, Scored
+from finray.tracking.console import duration
+
+# Points of all curves of a plot together; of each curve at least, and at most.
+_POINTS, _FEWEST, _MOST = 40_000, 1_000, 20_000
+# Classes of a confusion matrix that are shown, the largest first.
+_CLASSES = 30
+# Files whose checksums are listed.
+_FILES = 60
+_LEVELS = {"finished": "ok", "running": "note", "stopped": "warning", "not started": "note"}
+_PHASES = (
+    ("train", "training"),
+    ("data_wait", "waiting for data"),
+    ("evaluate", "evaluation"),
+    ("checkpoint", "checkpoints"),
+    ("load", "loading the model"),
+    ("start_workers", "starting workers"),
+    ("prepare", "preparing data"),
+    ("start_ray", "starting Ray"),
+)
+# What a curve shows: title, axis, whether its axis is logarithmic, and the value of a record.
+_CURVES: tuple[tuple[str, str, bool, Callable[[TrainRecord], float | None]], ...] = (
+    ("Loss", "loss", False, lambda record: record.loss),
+    ("Learning rate", "learning rate", False, lambda record: record.lr),
+    ("Gradient norm", "gradient norm", False, lambda record: record.grad_norm),
+    ("Throughput", "tokens/s", False, lambda record: record.tokens_per_s),
+    ("Peak memory of rank 0", "GiB", False, lambda record: record.peak_memory_bytes / 2**30),
+)
+
+
+def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
+    """The whole page.
+
+    Args:
+        runs: at least one.
+        now: when it is made; None for the clock.
+    """
+    names = labels(runs)
+    said = explorer([(name, run.evaluations) for name, run in zip(names, runs, strict=True)])
+    return render(
+        resources.files("finray.reporting").joinpath("report.html.j2").read_text(encoding="utf-8"),
+        scripts=("answers.js",),
+        runs=list(zip(names, runs, strict=True)),
+        one=runs[0] if len(runs) == 1 else None,
+        levels=_LEVELS,
+        facts=facts(runs[0]) if len(runs) == 1 else (),
+        overview=[overview(run) for run in runs],
+        plots=plots(runs),
+        tables=tables(runs),
+        matrices=[
+            (f"{name}, {one.name}" if one.name else name, model, matrix_rows(one, model))
+            for name, run in zip(names, runs, strict=True)
+            for one in run.evaluations
+            for model in one.confusion
+        ],
+        explorer=said,
+        parts=[(name, phase_parts(run.phases)) for name, run in zip(names, runs, strict=True) if run.phases],
+        starts=[(name, starts_of(run)) for name, run in zip(names, runs, strict=True) if run.starts],
+        differences=config_differences(runs),
+        changed=changed_fields(runs[0]) if len(runs) == 1 else (),
+        made=[(name, run, made_by(run)) for name, run in zip(names, runs, strict=True)],
+        duration=duration,
+        now=when((now or datetime.now(UTC)).timestamp()),
+    )
+
+
+def labels(runs: Sequence[RecordedRun]) -> list[str]:
+    """A name for each run: that of its directory, with as many of those above it as tell it from the others."""
+    parts, depth = [run.path.parts for run in runs], 1
+    while len({one[-depth:] for one in parts}) < len(set(parts)):
+        depth += 1
+    found = ["/".join(one[-depth:]) for one in parts]
+    # The same run twice.
+    again = Counter[str]()
+    for at, name in enumerate(found):
+        again[name] += 1
+        found[at] = name if again[name] == 1 else f"{name} ({again[name]})"
+    return found
+
+
+def facts(run: RecordedRun) -> list[tuple[str, str]]:
+    """What was trained on what, as names and values."""
+    config, start = run.config, run.starts[-1].header if run.starts else None
+    found = [
+        ("Model", str(config.get("model", {}).get("name", "") or (start.model if start else ""))),
+        ("Data", _sources(config.get("data", {}))),
+        ("Method", start.method if start else str(config.get("adapter", {}).get("method", ""))),
+    ]
+    if start is not None:
+        found += [
+            ("Trained", f"{start.trainable / 1e6:,.2f} M of {start.parameters / 1e6:,.1f} M parameters"),
+            ("Rows", f"{start.rows:,}" + (f", {start.held_out:,} more held out" if start.held_out else "")),
+            ("Batch", f"{start.global_batch_size:,} {'packs' if start.packing else 'rows'} a step"),
+            ("Workers", f"{start.world_size} × {start.device}, {start.precision}"),
+        ]
+    return [(name, value) for name, value in found if value]
+
+
+def overview(run: RecordedRun) -> dict[str, str]:
+    """The numbers of a run in a few words each; empty where they are not known."""
+    first, last, best, total = run.train[:1], run.train[-1:], run.best, run.total_steps
+    memory = run.summary.peak_memory_bytes if run.summary else tuple(one.peak_memory_bytes for one in last)
+    seconds = run.summary.train_seconds if run.summary else sum(one.seconds for one in last)
+    tokens = run.summary.tokens if run.summary else sum(one.tokens for one in last)
+    return {
+        "steps": f"{run.step:,}" + (f" of {total:,}" if total is not None and total != run.step else ""),
+        "loss": f"{last[0].loss:.4f}" if last else "",
+        "first_loss": f"{first[0].loss:.4f}" if first else "",
+        "best": f"{best.value:.4g}" if best else "",
+        "best_metric": best.metric.replace("_", " ") if best else "",
+        "best_step": f"{best.step:,}" if best else "",
+        "tokens": f"{tokens:,}" if tokens else "",
+        "tokens_per_s": f"{tokens / seconds:,.0f}" if tokens and seconds else "",
+        "time": duration(seconds) if seconds else "",
+        "memory": f"{max(memory) / 2**30:.2f} GiB" if memory else "",
+        "size": f"{run.size / 2**20:,.1f} MiB",
+    }
+
+
+def plots(runs: Sequence[RecordedRun]) -> list[Plot]:
+    """The curves, all with the same steps. In each plot a run has the same colour."""
+    names = labels(runs)
+    most = min(_MOST, max(_FEWEST, _POINTS // len(runs)))
+    marks = [mark for at, run in enumerate(runs) for mark in marks_of(run, at if len(runs) > 1 else None)]
+    found = []
+
+    def add(
+        title: str, y_label: str, points: Sequence[Sequence[tuple[int, float | None]]], *, log: bool = False
+    ) -> None:
+        series = [
+            thinned(Series(name, [x for x, _ in own], [_short(y) for _, y in own], at), most)
+            for at, (name, own) in enumerate(zip(names, points, strict=True))
+            if any(y is not None for _, y in own)
+        ]
+        if series:
+            found.append(
+                curves(series, title=title, x_label="step", y_label=y_label, group="run", log=log, marks=marks)
+            )
+
+    for title, y_label, log, value in _CURVES:
+        add(title, y_label, [[(one.step, value(one)) for one in run.train] for run in runs], log=log)
+        if title == "Loss":
+            for metric in dict.fromkeys(name for run in runs for one in run.evals for name in one.metrics):
+                label = metric.replace("_", " ")
+                points = [
+                    sorted((one.step, one.metrics[metric]) for one in run.evals if metric in one.metrics)
+                    for run in runs
+                ]
+                add(f"{label[:1].upper()}{label[1:]}", label, points)
+    return found
+
+
+def marks_of(run: RecordedRun, colour: int | None = None) -> list[Mark]:
+    """Where workers were started again, and where their number changed."""
+    found: list[Mark] = []
+    for before, after in zip(run.starts, run.starts[1:], strict=False):
+        step, was, now = after.header.step, before.header.world_size, after.header.world_size
+        label = "restart" if was == now else f"{was} → {now} workers"
+        # Several starts from one step are one line; a change of the workers is what is said of them.
+        if found and found[-1].x == step:
+            label = label if was != now else found.pop().label
+            found = [one for one in found if one.x != step]
+        found.append(Mark(step, label, colour))
+    return found
+
+
+def starts_of(run: RecordedRun) -> list[dict[str, str]]:
+    """Each start of the workers in words."""
+    return [
+        {
+            "when": when(one.time),
+            "step": f"{one.header.step:,}",
+            "workers": f"{one.header.world_size} × {one.header.device}",
+            "batch": f"{one.header.micro_batch_size} × {one.header.accumulation} accumulation",
+            "steps": f"{one.header.total_steps:,}",
+        }
+        for one in run.starts
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTable:
+    """Models down, scores across; ``spans`` places each interval between the least and the largest number."""
+
+    title: str
+    rows: int
+    scores: list[str]
+    lines: list[tuple[str, str, bool, list[tuple[Scored, tuple[float, float, float] | None] | None]]]
+    says: list[str]
+    notes: list[str]
+    differences: list[tuple[str, ...]]
+
+
+def tables(runs: Sequence[RecordedRun]) -> list[ScoreTable]:
+    """Evaluations of one name side by side, whatever run they are of."""
+    names, found = labels(runs), []
+    for title in dict.fromkeys(one.name for run in runs for one in run.evaluations):
+        own = [
+            (name, one) for name, run in zip(names, runs, strict=True) for one in run.evaluations if one.name == title
+        ]
+        scores = list(dict.fromkeys(score for _, one in own for score in one.scores))
+        spans = {
+            score: _span(
+                [one.models[model][score] for _, one in own for model in one.models if score in one.models[model]]
+            )
+            for score in scores
+        }
+        lines = [
+            (
+                name if len(runs) > 1 else "",
+                model,
+                model == one.tuned,
+                [
+                    (values[score], _placed(values[score], spans[score])) if score in values else None
+                    for score in scores
+                ],
+            )
+            for name, one in own
+            for model, values in one.models.items()
+        ]
+        prefix = "{}: " if len(runs) > 1 else ""
+        found.append(
+            ScoreTable(
+                title or "Held-out rows",
+                max(one.rows for _, one in own),
+                [score.replace("_", " ") for score in scores],
+                lines,
+                [prefix.format(name) + text for name, one in own for text in one.says],
+                list(dict.fromkeys(text for _, one in own for text in one.notes)),
+                [line for name, one in own for line in _difference_lines(name if len(runs) > 1 else "", one)],
+            )
+        )
+    return found
+
+
+def _difference_lines(run: str, one: Evaluation) -> list[tuple[str, ...]]:
+    found: list[tuple[str, ...]] = []
+    for each in one.differences:
+        shown = one.models.get(one.tuned, {}).get(each.score, Scored(0.0))
+
+        def text(value: float | None, shown: Scored = shown) -> str:
+            if value is None:
+                return ""
+            return f"{100 * value:+.1f} points" if shown.is_share else f"{value:+.4g}"
+
+        ends = "" if each.low is None or each.high is None else f"{text(each.low)} to {text(each.high)}"
+        p = "< 0.001" if each.p < 0.001 else f"{each.p:.3f}"
+        found.append(
+            (run, each.score.replace("_", " "), f"{one.tuned} against {each.baseline}", text(each.difference), ends, p)
+        )
+    return found
+
+
+def _span(scores: Sequence[Scored]) -> tuple[float, float]:
+    if all(one.is_share for one in scores):
+        return 0.0, 1.0
+    ends = [value for one in scores for value in (one.value, one.low, one.high) if value is not None]
+    return min(ends), max(ends)
+
+
+def _placed(score: Scored, span: tuple[float, float]) -> tuple[float, float, float] | None:
+    """Percent from the left of the interval's ends and of the value; None where there is nothing to be placed."""
+    low, high = span
+    if score.low is None or score.high is None or high <= low:
+        return None
+    ends = [round(100 * (value - low) / (high - low), 2) for value in (score.low, score.high, score.value)]
+    return ends[0], ends[1], ends[2]
+
+
+def matrix_rows(one: Evaluation, model: str) -> dict[str, Any]:
+    """A confusion matrix: names of the classes, and of each its rows by prediction with their share of the class."""
+    matrix = one.confusion[model]
+    order = sorted(range(len(matrix)), key=lambda at: -sum(matrix[at]))[:_CLASSES]
+    order = sorted(order)
+    return {
+        "classes": [cut(one.classes[at], 40) for at in order],
+        "left_out": len(matrix) - len(order),
+        "lines": [[(matrix[row][at], matrix[row][at] / (sum(matrix[row]) or 1)) for at in order] for row in order],
+    }
+
+
+Part = tuple[str, str, str, float]
+
+
+def phase_parts(phases: Mapping[str, float]) -> list[Part]:
+    """Where the time went, as CSS class, label, time and share."""
+    seconds = dict(phases)
+    total = seconds.pop("total", 0.0)
+    seconds["train"] = max(0.0, seconds.get("train", 0.0) - seconds.get("data_wait", 0.0))
+    known = [
+        (f"{at}", label, seconds[name]) for at, (name, label) in enumerate(_PHASES, 1) if seconds.get(name, 0.0) > 0
+    ]
+    rest = total - sum(one for *_, one in known)
+    if rest > 0.005 * total:
+        known.append(("rest", "other", rest))
+    whole = sum(one for *_, one in known) or 1.0
+    return [(key, label, duration(one) if one >= 1 else f"{one:.2f}s", one / whole) for key, label, one in known]
+
+
+def config_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """Fields in which configs differ: of each run the value, and whether it differs from that of the first."""
+    if len(runs) < 2:
+        return []
+    flat = [flatten({section: dict(values) for section, values in run.config.items()}) for run in runs]
+    resolved = [{f"resolved.{name}": value for name, value in run.resolved.items()} for run in runs]
+    found = []
+    for own in (flat, resolved):
+        for path in dict.fromkeys(path for one in own for path in one):
+            texts = [shown(one[path]) if path in one else "–" for one in own]
+            if len(set(texts)) > 1:
+                found.append((path, [(text, text != texts[0]) for text in texts]))
+    return found
+
+
+def changed_fields(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """Fields that are not what they are by default: path, value, default."""
+    found = []
+    for name, info in Config.model_fields.items():
+        kind = info.annotation
+        if not (isinstance(kind, type) and issubclass(kind, Section)):
+            continue
+        for field, value in run.config.get(name, {}).items():
+            known = kind.model_fields.get(field)
+            default = None if known is None or known.is_required() else known.get_default(call_default_factory=True)
+            if isinstance(default, Section):
+                default = default.model_dump(mode="json")
+            if shown(value) != shown(default):
+                found.append(
+                    (f"{name}.{field}", shown(value), "" if known is None or known.is_required() else shown(default))
+                )
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value of a config as text."""
+    if value is None:
+        return "null"
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """What a run follows from, and how it is made again.
+
+    Attributes:
+        versions: of Python and packages, of the last start.
+        files: of the finished model or the newest checkpoint, with their SHA-256.
+    """
+
+    command: str
+    config: str
+    versions: tuple[tuple[str, str], ...]
+    identities: tuple[tuple[str, str], ...]
+    folder: str
+    files: tuple[tuple[str, int, str], ...]
+    more_files: int
+
+
+def made_by(run: RecordedRun) -> MadeBy:
+    """What a run follows from."""
+    versions = dict(run.starts[-1].versions) if run.starts else {}
+    for one in run.evaluations:
+        known = one.made_by.get("versions")
+        versions = versions or (
+            {str(name): str(text) for name, text in known.items()} if isinstance(known, dict) else {}
+        )
+    folder, files = ("", []) if run.content is None else (run.content[0], run.content[1]["files"])
+    revision = run.config.get("model", {}).get("revision")
+    identities = (
+        ("run id", run.run_id or ""),
+        ("model revision", str(revision or "")),
+        ("seed", str(run.config.get("run", {}).get("seed", ""))),
+        ("prepared rows, SHA-256", run.data or ""),
+        ("final/ is of step", str(run.chosen_step) if run.chosen_step is not None else ""),
+    )
+    return MadeBy(
+        command=f"finray train {run.path / 'config.yaml'}" if run.config else "",
+        config=yaml.safe_dump(
+            {name: dict(values) for name, values in run.config.items()}, sort_keys=False, allow_unicode=True
+        )
+        if run.config
+        else "",
+        versions=tuple(versions.items()),
+        identities=tuple((name, value) for name, value in identities if value),
+        folder=folder,
+        files=tuple((one["path"], one["bytes"], one["sha256"]) for one in files[:_FILES]),
+        more_files=max(0, len(files) - _FILES),
+    )
+
+
+def when(seconds: float) -> str:
+    """A time as text, in UTC."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, OSError, ValueError):
+        return "at an unknown time"
+
+
+def _sources(data: Mapping[str, Any]) -> str:
+    mixed = data.get("mix")
+    named = [one.get("source") for one in mixed if isinstance(one, dict)] if isinstance(mixed, list) else []
+    return ", ".join(str(one) for one in (data.get("source"), *named) if one)
+
+
+def _short(value: float | None) -> float | None:
+    """Seven digits, which is more than a screen shows."""
+    return None if value is None else float(f"{value:.7g}")

@@ -1,0 +1,195 @@
+"""What ``finray evaluate`` left in a run: scores with intervals, comparisons, and what models said to each row."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
+
+from finray.errors import DataError
+from finray.evaluation.outcome import PREDICTIONS_FILE
+from finray.files import FileKind
+
+_FILES = FileKind(DataError, repair="run `finray evaluate` again")
+
+
+class _Metrics(TypedDict):
+    rows: int
+    models: dict[str, dict[str, Any]]
+    comparisons: NotRequired[list[dict[str, Any]]]
+    says: NotRequired[list[str]]
+    notes: NotRequired[list[str]]
+    classes: NotRequired[list[str]]
+    confusion: NotRequired[dict[str, list[list[int]]]]
+    made_by: NotRequired[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A score of a model, with the ends of its 95 % interval where it has one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    is_share: bool = False
+
+    def text(self, value: float | None = None) -> str:
+        """The score, or a value of its kind, for people."""
+        value = self.value if value is None else value
+        if self.is_share:
+            return f"{100 * value:.1f}%"
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The evaluated model against a baseline, on one score."""
+
+    score: str
+    baseline: str
+    difference: float
+    low: float | None
+    high: float | None
+    p: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A row, and what each model said to it.
+
+    Attributes:
+        key: the same for the same row in another run.
+        answers: by model; of several answers the first.
+        scores: by model and score.
+    """
+
+    key: tuple[str, str]
+    where: str
+    prompt: str
+    reference: str
+    answers: Mapping[str, str]
+    scores: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation; models by name, baselines first, the evaluated one last.
+
+    Attributes:
+        name: the directory below ``evaluation/``; empty for the run's own held-out rows.
+    """
+
+    name: str
+    rows: int
+    models: Mapping[str, Mapping[str, Scored]]
+    differences: tuple[Difference, ...]
+    says: tuple[str, ...]
+    notes: tuple[str, ...]
+    classes: tuple[str, ...]
+    confusion: Mapping[str, tuple[tuple[int, ...], ...]]
+    made_by: Mapping[str, Any]
+    answered: tuple[Answered, ...] = ()
+
+    @property
+    def tuned(self) -> str:
+        """The name of the evaluated model."""
+        return next(reversed(list(self.models)), "")
+
+    @property
+    def scores(self) -> list[str]:
+        """Names of all scores, in order."""
+        return list(dict.fromkeys(name for one in self.models.values() for name in one))
+
+
+def read_evaluation(file: Path, root: Path, *, with_answers: bool = True) -> Evaluation:
+    """Read an evaluation from its ``metrics.json`` and what lies beside it.
+
+    Args:
+        file: ``metrics.json``.
+        root: the directory ``evaluation`` of the run.
+        with_answers: read the answers, too.
+
+    Raises:
+        DataError: it is damaged.
+    """
+    plain = _FILES.json(file, _Metrics)
+    classes = tuple(plain.get("classes", ()))
+    confusion = {
+        name: tuple(map(tuple, matrix))
+        for name, matrix in plain.get("confusion", {}).items()
+        if len(matrix) == len(classes) and all(len(line) == len(classes) for line in matrix)
+    }
+    answers = file.with_name(PREDICTIONS_FILE)
+    return Evaluation(
+        name="" if file.parent == root else file.parent.relative_to(root).as_posix(),
+        rows=plain["rows"],
+        models={name: _scores(scores) for name, scores in plain["models"].items()},
+        differences=tuple(filter(None, map(_difference, plain.get("comparisons", ())))),
+        says=tuple(plain.get("says", ())),
+        notes=tuple(plain.get("notes", ())),
+        classes=classes,
+        confusion=confusion,
+        made_by=plain.get("made_by", {}),
+        answered=tuple(_answered(answers)) if with_answers and answers.exists() else (),
+    )
+
+
+def _scores(plain: Mapping[str, Any]) -> dict[str, Scored]:
+    found = {}
+    for name, one in plain.items():
+        if (value := _number(one)) is not None:
+            found[name] = Scored(value)
+        elif isinstance(one, dict) and (value := _number(one.get("value"))) is not None:
+            found[name] = Scored(value, _number(one.get("low")), _number(one.get("high")), one.get("share") is True)
+    return found
+
+
+def _difference(plain: Mapping[str, Any]) -> Difference | None:
+    difference, p = _number(plain.get("difference")), _number(plain.get("p"))
+    if difference is None or p is None:
+        return None
+    names = str(plain.get("score")), str(plain.get("baseline"))
+    return Difference(*names, difference, _number(plain.get("low")), _number(plain.get("high")), p)
+
+
+def _answered(file: Path) -> Iterator[Answered]:
+    """Rows of a file of predictions; lines that are damaged or unfinished are passed over."""
+    seen: dict[tuple[str, str], int] = {}
+    with _FILES.reading(file), file.open("rb") as stream:
+        for line in stream:
+            try:
+                plain = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if not isinstance(plain, dict) or not all(
+                isinstance(plain.get(one), dict) for one in ("answers", "scores")
+            ):
+                continue
+            where, reference = str(plain.get("where", "")), str(plain.get("reference", ""))
+            # A row of the source may be there several times, and two files may have rows of the same name.
+            count = seen[where, reference] = seen.get((where, reference), -1) + 1
+            yield Answered(
+                (where, f"{count} {reference}"),
+                where,
+                str(plain.get("prompt", "")),
+                reference,
+                {str(name): _first(said) for name, said in plain["answers"].items()},
+                {
+                    str(name): {score: one for score, value in own.items() if (one := _number(value)) is not None}
+                    for name, own in plain["scores"].items()
+                    if isinstance(own, dict)
+                },
+            )
+
+
+def _first(said: Any) -> str:
+    return str(said[0] if isinstance(said, list) and said else said)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
