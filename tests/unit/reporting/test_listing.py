@@ -1,0 +1,193 @@
+"""Lists of runs, two of them compared, and one that is watched; by the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from finray.records import RunHeader, TrainRecord
+from finray.reporting import listing
+from finray.reporting.listing import Follower, age, latest, size, watch
+from finray.results import PlainConsole
+from finray.tracking.console import RunView
+from tests.support.recorded import at_work, header, prediction, train, write_evaluation, write_run
+from tests.support.runs import finray
+
+
+def test_runs_are_listed_the_last_one_first(tmp_path: Path) -> None:
+    old = write_run(tmp_path / "old", shift=0.5)
+    new = write_run(tmp_path / "new", steps=15, finished=False)
+    for path, time in ((old, 1_000_000_000), (new, 1_000_000_500)):
+        for one in (*path.iterdir(), path):
+            os.utime(one, (time, time))
+    with at_work(new):
+        code, out, _ = finray("runs", tmp_path, "--json")
+    assert code == 0
+    first, second = json.loads(out)["runs"]
+    assert (first["name"], first["state"], first["step"], first["total_steps"]) == ("new", "running", 15, 40)
+    assert (second["name"], second["state"], second["step"]) == ("old", "finished", 40)
+    records = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
+    assert second["best"] == min(one["eval_loss"] for one in records if one["kind"] == "eval")
+    assert second["loss"] == [one["loss"] for one in records if one["kind"] == "train"][-1]
+    assert second["bytes"] == sum(one.stat().st_size for one in old.rglob("*") if one.is_file())
+    assert second["changed"] == 1_000_000_000
+    shown = finray("runs", tmp_path)[1]
+    assert shown == finray("runs", "list", tmp_path)[1]
+    assert shown.index("new") < shown.index("old")
+    assert "40/40" in shown
+
+
+def test_runs_stand_in_the_directory_runs_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = finray("runs")
+    assert (code, out) == (2, "")
+    assert "runs: is missing" in err
+    write_run(tmp_path / "runs" / "mine")
+    assert json.loads(finray("runs", "--json")[1])["runs"][0]["name"] == "mine"
+
+
+def test_two_runs_are_compared(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "a")
+    two = write_run(tmp_path / "b", shift=0.25, config={"train": {"learning_rate": 0.02, "max_steps": 40}})
+    write_evaluation(one, [prediction(0, base=0, tuned=1), prediction(1, base=0, tuned=0)])
+    write_evaluation(two, [prediction(0, base=0, tuned=1), prediction(1, base=0, tuned=1)])
+    code, out, _ = finray("runs", "compare", one, two, "--json")
+    assert code == 0
+    plain = json.loads(out)
+    assert plain["config"] == {"train.learning_rate": ["0.01", "0.02"]}
+    assert plain["results"]["held-out rows: exact match"] == [0.5, 1.0]
+    first, second = plain["results"]["loss at the last step"]
+    assert second - first == pytest.approx(0.25)
+    shown = finray("runs", "compare", one, two)[1]
+    assert "+0.25" in shown
+    assert "train.learning_rate" in shown
+    assert finray("runs", "compare", one, tmp_path / "none")[0] == 2
+
+
+def test_listing_runs_loads_no_torch(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    code = (
+        "import sys; from pathlib import Path; from finray.reporting.listing import list_runs;"
+        "list_runs(Path(sys.argv[1]), now=0); print(*{'torch', 'ray', 'transformers'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(("command", "where"), [("report", "none"), ("watch", "none"), ("runs", "none")])
+def test_a_run_that_is_not_there_is_one_message(tmp_path: Path, command: str, where: str) -> None:
+    code, out, err = finray(command, tmp_path / where)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+
+
+def test_a_report_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    for target, said in ((tmp_path, "is a directory"), (tmp_path / "no" / "page.html", "no such file")):
+        code, out, err = finray("report", path, "--output", target)
+        assert (code, out) == (2, "")
+        assert said in err
+
+
+def test_a_report_is_written_into_the_run_or_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path / "run")
+    plain = json.loads(finray("report", path, "--json")[1])
+    assert Path(plain["output"]) == path / "report.html"
+    assert plain["bytes"] == (path / "report.html").stat().st_size
+    monkeypatch.chdir(tmp_path)
+    assert finray("report", path, path)[0] == 0
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_sizes_and_ages() -> None:
+    assert [size(one) for one in (5, 2048, 3 * 2**20, 5 * 2**40)] == ["5 B", "2.0 KiB", "3.0 MiB", "5.0 TiB"]
+    assert [age(one) for one in (-3, 5, 90, 3 * 86_400)] == ["0s", "5s", "1m30s", "3d"]
+
+
+# --- watching -------------------------------------------------------------------------------------------------------
+
+
+def line(step: int, **changes: object) -> str:
+    return json.dumps({**train(step).json(), **changes}) + "\n"
+
+
+def steps_of(follower: Follower) -> list[int]:
+    return [one.step for one in follower.new() if isinstance(one, TrainRecord)]
+
+
+def test_new_records_are_told_once(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=3, finished=False)
+    follower = Follower(path)
+    assert [type(one) for one in follower.new()] == [RunHeader, *[TrainRecord] * 3]
+    assert list(follower.new()) == []
+    whole = line(4)
+    with (path / "metrics.jsonl").open("a") as stream:
+        stream.write(whole[:20])
+        stream.flush()
+        assert steps_of(follower) == []
+        stream.write(whole[20:] + line(5))
+        stream.flush()
+        assert steps_of(follower) == [4, 5]
+
+
+def test_a_restart_tells_the_steps_again_that_are_done_again(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=6, finished=False)
+    records, follower = path / "metrics.jsonl", Follower(path)
+    assert steps_of(follower) == [1, 2, 3, 4, 5, 6]
+    kept = "".join(records.read_text().splitlines(keepends=True)[:4])
+    (path / "scratch").write_text(kept)
+    os.replace(path / "scratch", records)
+    assert steps_of(follower) == []
+    with records.open("a") as stream:
+        stream.write(line(5, seconds=9.0) + line(6, seconds=9.5))
+    assert steps_of(follower) == [5, 6]
+
+
+def test_a_run_is_watched_until_it_ends(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=2, finished=False)
+    out = StringIO()
+    held, to_come = iter([True, True, False]), iter([3, 40])
+
+    def more(seconds: float) -> None:
+        with (path / "metrics.jsonl").open("a") as stream:
+            stream.write(line(next(to_come)))
+
+    with RunView(PlainConsole(file=out, width=200)) as view:
+        found = watch(path, view, sleep=more, held=lambda run: next(held))
+    text = out.getvalue()
+    assert "model      models/tiny" in text
+    assert "step 40/40" in text
+    assert (found.run.state, found.run.step) == ("stopped", 40)
+
+
+def test_who_comes_late_is_shown_the_last_steps() -> None:
+    records = [header(), *[train(step) for step in range(1, 101)], header(50), train(51)]
+    found = latest(records, 3)
+    assert [type(one).__name__ for one in found] == ["TrainRecord", "TrainRecord", "RunHeader", "TrainRecord"]
+    assert [one.step for one in found] == [99, 100, 50, 51]
+
+
+def test_a_finished_run_is_shown_at_once(tmp_path: Path) -> None:
+    code, out, _ = finray("watch", write_run(tmp_path / "run"))
+    assert code == 0
+    assert "run: finished at step 40 of 40" in out
+
+
+def test_ctrl_c_ends_the_watching_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path / "run", finished=False)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(listing, "watch", interrupted)
+    code, out, err = finray("watch", path)
+    assert code == 130
+    assert "the run goes on" in out
+    assert "Traceback" not in err

@@ -1,0 +1,153 @@
+"""Run directories as they are read: whole, half-written, still going, damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from finray.errors import DataError
+from finray.records import Note
+from finray.reporting.recorded import is_held, read_run, runs_in, size_of, state_of
+from finray.tracking.base import RunInfo
+from finray.tracking.starts import StartsTracker, read_starts
+from tests.support.recorded import at_work, header, prediction, write_evaluation, write_run
+
+
+def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", starts=[(0, 2), (20, 4)], notes=[Note("look", 12, "warning")])
+    write_evaluation(path, [prediction(0, base=0, tuned=1), prediction(1, base=1, tuned=1)])
+    write_evaluation(path, [prediction(0, base=0, tuned=0)], name="test", confusion=True)
+    run = read_run(path)
+    assert (run.name, run.state, run.step, run.total_steps, run.problems) == ("run", "finished", 40, 40, ())
+    raw = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [one.loss for one in run.train] == [one["loss"] for one in raw if one["kind"] == "train"]
+    assert [one.metrics["eval_loss"] for one in run.evals] == [one["eval_loss"] for one in raw if one["kind"] == "eval"]
+    assert run.train[2].grad_norm is None
+    assert [one.message for one in run.notes] == ["look"]
+    assert [(one.header.step, one.header.world_size) for one in run.starts] == [(0, 2), (20, 4)]
+    # The loss of evaluations falls with the steps.
+    assert run.best is not None
+    assert (run.best.metric, run.best.step) == ("eval_loss", 40)
+    assert run.best.value == min(one["eval_loss"] for one in raw if one["kind"] == "eval")
+    assert [one.name for one in run.evaluations] == ["", "test"]
+    own, test = run.evaluations
+    assert own.models["tuned"]["exact_match"].text() == "100.0%"
+    assert own.models["base"]["perplexity"].low is None
+    assert [one.answers["tuned"] for one in own.answered] == ["tuned says 0", "tuned says 1"]
+    assert test.confusion["tuned"][1] == (2, 9, 1)
+    assert read_run(path, with_answers=False).evaluations[0].answered == ()
+
+
+def test_the_metric_that_chooses_checkpoints_may_be_better_the_more_it_is(tmp_path: Path) -> None:
+    line = '{{"kind": "eval", "step": {}, "accuracy": {}, "eval_targets": 3, "eval_seconds": 0.5}}\n'
+    lines = [line.format(10, 0.5), line.format(20, 0.9), line.format(30, 0.9), line.format(40, 0.7)]
+    config = {"evaluation": {"metric": "accuracy"}}
+    best = read_run(write_run(tmp_path / "run", steps=5, config=config, lines=lines, finished=False)).best
+    assert best is not None
+    assert (best.metric, best.value, best.step) == ("accuracy", 0.9, 20)
+
+
+@pytest.mark.parametrize(
+    ("held", "finished", "begun", "state"),
+    [
+        (True, False, False, "running"),
+        (True, True, True, "running"),
+        (False, True, True, "finished"),
+        (False, False, True, "stopped"),
+        (False, False, False, "not started"),
+    ],
+)
+def test_states(held: bool, finished: bool, begun: bool, state: str) -> None:
+    assert state_of(is_held=held, is_finished=finished, is_begun=begun) == state
+
+
+def test_a_run_is_going_on_while_somebody_holds_its_lock(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", finished=False)
+    assert not is_held(path)
+    with at_work(path):
+        assert is_held(path)
+        assert read_run(path).state == "running"
+    assert not is_held(path)
+    assert read_run(path).state == "stopped"
+
+
+def test_a_half_written_run_is_read_as_it_stands(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=7, finished=False, lines=['{"kind": "train", "step": 8, "lo'])
+    (path / "failures.jsonl").write_text('{"error": "first"}\nnot json\n{"error": "OSError: no space"}\n{"err')
+    run = read_run(path)
+    assert (run.state, run.step, run.total_steps, run.best, run.summary) == ("stopped", 7, 40, None, None)
+    assert run.failure == "OSError: no space"
+    assert run.phases["train"] == pytest.approx(0.7)
+    assert run.problems == ()
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_is_there(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    folder = write_evaluation(path, [prediction(0, base=0, tuned=1)])
+    with (folder / "predictions.jsonl").open("a") as stream:
+        stream.write('[1]\n{"answers": {}}\n{"row": 3, "answ')
+    (path / "summary.json").write_text('{"chosen_step": "x"')
+    (path / "config.yaml").write_text("model: [\n")
+    (path / "starts.jsonl").write_text('{"time": 1}\nnonsense\n')
+    write_evaluation(path, [prediction(0, base=0, tuned=1)], name="broken")
+    (path / "evaluation" / "broken" / "metrics.json").write_text('{"rows": "many"}')
+    with (path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"kind": "train", "step": 41, "loss": "small"}\n{"kind": "unheard", "step": 41}\n\x00\n')
+    run = read_run(path)
+    assert run.step == 40
+    assert run.state == "stopped"
+    assert len(run.evaluations[0].answered) == 1
+    named = sorted(problem.partition(":")[0] for problem in run.problems)
+    assert named == ["config.yaml", "metrics.json", "summary.json"]
+
+
+@pytest.mark.parametrize("marks", ["config.yaml", "metrics.jsonl", "starts.jsonl", "summary.json"])
+def test_one_file_alone_makes_a_run(tmp_path: Path, marks: str) -> None:
+    whole, path = write_run(tmp_path / "whole"), tmp_path / "part"
+    path.mkdir()
+    shutil.copy(whole / marks, path / marks)
+    assert read_run(path).state in ("stopped", "finished", "not started")
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name, said in (("empty", "holds no run"), ("file", "is no directory"), ("none", "does not exist")):
+        with pytest.raises(DataError, match=said):
+            read_run(tmp_path / name)
+
+
+def test_the_runs_of_a_directory(tmp_path: Path) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "a")
+    (tmp_path / ".prepared").mkdir()
+    (tmp_path / "other").mkdir()
+    assert [path.name for path in runs_in(tmp_path)] == ["a", "b"]
+    assert runs_in(tmp_path / "a") == [tmp_path / "a"]
+    with pytest.raises(DataError, match="is missing"):
+        runs_in(tmp_path / "none")
+
+
+def test_a_file_with_two_names_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "weights").write_bytes(b"x" * 1000)
+    (tmp_path / "final" / "other").write_bytes(b"y" * 10)
+    assert size_of(tmp_path) == 1010
+    os.link(tmp_path / "weights", tmp_path / "final" / "weights")
+    assert size_of(tmp_path) == 1010
+
+
+def test_each_start_of_the_workers_is_kept(tmp_path: Path) -> None:
+    tracker = StartsTracker(clock=iter([100.0, 200.0]).__next__)
+    for step, workers in ((0, 2), (20, 3)):
+        tracker.start(RunInfo("id", tmp_path, step, {}, header(step, world_size=workers)))
+        tracker.finish()
+    with (tmp_path / "starts.jsonl").open("a") as stream:
+        stream.write('{"time": 3')
+    found = read_starts(tmp_path)
+    assert [(one.time, one.header) for one in found] == [(100.0, header(0)), (200.0, header(20, world_size=3))]
+    assert {"python", "finray", "torch"} <= found[0].versions.keys()

@@ -1,0 +1,263 @@
+"""What the page of a report is made of: thinned curves, marks, differences, time, answers; and that text stays text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finray.records import Note
+from finray.reporting.answers import explorer
+from finray.reporting.plots import Series, thinned
+from finray.reporting.recorded import RecordedRun, read_run
+from finray.reporting.report import changed_fields, config_differences, labels, marks_of, page, phase_parts, plots
+from tests.support.recorded import prediction, write_evaluation, write_run
+from tests.support.runs import finray
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=400),
+    st.integers(4, 60),
+)
+def test_a_thinned_curve_keeps_its_ends_and_extremes(values: list[float | None], most: int) -> None:
+    found = thinned(Series("a", list(range(len(values))), values), most)
+    assert len(found.x) <= max(most, len(values) if len(values) <= most else 0)
+    assert (found.x[0], found.x[-1]) == (0, len(values) - 1)
+    assert list(found.x) == sorted(set(found.x))
+    assert all(values[int(x)] is y for x, y in zip(found.x, found.y, strict=True))
+    finite = [one for one in values if one is not None and math.isfinite(one)]
+    kept = [one for one in found.y if one is not None and math.isfinite(one)]
+    if finite:
+        assert (min(kept), max(kept)) == (min(finite), max(finite))
+
+
+def test_a_short_curve_is_kept_whole() -> None:
+    series = Series("a", [1, 2, 3], [3.0, None, 1.0])
+    assert thinned(series, 4) is series
+
+
+def run_of(path: Path, **options: Any) -> RecordedRun:
+    return read_run(write_run(path, **options))
+
+
+def test_restarts_and_other_numbers_of_workers_are_marked(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", starts=[(0, 2), (10, 2), (20, 4), (20, 4), (30, 1), (30, 3)])
+    assert [(one.x, one.label) for one in marks_of(run)] == [
+        (10, "restart"),
+        (20, "2 → 4 workers"),
+        (30, "1 → 3 workers"),
+    ]
+    assert marks_of(run_of(tmp_path / "calm")) == []
+
+
+def test_curves_are_the_numbers_of_the_records(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    raw = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    found = {plot.title: plot for plot in plots([read_run(path)])}
+    assert list(found) == [
+        *("Loss", "Eval loss", "Perplexity", "Learning rate", "Gradient norm", "Throughput", "Peak memory of rank 0")
+    ]
+    keys = {"Loss": "loss", "Learning rate": "lr", "Gradient norm": "grad_norm", "Throughput": "tokens_per_s"}
+    for title, key in keys.items():
+        (series,) = found[title].series
+        wanted = [(one["step"], one[key]) for one in raw if one["kind"] == "train"]
+        assert list(series.x) == [step for step, _ in wanted]
+        assert list(series.y) == [None if one is None else pytest.approx(one, rel=1e-6) for _, one in wanted]
+    (series,) = found["Eval loss"].series
+    assert list(series.y) == pytest.approx([one["eval_loss"] for one in raw if one["kind"] == "eval"], rel=1e-6)
+
+
+def test_a_run_has_one_colour_in_all_plots(tmp_path: Path) -> None:
+    runs = [run_of(tmp_path / "empty", steps=0, finished=False), run_of(tmp_path / "b"), run_of(tmp_path / "c")]
+    for plot in plots(runs):
+        assert [(one.label, one.colour) for one in plot.series] == [("b", 1), ("c", 2)]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    one, two = run_of(tmp_path / "x" / "run"), run_of(tmp_path / "y" / "run")
+    assert labels([one, two]) == ["x/run", "y/run"]
+    assert labels([one]) == ["run"]
+    assert labels([one, one]) == ["run", "run (2)"]
+
+
+def test_differences_of_configs(tmp_path: Path) -> None:
+    one = run_of(tmp_path / "a")
+    two = run_of(tmp_path / "b", config={"train": {"learning_rate": 0.02, "max_steps": 40}, "data": {}})
+    assert config_differences([one, two]) == [
+        ("data.source", [("rows.jsonl", False), ("–", True)]),
+        ("train.learning_rate", [("0.01", False), ("0.02", True)]),
+    ]
+    assert config_differences([one, one]) == []
+    assert config_differences([one]) == []
+
+
+def test_fields_that_were_set(tmp_path: Path) -> None:
+    found = {path: value for path, value, _ in changed_fields(run_of(tmp_path / "a"))}
+    assert found["train.learning_rate"] == "0.01"
+    assert found["model.name"] == "models/tiny"
+    assert "adapter.method" not in found
+
+
+def test_parts_of_the_time_are_the_whole_of_it() -> None:
+    phases = {"train": 60.0, "data_wait": 6.0, "evaluate": 10.0, "total": 100.0}
+    found = {label: share for _, label, _, share in phase_parts(phases)}
+    assert found == {
+        "training": pytest.approx(0.54),
+        "waiting for data": pytest.approx(0.06),
+        "evaluation": pytest.approx(0.1),
+        "other": pytest.approx(0.3),
+    }
+    assert phase_parts({}) == []
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+def with_rows(path: Path, rows: list[dict[str, Any]], **options: Any) -> RecordedRun:
+    write_evaluation(write_run(path), rows, **options)
+    return read_run(path)
+
+
+def test_the_same_row_of_two_runs_is_one_row(tmp_path: Path) -> None:
+    one = with_rows(tmp_path / "a", [prediction(row, base=0, tuned=1) for row in range(3)])
+    rows = [{**prediction(row, base=0, tuned=0), "row": 9 - row} for row in (2, 1)]
+    two = with_rows(tmp_path / "b", [*rows, prediction(5, base=1, tuned=1)])
+    found = explorer([("a", one.evaluations), ("b", two.evaluations)])
+    assert found is not None
+    data = found.data
+    assert data["models"] == ["a: base", "a: tuned", "b: base", "b: tuned"]
+    (only,) = data["sets"]
+    texts = data["texts"]
+    assert len(texts) == len(set(texts))
+    shown = {
+        texts[row[0]]: [texts[at] if at >= 0 else None for at in row[3]] + [row[4][1], row[4][3]]
+        for row in only["rows"]
+    }
+    assert shown == {
+        "eval.jsonl:1": ["base says 0", "tuned says 0", None, None, [1], None],
+        "eval.jsonl:2": ["base says 1", "tuned says 1", "base says 1", "tuned says 1", [1], [0]],
+        "eval.jsonl:3": ["base says 2", "tuned says 2", "base says 2", "tuned says 2", [1], [0]],
+        "eval.jsonl:6": [None, None, "base says 5", "tuned says 5", None, [1]],
+    }
+    assert (found.rows, found.limit) == ((4, 4), None)
+
+
+def test_rows_of_one_place_stay_apart(tmp_path: Path) -> None:
+    rows = [prediction(row, base=0, tuned=1, where="eval.jsonl:1", reference="same") for row in range(3)]
+    found = explorer([("a", with_rows(tmp_path / "a", rows).evaluations)])
+    assert found is not None
+    assert found.rows == (3, 3)
+
+
+@pytest.mark.parametrize("letter", ["a", "<", "é"])
+def test_answers_stay_within_their_budget(tmp_path: Path, letter: str) -> None:
+    rows = [prediction(row, base=0, tuned=1, prompt=f"{row} " + letter * 3000) for row in range(200)]
+    run = with_rows(tmp_path / "a", rows)
+    budget = 40_000
+    found = explorer([("a", run.evaluations)], budget=budget)
+    assert found is not None
+    assert found.limit is not None
+    assert found.rows[1] == 200
+    assert found.rows[0] > 10
+    html = page([run])
+    assert letter * 3000 not in html or letter == "a"
+    held = json.dumps(found.data["texts"]).translate({ord(one): "\\u0000" for one in "<>&'"})
+    assert len(held) < 1.1 * budget
+
+
+def test_lower_is_better_is_known_by_the_score(tmp_path: Path) -> None:
+    scores = {
+        "base": {"mean_squared_error": 2.0, "exact_match": 1.0},
+        "tuned": {"mean_squared_error": 1.0, "exact_match": 1.0},
+    }
+    found = explorer([("a", with_rows(tmp_path / "a", [prediction(0, base=0, tuned=0, scores=scores)]).evaluations)])
+    assert found is not None
+    (only,) = found.data["sets"]
+    assert dict(zip(only["scores"], only["less"], strict=True)) == {"mean_squared_error": True, "exact_match": False}
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+class _Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def elements(html: str) -> list[tuple[str, dict[str, str | None]]]:
+    parser = _Elements()
+    parser.feed(html)
+    return parser.found
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    """Names, configs, notes, errors, classes, models and answers, all of them hostile, make no element of their own."""
+
+    def made(name: str, text: str) -> str:
+        path = write_run(
+            tmp_path / name / text.replace("/", "⁄")[:60],
+            config={"model": {"name": text}, "run": {"name": text}, "evaluation": {"metric": text}},
+            notes=[Note(text, 3, "warning")],
+            lines=[json.dumps({"kind": "eval", "step": 40, text: 0.5, "eval_targets": 1, "eval_seconds": 1.0}) + "\n"],
+        )
+        said = {"answers": {text: text}, "scores": {text: {"exact_match": 1.0}}}
+        rows = [prediction(0, base=0, tuned=1, where=text, prompt=text, reference=text, **said)]
+        folder = write_evaluation(path, rows)
+        plain = json.loads((folder / "metrics.json").read_text())
+        plain |= {"says": [text], "notes": [text], "classes": [text, "b"], "confusion": {text: [[1, 2], [3, 4]]}}
+        (folder / "metrics.json").write_text(json.dumps(plain))
+        (path / "run_id").write_text(text)
+        return page([read_run(path)])
+
+    hostile, plain = made("hostile", EVIL), made("plain", "harmless")
+    assert "<script>alert" not in hostile
+    assert "<img" not in hostile
+    assert [tag for tag, _ in elements(hostile)] == [tag for tag, _ in elements(plain)]
+    assert not [name for _, attributes in elements(hostile) for name in attributes if name.startswith("on")]
+
+
+def test_text_that_is_no_unicode_can_be_written(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    write_evaluation(path, [prediction(0, base=0, tuned=1, reference="half \ud800 of a pair")])
+    code, _, err = finray("report", path)
+    assert code == 0, err
+    assert (path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_nothing_on_the_page_is_fetched(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    write_evaluation(path, [prediction(0, base=0, tuned=1)], confusion=True)
+    html = page([read_run(path), read_run(path)])
+    linked = [one for _, attributes in elements(html) for name, one in attributes.items() if name in ("src", "href")]
+    assert linked
+    assert all(one is not None and one.startswith("#") for one in linked)
+    targets = {attributes["id"] for _, attributes in elements(html) if "id" in attributes}
+    assert {one.removeprefix("#") for one in linked if one} <= targets
+    assert "default-src &#39;none&#39;" in html
+    assert not re.search(r"@import|url\(", html)
+
+
+def test_every_state_of_a_run_is_reported(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.yaml").write_text("{}\n")
+    cut = write_run(tmp_path / "cut", steps=2, finished=False, lines=['{"kind'])
+    damaged = write_run(tmp_path / "damaged")
+    (damaged / "summary.json").write_text("{")
+    for path, state in ((bare, "not started"), (cut, "stopped"), (damaged, "stopped")):
+        assert f'id="state">{state}<' in page([read_run(path)])
+    together = page([read_run(path) for path in (bare, cut, damaged)])
+    assert "summary.json" in together
