@@ -54,6 +54,7 @@ endif
 quickstart: $(VENV)/.core $(MODEL_FILES)
 	$(BIN)/finray train examples/quickstart/quickstart.yaml model.name=$(MODEL)
 	$(BIN)/finray evaluate runs/quickstart
+	$(BIN)/finray report runs/quickstart
 	@echo
 	@echo 'prompt it:  $(BIN)/finray generate runs/quickstart --file examples/quickstart/prompts.jsonl'
 	@echo 'resume it:  $(BIN)/finray train examples/quickstart/quickstart.yaml model.name=$(MODEL)   (kill it half-way and see)'
