@@ -29,7 +29,10 @@ threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).st
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 app = DomainDispatcherApplication(create_backend_app)
-make_server("127.0.0.1", int(sys.argv[1]), app, threaded=True, fd=int(sys.argv[2])).serve_forever()
+servers = [make_server("127.0.0.1", 0, app, threaded=True, fd=int(fd)) for fd in sys.argv[1:]]
+for server in servers[1:]:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+servers[0].serve_forever()
 """
 
 
@@ -44,7 +47,7 @@ def environment(listening: socket.socket) -> dict[str, str]:
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": REGION,
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{listening.getsockname()[1]}",
+        "AWS_ENDPOINT_URL": "http://{}:{}".format(*listening.getsockname()),
         # Without credentials, do not ask a metadata service that is not there.
         "AWS_EC2_METADATA_DISABLED": "true",
     }
@@ -124,16 +127,16 @@ class Bucket:
 
 
 @contextmanager
-def serve(listening: socket.socket, log: Path) -> Iterator[Server]:
-    """Serve the socket."""
+def serve(listening: socket.socket, log: Path, *others: socket.socket) -> Iterator[Server]:
+    """Serve the socket, and others beside it, which may be in another network."""
     port = listening.getsockname()[1]
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, str(port), str(listening.fileno())],
+            [sys.executable, "-c", _SERVE, *(str(one.fileno()) for one in (listening, *others))],
             stdin=subprocess.PIPE,
             stdout=stream,
             stderr=stream,
-            pass_fds=(listening.fileno(),),
+            pass_fds=[one.fileno() for one in (listening, *others)],
             env={name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_"))},
         )
         try:
