@@ -76,6 +76,10 @@ class CheckpointError(FinrayError):
     """A checkpoint is damaged, missing, or could not be written."""
 
 
+class StorageError(FinrayError):
+    """Storage behind a URL fails; another attempt may find it well."""
+
+
 class ClusterError(FinrayError):
     """The cluster cannot be reached or cannot place the run."""
 

@@ -52,9 +52,14 @@ def read(folder: Path) -> Content:
         CheckpointError: it is missing, cut off, changed or cannot be read.
     """
     path = folder / NAME
-    content = _FILES.unsealed(_FILES.read(path), Content, path)
+    return parsed(_FILES.read(path), path)
+
+
+def parsed(text: bytes, where: Path | str) -> Content:
+    """As :func:`read`, of a manifest that was read already."""
+    content = _FILES.unsealed(text, Content, where)
     if content["format_version"] != FORMAT_VERSION:
-        raise CheckpointError(f"has format version {content['format_version']}, not {FORMAT_VERSION}", where=str(path))
+        raise CheckpointError(f"has format version {content['format_version']}, not {FORMAT_VERSION}", where=str(where))
     return content
 
 

@@ -17,11 +17,14 @@ import yaml
 from filelock import FileLock, Timeout
 from typing_extensions import TypedDict
 
-from finray.checkpoint import manifest
+from finray.checkpoint import copies, manifest
+from finray.checkpoint.copies import CONFIG_FILE, FINAL, RESOLVED_FILE, SUMMARY_FILE
+from finray.checkpoint.objects import Objects
+from finray.checkpoint.remote import RemoteStore
 from finray.checkpoint.store import CheckpointStore, replace_text
 from finray.config.identity import LENGTH, differences, length, settled
 from finray.config.load import build_config, read_yaml
-from finray.config.paths import run_path
+from finray.config.paths import run_path, run_url
 from finray.config.redact import redact
 from finray.config.resolved import Resolved
 from finray.config.schema import Config
@@ -29,10 +32,8 @@ from finray.errors import CheckpointError, ClusterError, ConfigError
 from finray.files import FileKind
 from finray.records import RunSummary
 
-CONFIG_FILE = "config.yaml"
-# What every `auto` of the config came to; a continued run keeps to it.
-RESOLVED_FILE = "resolved.json"
-FINAL = "final"
+__all__ = ["CONFIG_FILE", "FINAL", "RESOLVED_FILE", "Earlier", "Finished", "RunDir", "open_run", "saved_config"]
+
 # Folders of a checkpoint that only a resume reads.
 RESUME_ONLY = ("training_state", "deepspeed")
 # Ray Train keeps its own list of checkpoints here; finray's manifests are what is believed.
@@ -69,9 +70,37 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """Paths of a run."""
+    """Paths of a run.
+
+    Attributes:
+        path: on this machine.
+        url: of which that is a copy; None where it is the run itself.
+    """
 
     path: Path
+    url: str | None = None
+
+    def store(self) -> CheckpointStore:
+        """Its checkpoints."""
+        return CheckpointStore(self.path) if self.url is None else RemoteStore(self.path, Objects(self.url))
+
+    def pull(self, *, final: bool = False) -> None:
+        """Fetch what the run says of itself, and its finished model where asked for."""
+        if self.url is not None:
+            objects = Objects(self.url)
+            self.path.mkdir(parents=True, exist_ok=True)
+            copies.pull(self.path, objects, copies.SMALL)
+            if final:
+                try:
+                    copies.pull_folder(self.path, objects, FINAL)
+                except CheckpointError:
+                    # It can be made again.
+                    shutil.rmtree(self.final, ignore_errors=True)
+
+    def push(self, *names: str) -> None:
+        """Bring files and folders of this machine behind the URL."""
+        if self.url is not None:
+            copies.push(self.path, Objects(self.url), names)
 
     @property
     def config_file(self) -> Path:
@@ -86,15 +115,17 @@ class RunDir:
     @property
     def summary_file(self) -> Path:
         """The summary of a finished run; there is none before."""
-        return self.path / "summary.json"
+        return self.path / SUMMARY_FILE
 
     def keep_config(self, config: Config) -> None:
         """Write the config of this start, secrets masked."""
         replace_text(self.config_file, yaml.safe_dump(redact(config.plain()), sort_keys=False))
+        self.push(CONFIG_FILE)
 
     def keep_resolved(self, resolved: Resolved) -> None:
         """Write what every ``auto`` of the config came to, for a later start of the run and for what comes after it."""
         replace_text(self.path / RESOLVED_FILE, json.dumps(asdict(resolved), indent=2) + "\n")
+        self.push(RESOLVED_FILE)
 
     def resolved(self) -> Resolved | None:
         """What every ``auto`` came to when the run was last started; None for a run that never came so far.
@@ -133,23 +164,23 @@ class RunDir:
         Raises:
             CheckpointError: there is no checkpoint, or every one is damaged.
         """
-        store = CheckpointStore(self.path)
+        store = self.store()
         if not (steps := store.steps()):
             raise CheckpointError(
                 "there is no checkpoint that final/ could be made from",
-                where=str(self.path),
+                where=store.where,
                 repair="restore one from a backup, or start anew with --fresh",
             )
         chosen = None if best is None else store.best(*best)
         chosen = steps[-1] if chosen is None else chosen
         source = store.path_of(chosen)
         try:
-            content = manifest.verify(source)
+            content = store.verify(chosen)
         except CheckpointError as error:
             latest = store.latest()
             assert latest is not None
             warn(f"step {latest.step} becomes final, not {chosen}: {error}")
-            chosen, source, content = latest.step, latest.path, manifest.read(latest.path)
+            chosen, source, content = latest.step, latest.path, store.content(latest.step)
         scratch = self.path / f".tmp-final-{os.getpid()}"
         shutil.rmtree(scratch, ignore_errors=True)
         kept = [entry for entry in content["files"] if Path(entry["path"]).parts[0] not in RESUME_ONLY]
@@ -167,6 +198,8 @@ class RunDir:
             if is_whole(aside):
                 shutil.rmtree(aside, ignore_errors=True)
         os.replace(scratch, self.final)
+        if self.url is not None:
+            copies.push_folder(self.path, Objects(self.url), FINAL)
         return chosen
 
     def mend_final(self, *, best: tuple[str, str] | None, warn: Callable[[str], None]) -> int | None:
@@ -188,11 +221,12 @@ class RunDir:
     def finish(self, outcome: dict[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""
         replace_text(self.summary_file, json.dumps(outcome, indent=2) + "\n")
+        self.push(SUMMARY_FILE)
 
     @classmethod
     def of(cls, config: Config) -> RunDir:
         """The directory of a config's run."""
-        return cls(run_path(config))
+        return cls(run_path(config), run_url(config))
 
 
 def is_whole(folder: Path) -> bool:
@@ -231,12 +265,18 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             repair="wait for it, stop it, or give this run another name: run.name=...",
         ) from None
     try:
+        if fresh and run.url is not None and (objects := Objects(run.url)).files():
+            aside_url = f"{run.url}.before-{time.strftime('%Y%m%d-%H%M%S')}"
+            copies.move_aside(objects, aside_url)
+            say(f"the earlier run was moved to {aside_url}")
         if run.path.exists() and fresh:
             stem = f"{run.path.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"
             names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
             aside = next(path for path in map(run.path.with_name, names) if not path.exists())
             os.replace(run.path, aside)
-            say(f"the earlier run was moved to {aside}")
+            if run.url is None:
+                say(f"the earlier run was moved to {aside}")
+        _follow_url(run)
         before = _require_same_run(config, run)
         (was, old), (now, new) = _lengths(before, config, run.resolved())
         found = {path: _SUMMARY.text(path) for path in (run.config_file, run.summary_file) if path.exists()}
@@ -247,6 +287,8 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             say(f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run goes on to there")
             # Without it the run is not finished.
             run.summary_file.unlink(missing_ok=True)
+            if run.url is not None:
+                Objects(run.url).remove(SUMMARY_FILE)
         (run.path / RAY_SNAPSHOT).unlink(missing_ok=True)
         for rest in run.path.glob(".tmp-*"):
             shutil.rmtree(rest, ignore_errors=True)
@@ -256,9 +298,34 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             # A start that is refused leaves what it found.
             for path, text in found.items():
                 replace_text(path, text)
+            run.push(*(path.name for path in found))
             raise
     finally:
         lock.release()
+
+
+def _follow_url(run: RunDir) -> None:
+    """Make the copy of a run behind a URL what it is there.
+
+    Raises:
+        CheckpointError: there is nothing, though the copy has checkpoints: nobody said that they are to be given up.
+    """
+    if run.url is None:
+        return
+    if Objects(run.url).read(CONFIG_FILE) is None:
+        if run.store().steps():
+            raise CheckpointError(
+                f"there are checkpoints, and {CONFIG_FILE} is missing",
+                where=run.url,
+                repair="restore it from a backup, or start anew with --fresh",
+            )
+        if CheckpointStore(run.path).steps():
+            raise CheckpointError(
+                f"there is no run behind the URL, and its copy on this machine has checkpoints: {run.path}",
+                where=run.url,
+                repair="bring the run back to where it was, or start anew with --fresh, which keeps the copy",
+            )
+    run.pull()
 
 
 @contextmanager
@@ -282,6 +349,11 @@ def check_output(config: Config) -> None:
     Raises:
         ConfigError: it cannot.
     """
+    if (url := run_url(config)) is not None:
+        probe_name = f".finray-write-probe-{os.getpid()}"
+        folder_there = Objects(url.rpartition("/")[0], tries=2)
+        folder_there.write(probe_name, b"probe")
+        folder_there.remove(probe_name)
     folder = run_path(config).parent
     try:
         place = next(path for path in (folder, *folder.parents) if path.exists())
@@ -310,11 +382,12 @@ def earlier_of(config: Config) -> Earlier | None:
         ConfigError: the directory holds another run, as :func:`open_run` says it.
     """
     run = RunDir.of(config)
+    _follow_url(run)
     before = _require_same_run(config, run)
     if before is None:
         return None
     was, now = _lengths(before, config, chosen := run.resolved())
-    steps = CheckpointStore(run.path).steps()
+    steps = run.store().steps()
     return Earlier(steps[-1] if steps else 0, was == now and run.finished() is not None, chosen)
 
 
@@ -331,7 +404,7 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
         chosen = run.resolved()
         before, config = settled(saved_config(run), chosen), settled(config, chosen)
         # A run that was stopped before anything was chosen has nothing that a choice of now could differ from.
-        is_open = chosen is None and not CheckpointStore(run.path).steps()
+        is_open = chosen is None and not run.store().steps()
         differ = [one for one in differences(before, config) if not (is_open and one[1] == "auto")]
         problems = [f"{path}: was {old!r}, is now {new!r}" for path, old, new in differ]
         (was, _), (now, steps) = length(before), length(config)
@@ -341,7 +414,7 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
         if problems:
             raise other_run(run, *problems, shorter=any(one.startswith(LENGTH) for one in problems))
         return before
-    if run.path.is_dir() and any(path.name != RAY_SNAPSHOT for path in run.path.iterdir()):
+    if run.url is None and run.path.is_dir() and any(path.name != RAY_SNAPSHOT for path in run.path.iterdir()):
         raise ConfigError(
             f"the directory exists and is no finray run (it has no {CONFIG_FILE})",
             where=str(run.path),

@@ -90,6 +90,7 @@ class CheckpointStore:
         self, run_dir: Path, *, fence: Callable[[], None] = lambda: None, sync: Callable[[Path], None] = fsync
     ) -> None:
         self.run_dir = run_dir
+        self.where = str(run_dir)
         self._fence = fence
         self._sync = sync
 
@@ -170,7 +171,58 @@ class CheckpointStore:
                 repair="make room or mend permissions; the same command then goes on from the last checkpoint",
             ) from None
 
+    # --- what a store behind a URL does otherwise -------------------------------------------------------------------
+
+    # Which share of a checkpoint's files this rank verifies, of how many; None for its share among all ranks.
+    share: tuple[int, int] | None = None
+
+    def join(self, scratch: Path) -> None:
+        """Get ready to fill a directory that another rank began."""
+
+    def leave(self, scratch: Path) -> None:
+        """What this rank does when a directory that it filled has become a checkpoint, or did not."""
+
+    def places(self) -> dict[int, str]:
+        """What only rank 0 finds out, for the others."""
+        return {}
+
+    def learn(self, places: dict[int, str]) -> None:
+        """Take over what rank 0 found out."""
+
+    def bring(self, step: int, name: str) -> Path:
+        """A file of a step's checkpoint, on this machine; for the whole of one there is :meth:`require`."""
+        return self.path_of(step) / name
+
+    def follow(self) -> None:
+        """Bring the other files of the run to where its checkpoints are."""
+
     # --- finding ----------------------------------------------------------------------------------------------------
+
+    def content(self, step: int) -> Content:
+        """What the manifest of a step's checkpoint says.
+
+        Raises:
+            CheckpointError: it is missing, cut off or changed.
+        """
+        return manifest.read(self.path_of(step))
+
+    def require(self, step: int, files: Sequence[Entry]) -> None:
+        """See that files of a step's checkpoint are on this machine, as they were written.
+
+        Raises:
+            CheckpointError: names the first that is missing, cut off or changed.
+        """
+        manifest.verify_files(self.path_of(step), files)
+
+    def verify(self, step: int) -> Content:
+        """Both for a whole checkpoint."""
+        content = self.content(step)
+        self.require(step, content["files"])
+        return content
+
+    def set_aside(self, step: int) -> None:
+        """Take a damaged checkpoint out of those that are counted."""
+        os.replace(self.path_of(step), self.run_dir / f"damaged-{directory_name(step)}-{uuid.uuid4().hex[:8]}")
 
     def steps(self) -> list[int]:
         """Steps of all directories named like checkpoints, valid or not, ascending."""
@@ -188,7 +240,7 @@ class CheckpointStore:
         warn: Callable[[str], None] = lambda message: None,
         *,
         steps: Sequence[int] | None = None,
-        verify: Callable[[Path], Content] = manifest.verify,
+        verify: Callable[[int], Content] | None = None,
         set_aside: bool = False,
     ) -> Checkpoint | None:
         """The newest checkpoint whose every file is as it was written.
@@ -205,20 +257,19 @@ class CheckpointStore:
         """
         damage: dict[int, str] = {}
         for step in reversed(self.steps() if steps is None else steps):
-            path = self.path_of(step)
             try:
-                content = verify(path)
+                content = (verify or self.verify)(step)
             except CheckpointError as error:
                 damage[step] = str(error)
                 warn(f"damaged checkpoint passed over: {error}")
                 continue
             for bad in damage if set_aside else ():
-                os.replace(self.path_of(bad), self.run_dir / f"damaged-{directory_name(bad)}-{uuid.uuid4().hex[:8]}")
-            return Checkpoint(path, step, tuple(entry["path"] for entry in content["files"]))
+                self.set_aside(bad)
+            return Checkpoint(self.path_of(step), step, tuple(entry["path"] for entry in content["files"]))
         if damage:
             raise CheckpointError(
                 f"every checkpoint of the run is damaged: {'; '.join(damage.values())}",
-                where=str(self.run_dir),
+                where=self.where,
                 repair="restore one from a backup, or start anew with --fresh",
             )
         return None
@@ -230,7 +281,7 @@ class CheckpointStore:
         scored = []
         for step in self.steps():
             try:
-                metrics = manifest.read(self.path_of(step))["metrics"]
+                metrics = self.content(step)["metrics"]
             except CheckpointError:
                 continue
             if metric in metrics:

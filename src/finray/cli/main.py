@@ -64,7 +64,9 @@ app.add_typer(data.cache, name="cache")
 
 _INTERRUPTED = 130
 
-RunPath = Annotated[Path, typer.Argument(help="Run, checkpoint or model directory.", show_default=False)]
+RunPath = Annotated[
+    str, typer.Argument(help="Run, checkpoint or model directory, or the URL of a run.", show_default=False)
+]
 
 
 def _storable(dtype: str) -> str:
@@ -113,7 +115,9 @@ def train(
 @app.command()
 @show.command
 def generate(
-    model: Annotated[str, typer.Argument(help="Run, checkpoint or model directory, or a Hub id.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="Run (directory or URL), checkpoint, model directory or Hub id.", show_default=False)
+    ],
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
     file: Annotated[
         Path | None,
@@ -184,7 +188,10 @@ def generate(
 @show.command
 def evaluate(
     model: Annotated[
-        str, typer.Argument(help="Run, checkpoint, adapter or model directory, or a Hub id.", show_default=False)
+        str,
+        typer.Argument(
+            help="Run (directory or URL), checkpoint, adapter, model directory or Hub id.", show_default=False
+        ),
     ],
     overrides: show.Overrides = None,
     split: Annotated[

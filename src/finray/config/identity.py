@@ -21,6 +21,7 @@ FREE = (
     "tracking",
     "checkpoint",
     "run.output_dir",
+    "run.local_dir",
     "train.micro_batch_size",
     "train.gradient_checkpointing",
     "train.activation_offload",

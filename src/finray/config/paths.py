@@ -6,6 +6,8 @@ make another configuration.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,15 +22,36 @@ def is_url(name: str) -> bool:
     return "://" in name and not name.startswith("file://")
 
 
+def run_url(config: Config) -> str | None:
+    """The URL of a config's run; None where it is kept in a directory."""
+    if not is_url(config.run.output_dir):
+        return None
+    return f"{config.run.output_dir.rstrip('/')}/{config.run.name}"
+
+
 def run_path(config: Config) -> Path:
-    """The directory of a config's run."""
-    return (Path(config.run.output_dir).expanduser() / config.run.name).resolve()
+    """The directory of a config's run; of one behind a URL that of its copy on this machine."""
+    url = run_url(config)
+    if url is not None:
+        return copy_path(url, config.run.local_dir)
+    return (Path(config.run.output_dir.removeprefix("file://")).expanduser() / config.run.name).resolve()
+
+
+def copy_path(url: str, local_dir: str | None = None) -> Path:
+    """Where a machine keeps its copy of the run behind a URL: in ``local_dir``, or in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finray" / "runs"
+    parent, _, name = url.rstrip("/").rpartition("/")
+    root = cache if local_dir is None else Path(local_dir).expanduser()
+    # Runs of one name in two buckets are two runs.
+    return (root / hashlib.sha256(parent.encode()).hexdigest()[:12] / name).resolve()
 
 
 def prepared_dir(config: Config) -> str:
     """Where prepared datasets of a config's runs are kept: a directory, or a URL."""
     if config.prepare.dir is not None and is_url(config.prepare.dir):
         return config.prepare.dir.rstrip("/")
+    if config.prepare.dir is None and is_url(config.run.output_dir):
+        return f"{config.run.output_dir.rstrip('/')}/{PREPARED}"
     own = (config.prepare.dir or "").removeprefix("file://") or str(Path(config.run.output_dir) / PREPARED)
     return str(Path(own).expanduser().resolve())
 
@@ -58,7 +81,12 @@ def with_absolute_paths(config: Config) -> Config:
                 update={"deepspeed_config": _resolved(config.parallel.deepspeed_config)}
             ),
             "prepare": prepare,
-            "run": config.run.model_copy(update={"output_dir": str(run_path(config).parent)}),
+            "run": config.run.model_copy(
+                update={
+                    "output_dir": config.run.output_dir if run_url(config) else str(run_path(config).parent),
+                    "local_dir": _resolved(config.run.local_dir),
+                }
+            ),
         }
     )
 

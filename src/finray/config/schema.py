@@ -40,7 +40,15 @@ class RunConfig(Section):
     """The name of the run and where it is kept."""
 
     name: str = Field("run", description="Name of the run. Its directory is `<run.output_dir>/<run.name>`.")
-    output_dir: str = Field("runs", description="Directory of runs and prepared datasets.")
+    output_dir: str = Field(
+        "runs",
+        description="Directory of runs and prepared datasets, or a URL (`s3://bucket/path`, `gs://bucket/path`).",
+    )
+    local_dir: str | None = Field(
+        None,
+        description="Where each machine keeps its copy of a run behind a URL. null is the user's cache "
+        "(`~/.cache/finray/runs`).",
+    )
     seed: int = Field(
         17, ge=0, lt=2**63, description="Seed of everything random: data order, splits, dropout, new weights."
     )
@@ -58,9 +66,18 @@ class RunConfig(Section):
 
     @field_validator("output_dir")
     @classmethod
-    def _is_local(cls, value: str) -> str:
-        if not value.strip() or re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value):
-            raise ValueError("must be a local directory (or one that is mounted); only prepare.dir may be a URL")
+    def _is_a_place(cls, value: str) -> str:
+        if not value.strip() or re.match(r"https?://", value):
+            raise ValueError("must be a directory, or a URL that can be written to (`s3://bucket/path`)")
+        if re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*/*", value) and not value.startswith(("file://", "memory://")):
+            raise ValueError("names a bucket alone: put a folder behind it (`s3://bucket/runs`)")
+        return value
+
+    @field_validator("local_dir")
+    @classmethod
+    def _is_local(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or "://" in value):
+            raise ValueError("must be a local directory")
         return value
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint.copies import local_copy
 from finray.checkpoint.rundir import CONFIG_FILE, FINAL, RunDir
 from finray.checkpoint.store import ATTEMPT_FILE
 from finray.config.schema import ModelConfig
@@ -67,6 +68,7 @@ def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
     Raises:
         FinrayError: nothing is there, or it is damaged.
     """
+    model = local_copy(model)
     path = Path(model).expanduser()
     if path.is_dir() or base is not None:
         return find_artifact(path, base=base)
@@ -109,7 +111,7 @@ def export_model(
     """
     if dtype not in TOLERANCE:
         raise ModelError(f"weights cannot be stored as `{dtype}`", where="dtype", repair="use fp32 or bf16")
-    return export(find_artifact(_folder(path), base=base), _folder(output), merge=merge, dtype=dtype)
+    return export(find_artifact(_folder(path), base=base), Path(output).expanduser(), merge=merge, dtype=dtype)
 
 
 def load_trained(path: str | Path, *, base: str | None = None) -> tuple[Any, Any]:
@@ -129,7 +131,7 @@ def load_trained(path: str | Path, *, base: str | None = None) -> tuple[Any, Any
 
 
 def _folder(path: str | Path) -> Path:
-    return Path(path).expanduser()
+    return Path(local_copy(path)).expanduser()
 
 
 def inference_device() -> torch.device:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from finray.checkpoint.copies import bring_back, local_copy
 from finray.config.load import Overrides
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
@@ -42,7 +43,7 @@ def evaluate(
     computed is kept as it comes, and the same call goes on with it.
 
     Args:
-        model: a run, checkpoint, adapter or model directory, or a Hub id.
+        model: a run, checkpoint, adapter or model directory, the URL of a run, or a Hub id.
         overrides: of the run's config, ``section.field=value``.
         asked: what else :func:`finray.evaluate` takes.
         progress: told how far each part has come.
@@ -50,6 +51,7 @@ def evaluate(
     Raises:
         FinrayError: there is nothing to evaluate, something does not fit, or something cannot be loaded or written.
     """
+    named, model = model, local_copy(model)
     case = Case.of(model, overrides, asked, tasks=JUDGES, progress=progress)
     judged = JUDGES[case.spec.name](case)
     rows, seed, notes = case.rows, asked.seed, case.notes
@@ -105,4 +107,6 @@ def evaluate(
         judged.confusion,
     )
     write(found)
+    if asked.output is None:
+        bring_back(named, model)
     return found

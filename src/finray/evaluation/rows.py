@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir
-from finray.config.paths import PREPARED, local_dir_of
+from finray.config.paths import PREPARED, is_url, local_dir_of
 from finray.config.schema import Config
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit, Splits
@@ -164,7 +164,7 @@ def splits_of(run: RunDir, config: Config) -> tuple[Splits, PreparedDataset]:
     Raises:
         DataError: the data has changed.
     """
-    root = None if config.prepare.dir else run.path.parent / PREPARED
+    root = None if config.prepare.dir or is_url(config.run.output_dir) else run.path.parent / PREPARED
     dataset = PreparedDataset(prepare_here(config, root=root), local_dir=local_dir_of(config))
     _require_same_data(run, config, dataset)
     return dataset.splits(config.data, seed=config.run.seed), dataset

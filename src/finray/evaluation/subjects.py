@@ -13,7 +13,7 @@ import torch
 
 from finray.checkpoint.rundir import CONFIG_FILE, RunDir, saved_config
 from finray.config.load import Overrides, load_config
-from finray.config.paths import PREPARED, prepared_dir, with_absolute_paths
+from finray.config.paths import PREPARED, is_url, prepared_dir, with_absolute_paths
 from finray.config.resolved import Resolved
 from finray.config.schema import Config, ModelConfig
 from finray.config.tasks import TaskSpec, task_spec
@@ -171,7 +171,11 @@ class Case:
         if asked.file is not None and asked.split is not None:
             raise ConfigError("a file has no splits", where="--split", repair="give --split or --file")
         if asked.file is not None:
-            root = None if run is None or config.prepare.dir else run.path.parent / PREPARED
+            root = (
+                None
+                if run is None or config.prepare.dir or is_url(config.run.output_dir)
+                else run.path.parent / PREPARED
+            )
             if self.resolved is not None and self.resolved.labels:
                 # Whole numbers in a file are ids of the run's classes, as they were in its own data.
                 section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from finray.checkpoint import CheckpointStore
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.environment import secrets_of
 from finray.config.identity import settled
@@ -121,6 +120,7 @@ def train(
     with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run, _saying_what_is_saved(run):
         if (done := run.finished()) is not None:
             handle(Note("the run is finished already; --fresh (in Python fresh=True) begins anew"))
+            run.pull(final=True)
             chosen = run.mend_final(best=_best(config), warn=lambda message: handle(Note(message, level="warning")))
             if chosen not in (None, done.chosen_step):
                 run.finish({"chosen_step": chosen, "summary": done.summary.json()})
@@ -144,7 +144,7 @@ def _saying_what_is_saved(run: RunDir) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        steps = CheckpointStore(run.path).steps()
+        steps = run.store().steps()
         stop.add_note(f"checkpoint-{steps[-1]:06d} is saved" if steps else "no checkpoint is saved yet")
         raise
 

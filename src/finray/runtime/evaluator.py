@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finray.checkpoint.rundir import RunDir
 from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.resolved import Settled
@@ -149,6 +150,10 @@ def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | Non
     config = build_config(spec.config, source="driver")
     device = torch.device("cuda" if known.resolved.use_gpu else "cpu")
     try:
+        if checkpoint is not None and (run := RunDir.of(config)).url is not None:
+            # This task may be on another machine than the one that wrote it.
+            run.store().verify(step)
+            checkpoint = str(run.store().path_of(step))
         return evaluate_checkpoint(
             config,
             known,

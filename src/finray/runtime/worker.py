@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from finray.config.environment import accept
 from finray.config.load import build_config
+from finray.config.paths import run_path, run_url
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
@@ -88,6 +89,10 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
     strategy = make_strategy(config, spec.resolved, _join_group())
     run_dir = Path(spec.run_dir)
+    if run_url(config) is not None:
+        # This machine's copy; another user's cache may be elsewhere.
+        run_dir = run_path(config)
+        run_dir.mkdir(parents=True, exist_ok=True)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
 
     sender = Sender(spec.listener)
@@ -113,6 +118,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             loop.run()
         finally:
             loop.trackers.finish()
+            loop.writer.follow()
         outcome = Outcome(stopped=loop.state.step) if loop.stopped else Outcome(loop.summary())
         torch.distributed.destroy_process_group()
         return outcome

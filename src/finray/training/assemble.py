@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from finray.checkpoint import CheckpointStore, manifest
-from finray.checkpoint.store import Fence
 from finray.config.adapter_files import NOTES
 from finray.config.identity import settled
+from finray.config.paths import run_url
 from finray.config.redact import redact
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
@@ -42,7 +42,7 @@ from finray.tracking.jsonl import FILE as METRICS
 from finray.tracking.jsonl import JsonlTracker, read_records
 from finray.tracking.starts import StartsTracker
 from finray.training import extending
-from finray.training.checkpointing import CheckpointWriter, find_latest, restore
+from finray.training.checkpointing import CheckpointWriter, find_latest, open_store, restore
 from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.evaluator import Answering, Evaluated, Evaluator
 from finray.training.loader import EvalLoader, StepLoader
@@ -107,10 +107,7 @@ def assemble(
 
     if first:
         notify(Note(f"loading {config.model.name}"))
-    fence = Fence(run_dir)
-    if first:
-        fence.take()
-    store = CheckpointStore(run_dir, fence=fence.check)
+    store = open_store(run_dir, run_url(config), strategy)
 
     def opened() -> tuple[PreparedDataset, Settled, float]:
         late = prepared() if callable(prepared) else Settled(str(prepared), resolved)
@@ -285,7 +282,7 @@ def _taken_up(state: TrainState, store: CheckpointStore, evaluator: Evaluator | 
         checkpoint = store.path_of(step) if step else None
         if step in records:
             come.append(Evaluated(step, EvalRecord.metrics_of(records[step])))
-        elif checkpoint is not None and not checkpoint.is_dir():
+        elif checkpoint is not None and step not in store.steps():
             come.append(Evaluated(step, failure="it did not come to its end, and the checkpoint is gone"))
         elif evaluator is None:
             come.append(Evaluated(step, failure="it did not come to its end before evaluation.mode became inline"))

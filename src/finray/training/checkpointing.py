@@ -9,19 +9,25 @@ checkpoint at the step at which every rank has said that it is done (a number th
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from finray.checkpoint import Checkpoint, CheckpointStore, manifest
+from finray.checkpoint import Checkpoint, CheckpointStore
+from finray.checkpoint.copies import pull
 from finray.checkpoint.manifest import Content, Entry
+from finray.checkpoint.objects import Objects
 from finray.checkpoint.pieces import Piece, PieceReader, file_name, write_pieces
+from finray.checkpoint.remote import FOLLOWING, RemoteStore
+from finray.checkpoint.store import Fence
 from finray.config.schema import CheckpointConfig
-from finray.errors import CheckpointError, ModelError
+from finray.errors import CheckpointError, FinrayError, ModelError
 from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.sharding import (
     FlatShard,
@@ -155,6 +161,51 @@ def _owners(tensors: Mapping[str, torch.Tensor], ranks: int) -> dict[str, int]:
     return owners
 
 
+# --- the store of a group -------------------------------------------------------------------------------------------
+
+
+def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> CheckpointStore:
+    """The checkpoints of a run, which this group of ranks takes over; a collective.
+
+    Args:
+        run_dir: the run directory; of a run behind a URL its copy, of which machines without a common disk have one
+            each.
+        url: of the run.
+
+    Raises:
+        FinrayError: on every rank alike; the storage cannot be used.
+    """
+    first = strategy.rank == 0
+    if url is None:
+        fence = Fence(run_dir)
+        if first:
+            fence.take()
+        return CheckpointStore(run_dir, fence=fence.check)
+    attempt = strategy.broadcast_object(uuid.uuid4().hex)
+    mark = run_dir / f".tmp-rank-{attempt[:8]}-{strategy.rank}"
+
+    def leave_mark() -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        mark.mkdir()
+
+    on_all_ranks(strategy, leave_mark)
+    # Names of hosts say little of disks: who sees whose file shares one.
+    names = [f".tmp-rank-{attempt[:8]}-{rank}" for rank in range(strategy.world_size)]
+    here = [rank for rank, name in enumerate(names) if rank == strategy.rank or (run_dir / name).exists()]
+    strategy.all_gather_object(None)
+    mark.rmdir()
+    objects = on_all_ranks(strategy, lambda: Objects(url))
+    share = here.index(strategy.rank), len(here)
+    store = RemoteStore(run_dir, objects, attempt=attempt, first=first, share=share)
+
+    def take() -> None:
+        store.take()
+        pull(run_dir, objects, FOLLOWING)
+
+    on_all_ranks(strategy, take if first else lambda: None)
+    return store
+
+
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +262,7 @@ class CheckpointWriter:
         first = self._strategy.rank == 0
         scratch = on_all_ranks(self._strategy, lambda: str(self._store.begin(step)) if first else "")
         folder = Path(self._strategy.broadcast_object(scratch))
+        on_all_ranks(self._strategy, lambda: self._store.join(folder))
         # A collective, and of what training changes: it cannot be done behind the training.
         library = folder / f".library-{self._strategy.rank}"
         snapshot.library = library if self._strategy.save_own(library) else None
@@ -235,6 +287,7 @@ class CheckpointWriter:
         finally:
             if first:
                 self._store.abandon(saved.path)
+            self._store.leave(saved.path)
         return replace(saved, path=self._store.path_of(saved.step))
 
     def _commit(self, saved: Saved, entries: list[Entry]) -> None:
@@ -262,6 +315,12 @@ class CheckpointWriter:
 
         on_all_ranks(self._strategy, add if self._strategy.rank == 0 else lambda: None)
 
+    def follow(self) -> None:
+        """Bring records to where the checkpoints are, if possible: the next start has them from there."""
+        if self._strategy.rank == 0:
+            with suppress(FinrayError):
+                self._store.follow()
+
     def close(self) -> None:
         """Leave the thread behind, and a checkpoint that was not finished unfinished."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -283,15 +342,16 @@ def find_latest(
         CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
     """
 
-    def verify(path: Path) -> Content:
-        content = on_all_ranks(strategy, lambda: manifest.read(path))
-        on_all_ranks(
-            strategy, lambda: manifest.verify_files(path, content["files"][strategy.rank :: strategy.world_size])
-        )
+    share, among = store.share or (strategy.rank, strategy.world_size)
+
+    def verify(step: int) -> Content:
+        content = on_all_ranks(strategy, lambda: store.content(step))
+        on_all_ranks(strategy, lambda: store.require(step, content["files"][share::among]))
         return content
 
     first = strategy.rank == 0
     steps = strategy.broadcast_object(list(steps))
+    store.learn(strategy.broadcast_object(store.places() if first else {}))
     return store.latest(warn if first else lambda message: None, steps=steps, verify=verify, set_aside=first)
 
 

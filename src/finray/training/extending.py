@@ -16,7 +16,7 @@ from finray.config.schema import Config
 from finray.errors import CheckpointError, ConfigError
 from finray.training.loader import StepLoader
 from finray.training.schedule import learning_rate
-from finray.training.state import TrainState
+from finray.training.state import COUNTERS, TrainState
 
 
 def by_preference(store: CheckpointStore, loader: StepLoader, content: str) -> list[int]:
@@ -28,6 +28,7 @@ def by_preference(store: CheckpointStore, loader: StepLoader, content: str) -> l
 
     def is_short(step: int) -> bool:
         try:
+            store.bring(step, COUNTERS)
             state = TrainState.load(store.path_of(step))
         except CheckpointError:
             return False

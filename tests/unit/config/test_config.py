@@ -355,7 +355,9 @@ def test_booleans_stay_what_they_are_where_they_are_meant() -> None:
     ("override", "said"),
     [
         ('run.name="run\\n"', "becomes a directory name"),
-        ("run.output_dir=s3://bucket/runs", "must be a local directory"),
+        ("run.output_dir=https://host/runs", "a URL that can be written to"),
+        ("run.output_dir=s3://bucket", "names a bucket alone"),
+        ("run.local_dir=s3://bucket/runs", "must be a local directory"),
         ('run.output_dir="a\\0b"', "holds U+0000"),
         ("run.output_dir=~nobody-of-that-name/x", "there is no home directory `~nobody-of-that-name`"),
         ("data.source=~nobody-of-that-name/x", "there is no home directory"),

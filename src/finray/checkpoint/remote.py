@@ -1,0 +1,343 @@
+"""Checkpoints of a run behind a URL: written on this machine, uploaded by every rank its share, visible when whole.
+
+A checkpoint lies in ``checkpoint-000100-<attempt>/``: no two attempts ever write the same object, so one that was cut
+off and comes back cannot change what a later one has written. Its manifest is uploaded last. Listings of a storage may
+be old, so ``checkpoints.json`` names the checkpoints, and is read by its own name, as every manifest is; a listing only
+adds what was written just before a crash.
+
+The run directory on this machine is a copy: what is missing or other there is fetched again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from typing_extensions import TypedDict
+
+from finray.checkpoint import manifest
+from finray.checkpoint.manifest import Content, Entry
+from finray.checkpoint.objects import Objects
+from finray.checkpoint.store import ATTEMPT_FILE, CheckpointStore, directory_name, fsync, replace_text, to_delete
+from finray.errors import CheckpointError, StorageError
+from finray.files import FileKind, sealed
+
+INDEX = "checkpoints.json"
+# What else of a run directory is kept behind the URL: files that a start, a report or a tracker reads.
+FOLLOWING = ("metrics.jsonl", "run_id")
+FOLLOWING_FOLDERS = ("tensorboard", "profile")
+_NAME = re.compile(r"^checkpoint-(\d{6,})-[0-9a-f]{8}$")
+_DAMAGED = "damaged-manifest.json"
+_INDEX = FileKind(CheckpointError)
+
+
+class _Place(TypedDict):
+    step: int
+    folder: str
+
+
+class _Index(TypedDict):
+    checkpoints: list[_Place]
+
+
+class RemoteStore(CheckpointStore):
+    """Reads and writes the checkpoints of a run behind a URL.
+
+    Args:
+        run_dir: where the run is on this machine.
+        objects: the run behind its URL.
+        attempt: of this group of ranks, the same on all; None for whoever only reads.
+        first: whether this is the rank that commits.
+        share: see :class:`CheckpointStore`; of the ranks that see the same ``run_dir``.
+        sync: makes a written file durable; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        objects: Objects,
+        *,
+        attempt: str | None = None,
+        first: bool = True,
+        share: tuple[int, int] | None = None,
+        sync: Callable[[Path], None] = fsync,
+    ) -> None:
+        super().__init__(run_dir, fence=self.check, sync=sync)
+        self.where = objects.url
+        self._objects = objects
+        self._attempt = attempt or uuid.uuid4().hex
+        self._first = first
+        self.share = share
+        self._known: dict[int, str] | None = None
+        self._contents: dict[str, Content] = {}
+        # Size and time of files as they were last uploaded.
+        self._followed: dict[str, tuple[int, int]] = {}
+
+    # --- the fence --------------------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """Take the run over."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        replace_text(self.run_dir / ATTEMPT_FILE, self._attempt)
+        self._objects.write(ATTEMPT_FILE, self._attempt.encode())
+
+    def check(self) -> None:
+        """Make sure that nobody else has taken the run since.
+
+        Raises:
+            CheckpointError: somebody has.
+        """
+        if (self._objects.read(ATTEMPT_FILE) or b"").decode(errors="replace") != self._attempt:
+            raise CheckpointError("another attempt has taken this run over", where=self._objects.url)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def join(self, scratch: Path) -> None:
+        """Get ready to fill a directory that another rank began, perhaps on another machine."""
+        with self._storage(0):
+            scratch.mkdir(parents=True, exist_ok=True)
+
+    def leave(self, scratch: Path) -> None:
+        """On the machine of rank 0 it has another name now; on others nothing is kept."""
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[Entry]:
+        """Write this rank's files on this machine, then upload them; returns their entries for the manifest.
+
+        Raises:
+            CheckpointError: they could not be written, or not be uploaded.
+        """
+        entries = super().fill(scratch, step, fill)
+        with _uploading(step, self._objects.url):
+            for one in entries:
+                self._objects.upload(scratch / one["path"], f"{self._folder(step)}/{one['path']}")
+            if self._first:
+                self.follow()
+        return entries
+
+    def commit(self, scratch: Path, step: int, entries: list[Entry], *, metrics: dict[str, float]) -> Path:
+        """Make what all ranks have uploaded a checkpoint: the manifest last, and then its name in the index.
+
+        Raises:
+            CheckpointError: another attempt has taken the run over, or storage failed.
+        """
+        target = super().commit(scratch, step, entries, metrics=metrics)
+        folder = self._folder(step)
+        with _uploading(step, self._objects.url):
+            self._objects.upload(target / manifest.NAME, f"{folder}/{manifest.NAME}")
+            self._contents[folder] = manifest.read(target)
+            self._name({**self.places(), step: folder})
+        return target
+
+    def follow(self) -> None:
+        """Upload the other files of the run that have changed since the last call.
+
+        Raises:
+            CheckpointError: another attempt has taken the run over.
+        """
+        folders = (self.run_dir / name for name in FOLLOWING_FOLDERS)
+        paths = [self.run_dir / name for name in FOLLOWING]
+        paths += [path for folder in folders for path in folder.rglob("*")]
+        changed = {}
+        for path in (one for one in paths if one.is_file()):
+            name, known = path.relative_to(self.run_dir).as_posix(), path.stat()
+            if self._followed.get(name) != (known.st_size, known.st_mtime_ns):
+                changed[name] = known.st_size, known.st_mtime_ns
+        if changed:
+            self.check()
+        for name, signature in changed.items():
+            # Read at once: the training goes on writing.
+            self._objects.write(name, (self.run_dir / name).read_bytes())
+            self._followed[name] = signature
+
+    def _folder(self, step: int) -> str:
+        return f"{directory_name(step)}-{self._attempt[:8]}"
+
+    def _name(self, places: dict[int, str]) -> None:
+        """Write the index."""
+        listed: list[_Place] = [{"step": step, "folder": places[step]} for step in sorted(places)]
+        self._objects.write(INDEX, json.dumps(sealed({"checkpoints": listed}), indent=2).encode())
+        self._known = places
+
+    # --- finding ----------------------------------------------------------------------------------------------------
+
+    def places(self) -> dict[int, str]:
+        """Step to folder of every checkpoint, whole or damaged; asked once, because nobody else writes any."""
+        if self._known is None:
+            found = {}
+            for folder in self._objects.folders():
+                # One without a manifest was never finished; that it was, only the index says.
+                if (match := _NAME.match(folder)) and self._objects.read(f"{folder}/{manifest.NAME}") is not None:
+                    found[int(match.group(1))] = folder
+            self._known = {**found, **self._indexed()}
+        return self._known
+
+    def _indexed(self) -> dict[int, str]:
+        content = self._objects.read(INDEX)
+        if content is None:
+            return {}
+        try:
+            index = _INDEX.unsealed(content, _Index, self._objects.at(INDEX))
+        except CheckpointError:
+            # The listing is left; nobody is better off without the run.
+            return {}
+        return {one["step"]: one["folder"] for one in index["checkpoints"] if _NAME.match(one["folder"])}
+
+    def learn(self, places: dict[int, str]) -> None:
+        """Take over what rank 0 found: two listings may differ."""
+        self._known = dict(places)
+
+    def steps(self) -> list[int]:
+        """Steps of all checkpoints behind the URL, valid or not, ascending."""
+        return sorted(self.places())
+
+    def content(self, step: int) -> Content:
+        """What the manifest of a step's checkpoint says.
+
+        Raises:
+            CheckpointError: it is missing, cut off or changed.
+        """
+        folder = self.places()[step]
+        if folder not in self._contents:
+            name = f"{folder}/{manifest.NAME}"
+            if (text := self._objects.read(name)) is None:
+                raise CheckpointError("is missing", where=self._objects.at(name))
+            content = manifest.parsed(text, self._objects.at(name))
+            if content["step"] != step:
+                raise CheckpointError(f"is of step {content['step']}", where=self._objects.at(name))
+            self._contents[folder] = content
+        return self._contents[folder]
+
+    def require(self, step: int, files: Sequence[Entry]) -> None:
+        """Fetch what is not on this machine as it was written.
+
+        Raises:
+            CheckpointError: names the first file that is missing, cut off or changed behind the URL.
+            StorageError: the storage cannot be asked, which says nothing of the checkpoint.
+        """
+        folder = self.places()[step]
+        for one in files:
+            try:
+                manifest.verify_files(self.path_of(step), [one])
+            except CheckpointError:
+                self._fetch(f"{folder}/{one['path']}", self.path_of(step) / one["path"], one)
+
+    def verify(self, step: int) -> Content:
+        """Fetch a whole checkpoint, and leave nothing else beside it."""
+        content = super().verify(step)
+        keep_only(self.path_of(step), content)
+        return content
+
+    def bring(self, step: int, name: str) -> Path:
+        """Fetch one file of a step's checkpoint.
+
+        Raises:
+            CheckpointError: it has none, or a damaged one.
+        """
+        self.require(step, [one for one in self.content(step)["files"] if one["path"] == name])
+        return super().bring(step, name)
+
+    def _fetch(self, name: str, path: Path, one: Entry) -> None:
+        try:
+            self._objects.download(name, path, size=one["bytes"], sha256=one["sha256"])
+        except OSError as error:
+            raise StorageError(
+                f"cannot be fetched: {error.strerror or error}", where=str(path), repair="make room there"
+            ) from None
+
+    # --- changing ---------------------------------------------------------------------------------------------------
+
+    def set_aside(self, step: int) -> None:
+        """Name a damaged checkpoint no more; what is left of it stays, for whoever wants to look."""
+        folder = self.places()[step]
+        if (text := self._objects.read(f"{folder}/{manifest.NAME}")) is not None:
+            self._objects.write(f"{folder}/{_DAMAGED}", text)
+            self._objects.remove(f"{folder}/{manifest.NAME}")
+        self._name({other: place for other, place in self.places().items() if other != step})
+        shutil.rmtree(self.path_of(step), ignore_errors=True)
+
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics that came later into the manifest of a checkpoint; nothing where it is gone or damaged.
+
+        Raises:
+            CheckpointError: another attempt has taken the run over, or storage failed.
+        """
+        if step not in self.places():
+            return
+        try:
+            content = self.content(step)
+        except CheckpointError:
+            return
+        folder, scratch = self.places()[step], self.run_dir / f".tmp-manifest-{uuid.uuid4().hex[:8]}"
+        try:
+            with self._storage(step), _uploading(step, self._objects.url):
+                self.check()
+                scratch.mkdir()
+                manifest.write(scratch, content["files"], step=step, metrics={**content["metrics"], **metrics})
+                self._objects.upload(scratch / manifest.NAME, f"{folder}/{manifest.NAME}")
+                self._contents[folder] = manifest.read(scratch)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def prune(self, *, keep_last: int, best: tuple[str, str] | None, others: Collection[int] = ()) -> list[int]:
+        """As of a store on this machine, where copies of what is given up go, too."""
+        kept = None if best is None else self.best(*best)
+        doomed = [one for one in to_delete(self.steps(), keep_last=keep_last, best=kept) if one not in others]
+        self._delete(doomed)
+        return doomed
+
+    def drop_after(self, step: int) -> None:
+        """Delete the checkpoints after a step, from which the run does not go on."""
+        self._delete([later for later in self.steps() if later > step])
+
+    def _delete(self, steps: Collection[int]) -> None:
+        """Names first: whoever is killed half-way leaves nothing that looks like a checkpoint."""
+        places = self.places()
+        if steps:
+            doomed = {step: (places[step], self._listed(step)) for step in steps}
+            with _uploading(max(steps), self._objects.url):
+                self._name({step: folder for step, folder in places.items() if step not in steps})
+                for folder, names in doomed.values():
+                    self._objects.remove(*(f"{folder}/{name}" for name in (manifest.NAME, *names)))
+        for step in super().steps():
+            if step not in self.places():
+                shutil.rmtree(self.path_of(step), ignore_errors=True)
+
+    def _listed(self, step: int) -> list[str]:
+        try:
+            return [one["path"] for one in self.content(step)["files"]]
+        except CheckpointError:
+            return []
+
+
+@contextmanager
+def _uploading(step: int, url: str) -> Iterator[None]:
+    """Storage that fails while a checkpoint is written is a failure of that checkpoint."""
+    try:
+        yield
+    except StorageError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be uploaded: {error.message}",
+            where=error.where or url,
+            repair=error.repair,
+        ) from None
+
+
+def keep_only(folder: Path, content: Content) -> None:
+    """Make a directory what a manifest says: its own beside its files, and no other file."""
+    listed = {one["path"] for one in content["files"]}
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder).as_posix() not in {*listed, manifest.NAME}:
+            path.unlink()
+    try:
+        is_known = manifest.read(folder) == content
+    except CheckpointError:
+        is_known = False
+    if not is_known:
+        folder.mkdir(parents=True, exist_ok=True)
+        manifest.write(folder, content["files"], step=content["step"], metrics=content["metrics"])

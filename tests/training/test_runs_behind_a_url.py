@@ -1,0 +1,350 @@
+"""Runs whose directory is behind a URL, against a server that speaks S3: trained, killed, continued elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.checkpoint import CheckpointStore, manifest
+from finray.checkpoint.copies import local_copy
+from finray.checkpoint.objects import Objects
+from finray.checkpoint.remote import INDEX, RemoteStore
+from finray.checkpoint.rundir import RunDir, open_run
+from finray.config.paths import with_absolute_paths
+from finray.errors import CheckpointError, StorageError
+from finray.records import Note, Record
+from tests.support import faulty_s3, runs, s3, tiny
+
+Plain = runs.Plain
+
+
+@pytest.fixture
+def tiny_on_s3(tiny_model_dir: Path, tmp_path: Path, bucket: s3.Bucket) -> Plain:
+    """A run of eight steps with a checkpoint every two."""
+    rows = tiny.write_chat_rows(tmp_path, 24)
+    return runs.tiny_run(
+        tiny_model_dir,
+        rows,
+        tmp_path / "unused",
+        {
+            "run.output_dir": bucket.url("runs"),
+            "checkpoint.every_steps": 2,
+            "prepare.dir": str(tmp_path / "prepared"),
+        },
+    )
+
+
+@pytest.fixture
+def faulty(s3_server: s3.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[faulty_s3.Faulty]:
+    """What a test reaches instead of the server."""
+    with faulty_s3.before(s3_server.endpoint) as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        yield server
+
+
+class Killed(Exception):
+    """Stands for a kill."""
+
+
+def killed_after(plain: Plain, run_dir: Path, step: int) -> None:
+    """Train, and end without a word when the checkpoint of a step has become one."""
+
+    def reported(path: Path, metrics: dict[str, float]) -> None:
+        if metrics["step"] == step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        runs.run_alone(plain, run_dir, reported=reported)
+
+
+def test_a_killed_run_goes_on_in_another_directory_as_if_nothing_had_been(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
+) -> None:
+    local = runs.changed(tiny_on_s3, {"run.output_dir": str(tmp_path / "here")})
+    runs.run_alone(local, tmp_path / "here" / "run")
+    killed_after(tiny_on_s3, tmp_path / "first", 4)
+    shutil.rmtree(tmp_path / "first")
+    runs.run_alone(tiny_on_s3, tmp_path / "second").loop.writer.follow()
+    assert runs.trace(tmp_path / "second") == runs.trace(tmp_path / "here" / "run")
+    whole = manifest.read(tmp_path / "here" / "run" / "checkpoint-000008")
+    copy = tmp_path / "third"
+    store = RemoteStore(copy, Objects(bucket.url("runs/run")))
+    assert store.steps() == [2, 4, 6, 8]
+    # Of what the clock is written into, the bytes differ.
+    same = {one["path"]: one["sha256"] for one in whole["files"] if one["path"] != "training_state/state.json"}
+    assert same == {
+        one["path"]: one["sha256"] for one in store.verify(8)["files"] if one["path"] != "training_state/state.json"
+    }
+    assert (copy / "checkpoint-000008" / "adapter_model.safetensors").is_file()
+    assert bucket.get("runs/run/metrics.jsonl") == (tmp_path / "second" / "metrics.jsonl").read_bytes()
+
+
+def test_retention_deletes_behind_the_url_and_here(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
+    plain = runs.changed(tiny_on_s3, {"checkpoint.keep_last": 1})
+    runs.run_alone(plain, tmp_path / "run")
+    folders = {key.split("/")[2] for key in bucket.keys("runs/run/checkpoint-")}
+    assert [name.rpartition("-")[0] for name in folders] == ["checkpoint-000008"]
+    assert CheckpointStore(tmp_path / "run").steps() == [8]
+
+
+def test_a_run_that_was_taken_over_writes_nothing_more(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
+    url = bucket.url("runs/run")
+
+    def reported(path: Path, metrics: dict[str, float]) -> None:
+        if metrics["step"] == 4:
+            RemoteStore(tmp_path / "other", Objects(url), attempt="another").take()
+
+    with pytest.raises(CheckpointError, match="another attempt has taken this run over"):
+        runs.run_alone(tiny_on_s3, tmp_path / "run", reported=reported)
+    assert RemoteStore(tmp_path / "other", Objects(url)).steps() == [2, 4]
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def damages(content: bytes, other: bytes | None) -> dict[str, bytes | None]:
+    """What may become of a file; None is that it is gone."""
+    flipped = bytearray(content)
+    flipped[len(flipped) // 2] ^= 8
+    found: dict[str, bytes | None] = {
+        "missing": None,
+        "empty": b"",
+        "truncated": content[:-1],
+        "flipped": bytes(flipped),
+    }
+    # What is the same at every step is not damaged by that of another.
+    return {**found, "of another step": other} if other not in (None, content) else found
+
+
+def test_damage_of_any_file_of_a_checkpoint_behind_a_url(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
+    runs.run_alone(runs.changed(tiny_on_s3, {"train.max_steps": 4}), tmp_path / "run")
+    objects = Objects(bucket.url("runs/run"))
+    newest, before = (RemoteStore(tmp_path / "run", objects).places()[step] for step in (4, 2))
+    files = bucket.content(f"runs/run/{newest}/")
+    assert {"adapter_model.safetensors", "training_state/state.json", "manifest.json"} <= files.keys()
+    older = bucket.content(f"runs/run/{before}/")
+    copy, count = tmp_path / "copy", 0
+    for name, content in sorted(files.items()):
+        key = f"runs/run/{newest}/{name}"
+        for kind, damaged in damages(content, older.get(name)).items():
+            if damaged is None:
+                bucket.delete(key)
+            else:
+                bucket.put(key, damaged)
+            # Not what was fetched from the checkpoint when its other files were damaged.
+            shutil.rmtree(copy / "checkpoint-000004", ignore_errors=True)
+            said: list[str] = []
+            found = RemoteStore(copy, objects).latest(said.append)
+            assert found is not None, (name, kind)
+            assert (found.step, len(said)) == (2, 1), (name, kind)
+            assert objects.at(f"{newest}/{name}") in said[0], (kind, said)
+            count += 1
+        bucket.put(key, content)
+    assert count > 4 * len(files)
+    assert RemoteStore(copy, objects).latest(pytest.fail) is not None
+
+
+def test_damage_of_any_file_of_a_local_checkpoint(tiny_on_s3: Plain, tmp_path: Path) -> None:
+    plain = runs.changed(tiny_on_s3, {"run.output_dir": str(tmp_path), "train.max_steps": 4})
+    runs.run_alone(plain, tmp_path / "run")
+    newest, before = (tmp_path / "run" / f"checkpoint-{step:06d}" for step in (4, 2))
+    for path in sorted(one for one in newest.rglob("*") if one.is_file()):
+        content, other = path.read_bytes(), before / path.relative_to(newest)
+        for kind, damaged in damages(content, other.read_bytes() if other.exists() else None).items():
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            said: list[str] = []
+            found = CheckpointStore(tmp_path / "run").latest(said.append)
+            assert found is not None, (path, kind)
+            assert (found.step, len(said)) == (2, 1), (path, kind)
+            assert str(path) in said[0], (kind, said)
+        path.write_bytes(content)
+    assert CheckpointStore(tmp_path / "run").latest(pytest.fail) is not None
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_and_never_anew(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
+) -> None:
+    killed_after(tiny_on_s3, tmp_path / "run", 4)
+    whole = runs.trace(tmp_path / "run")[:4]
+    shutil.rmtree(tmp_path / "run")
+    key = next(key for key in bucket.keys("runs/run/checkpoint-000004") if key.endswith("adapter_model.safetensors"))
+    bucket.put(key, bucket.get(key)[:-8])
+    told: list[Record] = []
+    loop = runs.assemble_alone(tiny_on_s3, tmp_path / "run", notify=told.append).loop
+    assert loop.state.step == 2
+    warnings = [one.text for one in told if isinstance(one, Note) and one.level == "warning"]
+    assert [key in one for one in warnings] == [True]
+    loop.run()
+    assert runs.trace(tmp_path / "run")[:4] == whole
+    # What is left of it stays to be looked at, and is no checkpoint.
+    assert key in bucket.keys("runs/run/")
+    for one in bucket.keys("runs/run/checkpoint-"):
+        if one.endswith("adapter_model.safetensors"):
+            bucket.put(one, b"")
+    with pytest.raises(CheckpointError, match="every checkpoint of the run is damaged"):
+        runs.assemble_alone(tiny_on_s3, tmp_path / "new")
+
+
+def test_a_damaged_copy_is_fetched_again(tiny_on_s3: Plain, tmp_path: Path) -> None:
+    killed_after(tiny_on_s3, tmp_path / "run", 4)
+    path = tmp_path / "run" / "checkpoint-000004" / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    loop = runs.assemble_alone(tiny_on_s3, tmp_path / "run", notify=lambda record: None).loop
+    assert loop.state.step == 4
+
+
+def test_a_run_that_lost_its_config_or_all_of_it_is_not_begun_anew(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
+) -> None:
+    plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies")})
+    config = with_absolute_paths(runs.config_of(plain))
+    with open_run(config, fresh=False, say=pytest.fail) as run:
+        pass
+    runs.run_alone(runs.changed(plain, {"train.max_steps": 2}), run.path)
+    bucket.delete("runs/run/config.yaml")
+    with pytest.raises(CheckpointError, match=r"config\.yaml is missing"), open_run(config, fresh=False, say=print):
+        pass
+    for key in bucket.keys("runs/run/"):
+        bucket.delete(key)
+    with pytest.raises(CheckpointError, match="no run behind the URL"), open_run(config, fresh=False, say=print):
+        pass
+    with open_run(config, fresh=True, say=print) as run:
+        assert run.store().steps() == []
+
+
+def test_an_earlier_run_is_moved_aside_behind_the_url(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
+    plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies"), "train.max_steps": 2})
+    config = with_absolute_paths(runs.config_of(plain))
+    with open_run(config, fresh=False, say=pytest.fail) as run:
+        runs.run_alone(plain, run.path)
+    before = {key.removeprefix("runs/run/"): bucket.get(key) for key in bucket.keys("runs/run/")}
+    said: list[str] = []
+    with open_run(config, fresh=True, say=said.append) as run:
+        assert run.store().steps() == []
+    (moved,) = said
+    aside = moved.rpartition("/")[2]
+    assert bucket.content(f"runs/{aside}/") == before
+    assert [key.removeprefix("runs/run/") for key in bucket.keys("runs/run/")] == ["config.yaml"]
+
+
+# --- storage on a bad day -------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_the_same_where_the_storage_throttles_cuts_and_changes(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket, faulty: faulty_s3.Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.checkpoint.objects._LONGEST_PAUSE_S", 0.01)
+    turns: dict[tuple[str, str], int] = {}
+
+    def fault(request: faulty_s3.Request) -> str:
+        # The first three times that anything is done to an object, another thing goes wrong.
+        if "/runs/run/" not in request.path or request.lists or request.method not in ("GET", "PUT"):
+            return ""
+        turn = turns[request.method, request.path] = turns.get((request.method, request.path), 0) + 1
+        return {1: "throttle", 2: "cut", 3: "flip"}.get(turn, "")
+
+    faulty.fault = fault
+    plain = runs.changed(tiny_on_s3, {"train.max_steps": 4})
+    local = runs.changed(plain, {"run.output_dir": str(tmp_path / "here")})
+    runs.run_alone(local, tmp_path / "here" / "run")
+    killed_after(plain, tmp_path / "first", 2)
+    shutil.rmtree(tmp_path / "first")
+    runs.run_alone(plain, tmp_path / "second")
+    assert runs.trace(tmp_path / "second") == runs.trace(tmp_path / "here" / "run")
+    met = {(kind, request.method) for kind, request in faulty.met}
+    assert met == {(kind, method) for kind in ("throttle", "cut", "flip") for method in ("GET", "PUT")}
+    faulty.fault = lambda request: ""
+    RemoteStore(tmp_path / "third", Objects(bucket.url("runs/run"))).verify(4)
+
+
+def test_old_listings_hide_nothing_and_show_nothing_that_is_gone(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket, faulty: faulty_s3.Faulty
+) -> None:
+    url = bucket.url("runs/run")
+    faulty.fault = lambda request: "late" if request.lists else ""
+    # The first answer: there is nothing.
+    assert RemoteStore(tmp_path / "empty", Objects(url)).steps() == []
+    killed_after(tiny_on_s3, tmp_path / "run", 4)
+    assert Objects(url).folders() == []
+    assert RemoteStore(tmp_path / "other", Objects(url)).steps() == [2, 4]
+    faulty.listings.clear()
+    listed = Objects(url).folders()
+    runs.run_alone(runs.changed(tiny_on_s3, {"checkpoint.keep_last": 1}), tmp_path / "run")
+    assert Objects(url).folders() == listed
+    assert RemoteStore(tmp_path / "other", Objects(url)).steps() == [8]
+    # Negative control: by the listing alone it would be another.
+    bucket.delete(f"runs/run/{INDEX}")
+    assert RemoteStore(tmp_path / "other", Objects(url)).steps() == []
+
+
+def test_a_checkpoint_whose_name_did_not_get_into_the_index_is_found(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
+) -> None:
+    killed_after(tiny_on_s3, tmp_path / "run", 2)
+    index = bucket.get(f"runs/run/{INDEX}")
+    killed_after(tiny_on_s3, tmp_path / "run", 4)
+    for content in (index, b"{}", b""):
+        bucket.put(f"runs/run/{INDEX}", content)
+        assert RemoteStore(tmp_path / "other", Objects(bucket.url("runs/run"))).steps() == [2, 4]
+
+
+def test_storage_that_fails_for_good_ends_the_run_and_is_named(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket, faulty: faulty_s3.Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.checkpoint.objects._LONGEST_PAUSE_S", 0.01)
+    faulty.fault = lambda request: "throttle" * ("/checkpoint-000004-" in request.path)
+    with pytest.raises(CheckpointError, match="step 4 could not be uploaded: the storage failed 6 times") as caught:
+        runs.run_alone(tiny_on_s3, tmp_path / "run")
+    assert "checkpoint-000004-" in str(caught.value.where)
+    shutil.rmtree(tmp_path / "run")
+    # A storage that cannot be asked says nothing of a checkpoint: it is not passed over.
+    faulty.fault = lambda request: "throttle" * ("/checkpoint-000002-" in request.path and request.method == "GET")
+    with pytest.raises(StorageError, match="failed 6 times"):
+        runs.assemble_alone(tiny_on_s3, tmp_path / "run")
+    faulty.fault = lambda request: ""
+    assert runs.run_alone(tiny_on_s3, tmp_path / "run").loop.first_step == 3
+
+
+# --- commands -------------------------------------------------------------------------------------------------------
+
+
+def test_a_local_copy_has_what_a_command_needs(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
+    plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies"), "train.max_steps": 4})
+    url, there = bucket.url("runs/run"), str(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="there is no run"):
+        local_copy(url, local_dir=there)
+    with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, say=pytest.fail) as run:
+        runs.run_alone(plain, run.path)
+    small = Path(local_copy(url, weights=False, local_dir=there))
+    assert {one.name for one in small.iterdir()} == {"config.yaml", "attempt", "metrics.jsonl", "run_id"}
+    # Not finished yet: the newest checkpoint.
+    path = Path(local_copy(url, local_dir=there))
+    assert [one.name for one in path.glob("checkpoint-*")] == ["checkpoint-000004"]
+    assert run.make_final(best=None, warn=pytest.fail) == 4
+    shutil.rmtree(path)
+    path = Path(local_copy(f"{url}/", local_dir=there))
+    manifest.verify(path / "final")
+    assert Path(local_copy(f"{url}/final", local_dir=there)) == path / "final"
+    assert not (path / "checkpoint-000004" / "adapter_model.safetensors").exists()
+    older = Path(local_copy(f"{url}/checkpoint-000002", local_dir=there))
+    manifest.verify(older)
+    assert older == path / "checkpoint-000002"
+    # What is changed here is fetched again, what is not is not.
+    changed: Any = path / "final" / "adapter_model.safetensors"
+    changed.unlink()
+    changed.write_bytes(b"other")
+    mark = bucket.mark()
+    local_copy(url, local_dir=there)
+    manifest.verify(path / "final")
+    fetched = [one for one in bucket.asked("GET", mark) if "/final/" in one and not one.endswith("manifest.json")]
+    assert fetched == ["runs/run/final/adapter_model.safetensors"]
+    assert json.loads(bucket.get("runs/run/final/manifest.json"))["step"] == 4
+    assert RunDir(path).finished() is None
