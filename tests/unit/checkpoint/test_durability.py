@@ -110,6 +110,45 @@ def test_what_storage_says_is_said_with_the_step_and_the_place(tmp_path: Path, e
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_disk_that_is_full_at_any_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    tried = 0
+    while True:
+        left = [tried]
+
+        def write_once(left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def fill(folder: Path) -> None:
+            for name in ("a.bin", "b.bin"):
+                (folder / name).write_bytes(b"half")
+                write_once()
+
+        # File systems that allocate late say it when a file is made durable.
+        def sync(path: Path) -> None:
+            write_once()
+
+        run = tmp_path / str(tried)
+        write(CheckpointStore(run), 1)
+        message = ""
+        try:
+            write(CheckpointStore(run, sync=sync), 2, fill)
+        except CheckpointError as error:
+            message = error.message
+        if not message:
+            break
+        assert "no space left on the device" in message
+        if not (run / directory_name(2)).exists():
+            assert [path.name for path in run.iterdir()] == [directory_name(1)]
+        found = CheckpointStore(run).latest(pytest.fail)
+        assert found is not None
+        # Only the last, of the directory itself, comes after the checkpoint is there and whole.
+        assert found.step == (2 if (run / directory_name(2)).exists() else 1)
+        tried += 1
+    assert tried == 2 + 2 + 1 + 1 + 1
+
+
 def test_a_run_directory_that_cannot_be_made_is_an_error_of_the_step(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("in the way")
     with pytest.raises(CheckpointError, match="step 4 could not be written"):

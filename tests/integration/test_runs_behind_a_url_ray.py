@@ -1,0 +1,75 @@
+"""A run behind a URL under Ray, with two workers, and the commands that come after it, each on a "machine" without a
+copy of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finray.checkpoint.objects import Objects
+from finray.checkpoint.remote import RemoteStore
+from finray.errors import ConfigError
+from finray.runtime import driver
+from tests.support import runs, s3
+
+
+def test_every_command_finds_a_run_behind_a_url(
+    tiny_run: Callable[..., runs.Plain],
+    ray_cluster: str,
+    bucket: s3.Bucket,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, copies = bucket.url("runs/run"), tmp_path / "copies"
+    changes = {
+        **{
+            "run.output_dir": bucket.url("runs"),
+            "run.local_dir": str(copies),
+            "prepare.local_dir": str(tmp_path / "p"),
+        },
+        **{"train.max_steps": 4, "checkpoint.every_steps": 2, "cluster.num_workers": 2, "evaluation.every_steps": 2},
+        **{"data.eval_ratio": 0.2, "evaluation.max_rows": 4},
+    }
+    plain = tiny_run(changes, rows=30)
+    result = driver.train(runs.config_of(plain))
+    assert result.run_dir.is_relative_to(copies)
+    there = bucket.keys("runs/run/")
+    names = {key.removeprefix("runs/run/").split("/")[0] for key in there}
+    assert {"config.yaml", "resolved.json", "metrics.jsonl", "summary.json", "final", "checkpoints.json"} <= names
+    assert bucket.get("runs/run/metrics.jsonl") == (result.run_dir / "metrics.jsonl").read_bytes()
+    # Each rank has uploaded what it has written.
+    assert {"optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"} <= {
+        key.rpartition("/")[2] for key in there
+    }
+
+    # Another machine: no copy, and the user's cache is empty.
+    shutil.rmtree(copies)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    code, out, err = runs.finray("generate", url, "hello", "--max-new-tokens", 2, "--json")
+    assert code == 0, err
+    assert len(json.loads(out)["answers"]) == 1
+    code, out, err = runs.finray("evaluate", url, "--max-rows", 2, "--max-new-tokens", 2, "--baseline", "none")
+    assert code == 0, err
+    assert "runs/run/evaluation/metrics.json" in bucket.keys("runs/run/evaluation")
+    code, out, err = runs.finray("export", f"{url}/checkpoint-000002", "--output", tmp_path / "exported")
+    assert code == 0, err
+    assert (tmp_path / "exported" / "config.json").is_file()
+    code, out, err = runs.finray("generate", bucket.url("runs/none"), "hello")
+    assert (code, "there is no run" in err) == (2, True)
+
+    # And the same command: finished; made longer, it goes on.
+    again = driver.train(runs.config_of(plain))
+    assert (again.summary, again.chosen_step) == (result.summary, result.chosen_step)
+    assert (again.final / "adapter_model.safetensors").read_bytes() == bucket.get(
+        "runs/run/final/adapter_model.safetensors"
+    )
+    shutil.rmtree(copies)
+    longer = driver.train(runs.config_of(runs.changed(plain, {"train.max_steps": 6, "cluster.num_workers": 1})))
+    assert [one["step"] for one in runs.records(longer.run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert RemoteStore(tmp_path / "other", Objects(url)).steps()[-1] == 6
+    with pytest.raises(ConfigError, match="another configuration"):
+        driver.train(runs.config_of(runs.changed(plain, {"train.learning_rate": 0.5})))
