@@ -180,7 +180,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_never_anew(
     told: list[Record] = []
     loop = runs.assemble_alone(tiny_on_s3, tmp_path / "run", notify=told.append).loop
     assert loop.state.step == 2
-    warnings = [one.text for one in told if isinstance(one, Note) and one.level == "warning"]
+    warnings = [one.message for one in told if isinstance(one, Note) and one.level == "warning"]
     assert [key in one for one in warnings] == [True]
     loop.run()
     assert runs.trace(tmp_path / "run")[:4] == whole
@@ -273,7 +273,7 @@ def test_old_listings_hide_nothing_and_show_nothing_that_is_gone(
     # The first answer: there is nothing.
     assert RemoteStore(tmp_path / "empty", Objects(url)).steps() == []
     killed_after(tiny_on_s3, tmp_path / "run", 4)
-    assert Objects(url).folders() == []
+    assert not any(one.startswith("checkpoint-") for one in Objects(url).folders())
     assert RemoteStore(tmp_path / "other", Objects(url)).steps() == [2, 4]
     faulty.listings.clear()
     listed = Objects(url).folders()

@@ -45,21 +45,23 @@ def write(folder: Path, entries: Iterable[Entry], *, step: int, metrics: dict[st
     (folder / NAME).write_text(json.dumps(sealed(content), indent=2), encoding="utf-8")
 
 
-def read(folder: Path) -> Content:
-    """Read a manifest and check its own seal.
+def read(folder: Path, *, step: int | None = None) -> Content:
+    """Read a manifest and check its own seal, and that it is of a step where that is known.
 
     Raises:
         CheckpointError: it is missing, cut off, changed or cannot be read.
     """
     path = folder / NAME
-    return parsed(_FILES.read(path), path)
+    return parsed(_FILES.read(path), path, step=step)
 
 
-def parsed(text: bytes, where: Path | str) -> Content:
+def parsed(text: bytes, where: Path | str, *, step: int | None = None) -> Content:
     """As :func:`read`, of a manifest that was read already."""
     content = _FILES.unsealed(text, Content, where)
     if content["format_version"] != FORMAT_VERSION:
         raise CheckpointError(f"has format version {content['format_version']}, not {FORMAT_VERSION}", where=str(where))
+    if step not in (None, content["step"]):
+        raise CheckpointError(f"is of step {content['step']}, not {step}", where=str(where))
     return content
 
 

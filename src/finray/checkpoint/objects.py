@@ -48,6 +48,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     if scheme == "s3":
         # Every failure is tried again here, and with the pauses of both it would take minutes to give up.
         options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+        # Else fsspec would give a file system that it made when the variable named another server.
+        options["endpoint_url"] = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except ImportError:

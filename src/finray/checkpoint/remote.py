@@ -207,10 +207,7 @@ class RemoteStore(CheckpointStore):
             name = f"{folder}/{manifest.NAME}"
             if (text := self._objects.read(name)) is None:
                 raise CheckpointError("is missing", where=self._objects.at(name))
-            content = manifest.parsed(text, self._objects.at(name))
-            if content["step"] != step:
-                raise CheckpointError(f"is of step {content['step']}", where=self._objects.at(name))
-            self._contents[folder] = content
+            self._contents[folder] = manifest.parsed(text, self._objects.at(name), step=step)
         return self._contents[folder]
 
     def require(self, step: int, files: Sequence[Entry]) -> None:

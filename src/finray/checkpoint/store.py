@@ -204,7 +204,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: it is missing, cut off or changed.
         """
-        return manifest.read(self.path_of(step))
+        return manifest.read(self.path_of(step), step=step)
 
     def require(self, step: int, files: Sequence[Entry]) -> None:
         """See that files of a step's checkpoint are on this machine, as they were written.
