@@ -287,6 +287,23 @@ def _speed(
     return replace(found, seconds=seconds, step_seconds=seconds / max(1, data.steps))
 
 
+def step_seconds_on(config: Config, gpu: str, workers: int) -> float | None:
+    """Seconds of a step on GPUs of a name, computed: with rows that are full, all of whose tokens are learned. None
+    where the model cannot be had, or the GPU's rate is not known.
+
+    Raises:
+        ConfigError: no GPU has that name.
+    """
+    kind, model = gpu_named(gpu), plan_model(config, Findings(), offline=True)
+    if model is None or kind.tflops is None:
+        return None
+    again = config.train.gradient_checkpointing == "full"
+    blueprint, rows = model.shape.blueprint, [config.data.max_length]
+    speed = plan_speed(blueprint, rows, learned=1.0, checkpointing=again, tflops=kind.tflops, workers=workers)
+    batch = config.train.global_batch_size
+    return (batch if isinstance(batch, int) else 8) * config.data.max_length / speed.tokens_per_s
+
+
 def _note_problems(
     config: Config, report: DataReport, found: Findings, model: ModelPlan | None, *, offline: bool
 ) -> None:

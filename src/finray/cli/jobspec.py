@@ -1,0 +1,127 @@
+"""``finray jobspec``: a run as a job of somebody else's scheduler."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finray.cli import show
+from finray.config.load import DEFAULT_FILE, load_config
+from finray.config.schema import Config
+from finray.errors import ConfigError
+from finray.jobspec.hosts import compose, ray_cluster, slurm
+from finray.jobspec.kubernetes import rayjob
+from finray.jobspec.replicas import replicas
+from finray.jobspec.spec import Machines, bounds, interval_warning, make_spec, overrides_for
+
+TARGETS = {"rayjob": rayjob, "compose": compose, "slurm": slurm, "ray-cluster": ray_cluster, "replicas": replicas}
+
+
+@show.command
+def jobspec(
+    config: show.ConfigName = None,
+    overrides: show.Overrides = None,
+    to: Annotated[str, typer.Option(help=f"What is written: {', '.join(TARGETS)}.")] = "rayjob",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; standard output without it.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Instead of a config: a preset, or a short name such as llama3.")
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Data set: a short name such as alpaca, or a source.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Machines with workers.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs of each.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="CPUs of each.")] = None,
+    memory: Annotated[int | None, typer.Option(min=1, help="Memory of each, in GB.")] = None,
+    min_nodes: Annotated[
+        int | None, typer.Option(min=1, help="Fewest machines, where workers may come and go.")
+    ] = None,
+    max_nodes: Annotated[int | None, typer.Option(min=1, help="Most machines.")] = None,
+    gpu_type: Annotated[str | None, typer.Option(help="Kind of GPU, as the scheduler calls it.")] = None,
+    image: Annotated[str, typer.Option(help="Container image.")] = Machines.image,
+    shared: Annotated[str, typer.Option(help="Directory that all machines have.")] = Machines.shared,
+    claim: Annotated[
+        str | None, typer.Option(help="rayjob: PersistentVolumeClaim mounted there; `none` for none.")
+    ] = Machines.claim,
+    storage: Annotated[str | None, typer.Option(help="URL of prepared data, such as s3://bucket/prepared.")] = None,
+    queue: Annotated[str | None, typer.Option(help="Kueue's local queue, or Slurm's partition.")] = None,
+    hours: Annotated[float | None, typer.Option(min=0.01, help="Time limit.")] = None,
+    secret: Annotated[
+        list[str] | None, typer.Option(help="Environment variable that holds a secret; by name, may be repeated.")
+    ] = None,
+    host: Annotated[list[str] | None, typer.Option(help="ray-cluster: a machine; the head first.")] = None,
+    user: Annotated[str, typer.Option(help="ray-cluster: who logs in.")] = Machines.user,
+    gpu: Annotated[
+        str | None, typer.Option(help="GPU whose speed is reckoned with, such as h100-80gb; see `finray plan`.")
+    ] = None,
+    step_seconds: Annotated[
+        float | None, typer.Option(min=0.0001, help="Seconds of a step, where they are known.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the output file.")] = False,
+) -> None:
+    """Write a job specification: KubeRay RayJob, Docker Compose, Slurm, Ray's cluster YAML, or `replicas`."""
+    if to not in TARGETS:
+        raise ConfigError(f"there is no `{to}`", where="--to", repair=f"use one of {', '.join(TARGETS)}")
+    if output is not None and output.exists() and not force:
+        raise ConfigError("the file exists already", where=str(output), repair="name another file, or use --force")
+    settings = _settings(config, overrides, model, dataset)
+    machines = Machines(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        cpus_per_node=cpus_per_node,
+        memory_gb=memory,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        gpu_type=gpu_type,
+        image=image,
+        shared=shared,
+        claim=None if claim in (None, "none") else claim,
+        storage=storage,
+        queue=queue,
+        hours=hours,
+        secrets=tuple(secret) if secret is not None else Machines.secrets,
+        hosts=tuple(host or ()),
+        user=user,
+    )
+    spec = make_spec(settings, machines)
+    text = TARGETS[to](spec)
+    notes = list(spec.notes)
+    limit = hours or (24 if to == "slurm" else None)
+    each = step_seconds or (_reckoned(settings, gpu) if gpu is not None and limit is not None else None)
+    if limit is not None and each is not None:
+        warning = interval_warning(each, settings.checkpoint.every_steps, limit)
+        notes += [f"warning: {warning}"] if warning else []
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    for note in notes if not show.mode().json else ():
+        show.note(note)
+    if show.mode().json:
+        show.document({"kind": to, "text": text, "notes": notes, "output": None if output is None else str(output)})
+    elif output is None:
+        show.write(text)
+    else:
+        show.say(f"wrote {output}")
+
+
+def _settings(config: str | None, overrides: list[str] | None, model: str | None, dataset: str | None) -> Config:
+    """The config that is named, or that of `--model` and `--dataset`."""
+    words = list(overrides or [])
+    preset, changes = overrides_for(model, dataset)
+    if config is not None and "=" in config and not Path(config).exists():
+        words = [config, *words]
+        config = None
+    if preset is not None and config is not None:
+        raise ConfigError("a config and --model are two", where="--model", repair="leave one of them out")
+    return load_config(preset or config or DEFAULT_FILE, [*changes, *words])
+
+
+def _reckoned(config: Config, gpu: str) -> float | None:
+    """Seconds of a step on a GPU of this kind."""
+    # The libraries read it when they are imported, which happens next.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from finray.planning.plan import step_seconds_on
+
+    return step_seconds_on(config, gpu, bounds(config)[1])

@@ -1,0 +1,250 @@
+"""A run on machines that have names: a Slurm script, a Compose file for several hosts, Ray's cluster YAML."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from finray.errors import ConfigError
+from finray.jobspec.spec import JobSpec, bounds, to_yaml
+
+# How `finray train` ends when it was stopped at a step, with a checkpoint: 128 + SIGTERM.
+STOPPED = 143
+
+_SLURM = """\
+#!/usr/bin/env bash
+{directives}
+# Made by `finray jobspec --to slurm`. Submit it with: sbatch {file}
+# A job that is preempted, or ends by its time limit, saves a checkpoint and is queued again. The same script goes on
+# from there.
+set -euo pipefail
+umask 077
+
+{secrets}
+config={output}/jobs/{name}.yaml
+mkdir -p {output}/jobs
+cat > "$config" <<'FINRAY_CONFIG'
+{config}FINRAY_CONFIG
+
+# A token of this job alone. srun hands the environment on; it is on no command line.
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')
+export RAY_AUTH_TOKEN
+
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${{hosts[0]}}
+# Two jobs on one machine have two ports.
+port=$((20000 + SLURM_JOB_ID % 20000))
+export RAY_ADDRESS="$head:$port"
+
+on() {{ srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${{@:2}}"; }}
+
+on "$head" ray start --head --port="$port" --include-dashboard=false{resources} --block &
+ray_pids=($!)
+for _ in $(seq 60); do
+  if on "$head" ray health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; then break; fi
+  sleep 2
+done
+for host in "${{hosts[@]:1}}"; do
+  on "$host" ray start --address="$RAY_ADDRESS"{resources} --block &
+  ray_pids+=($!)
+done
+
+# SIGTERM comes {grace} s before the end (--signal), and when the job is preempted: finray saves a checkpoint.
+finray train "$config" &
+run=$!
+trap 'kill -TERM "$run" 2> /dev/null || true' TERM
+code=0
+wait "$run" || code=$?
+# A signal ends the first wait, and the run goes on until its checkpoint is written.
+while kill -0 "$run" 2> /dev/null; do
+  code=0
+  wait "$run" || code=$?
+done
+trap - TERM
+kill "${{ray_pids[@]}}" 2> /dev/null || true
+wait "${{ray_pids[@]}}" 2> /dev/null || true
+
+if [ "$code" -eq {stopped} ]; then
+  echo "the run was stopped and has a checkpoint: it is queued again"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def slurm(spec: JobSpec) -> str:
+    """A batch script."""
+    machines = spec.machines
+    grace = max(120, round(spec.config.checkpoint.grace_seconds) + 60)
+    told: dict[str, Any] = {
+        "job-name": spec.name,
+        "nodes": spec.nodes if spec.min_nodes == spec.nodes else f"{spec.min_nodes}-{spec.nodes}",
+        "ntasks-per-node": 1,
+        "cpus-per-task": spec.cpus_per_node,
+        "mem": f"{spec.memory_gb}G",
+    }
+    if spec.gpus_per_node:
+        kind = f"{machines.gpu_type}:" if machines.gpu_type else ""
+        told["gpus-per-node"] = f"{kind}{spec.gpus_per_node}"
+    if machines.queue:
+        told["partition"] = machines.queue
+    minutes = round((machines.hours or 24) * 60)
+    told |= {"time": f"{minutes // 60:02}:{minutes % 60:02}:00", "signal": f"B:TERM@{grace}"}
+    told |= {"open-mode": "append", "output": f"{spec.name}-%j.log"}
+    lines = [f"#SBATCH --{key}={value}" for key, value in told.items()] + ["#SBATCH --requeue"]
+    names = " ".join(machines.secrets)
+    secrets = (
+        f"# Secrets come from the environment of whoever submits: {names}." if names else "# There are no secrets."
+    )
+    if "FINRAY_CONFIG" in spec.config_text:
+        raise ConfigError("holds the mark that ends the config in the script", where="FINRAY_CONFIG")
+    resources = f" --num-cpus={spec.cpus_per_node}"
+    resources += f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
+    return _SLURM.format(
+        directives="\n".join(lines),
+        file=f"{spec.name}.sbatch",
+        secrets=secrets,
+        name=spec.name,
+        output=shlex.quote(spec.output_dir),
+        config=spec.config_text,
+        resources=resources,
+        grace=grace,
+        stopped=STOPPED,
+    )
+
+
+def compose(spec: JobSpec) -> str:
+    """A Compose file: one host runs the profiles `head` and `job`, each other one the profile `worker`."""
+    machines = spec.machines
+    environment: dict[str, str | None] = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "${RAY_AUTH_TOKEN:?export RAY_AUTH_TOKEN, the same on all hosts}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "HF_HOME": f"{machines.shared}/huggingface",
+        # Without a value: that of the host.
+        **dict.fromkeys(machines.secrets),
+    }
+    base: dict[str, Any] = {
+        "image": machines.image,
+        "network_mode": "host",
+        "environment": environment,
+        "volumes": [f"{machines.shared}:{machines.shared}"],
+        "shm_size": f"{max(1, spec.memory_gb // 4)}gb",
+        "security_opt": ["no-new-privileges:true"],
+        "init": True,
+        "stop_grace_period": "2m",
+    }
+    amounts: dict[str, Any] = {"limits": {"cpus": str(spec.cpus_per_node), "memory": f"{spec.memory_gb}G"}}
+    if spec.gpus_per_node:
+        amounts["reservations"] = {
+            "devices": [{"driver": "nvidia", "count": spec.gpus_per_node, "capabilities": ["gpu"]}]
+        }
+    resources = [f"--num-cpus={spec.cpus_per_node}"]
+    resources += [f"--num-gpus={spec.gpus_per_node}"] if spec.gpus_per_node else []
+    address = "${HEAD:?export HEAD, the name or address of the first host}:6379"
+    services: dict[str, Any] = {
+        "head": {
+            **base,
+            "profiles": ["head"],
+            "command": ["ray", "start", "--head", "--port=6379", "--dashboard-host=127.0.0.1", *resources, "--block"],
+            "deploy": {"resources": amounts},
+            "healthcheck": {
+                "test": ["CMD", "ray", "health-check", "--address", "127.0.0.1:6379"],
+                "interval": "10s",
+                "timeout": "10s",
+                "retries": 12,
+            },
+            "restart": "unless-stopped",
+        },
+        "worker": {
+            **base,
+            "profiles": ["worker"],
+            "command": ["ray", "start", f"--address={address}", *resources, "--block"],
+            "deploy": {"resources": amounts},
+            "restart": "unless-stopped",
+        },
+        "job": {
+            **base,
+            "profiles": ["job"],
+            "command": ["finray", "train", "/etc/finray/config.yaml"],
+            "environment": {**environment, "RAY_ADDRESS": "127.0.0.1:6379"},
+            "configs": [{"source": "config", "target": "/etc/finray/config.yaml"}],
+            # A run that was stopped or lost goes on with the same command.
+            "restart": "on-failure",
+        },
+    }
+    plain = {
+        "name": spec.name,
+        "services": services,
+        # Compose takes a dollar for a variable.
+        "configs": {"config": {"content": spec.config_text.replace("$", "$$")}},
+    }
+    about = (
+        f"# Made by `finray jobspec --to compose`, for {spec.nodes} host{'s' if spec.nodes > 1 else ''} with\n"
+        f"# {machines.shared}. Everywhere: export RAY_AUTH_TOKEN (the same). On the first host:\n"
+        "#   docker compose --profile head up -d --wait && docker compose --profile job up\n"
+        "# On every other one: HEAD=<first host> docker compose --profile worker up -d\n"
+    )
+    return about + to_yaml(plain)
+
+
+def ray_cluster(spec: JobSpec) -> str:
+    """A file for `ray up`: the machines are named, and Ray logs in to them by ssh.
+
+    Raises:
+        ConfigError: they are not named, or too few.
+    """
+    machines = spec.machines
+    if len(machines.hosts) < spec.nodes:
+        raise ConfigError(
+            f"{spec.nodes} machines are needed, {len(machines.hosts)} are named",
+            where="--host",
+            repair="name each of them, the head first: --host a --host b",
+        )
+    resources = f" --num-cpus={spec.cpus_per_node}"
+    resources += f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
+    # `ray up` runs these by a shell of ssh's; the file has what must be on no command line.
+    token = 'test -s ~/.ray/auth_token || { echo "put the token of the cluster into ~/.ray/auth_token" >&2; exit 1; }'
+    options = [
+        "--network=host",
+        f"--shm-size={max(1, spec.memory_gb // 4)}g",
+        f"--volume={machines.shared}:{machines.shared}",
+        "--volume=$HOME/.ray/auth_token:/home/finray/.ray/auth_token:ro",
+        *(f"--env={name}" for name in machines.secrets),
+        *(["--gpus=all"] if spec.gpus_per_node else []),
+    ]
+    plain = {
+        "cluster_name": spec.name,
+        "max_workers": spec.max_nodes - 1,
+        "provider": {
+            "type": "local",
+            "head_ip": machines.hosts[0],
+            "worker_ips": list(machines.hosts[1 : spec.max_nodes]),
+        },
+        "auth": {"ssh_user": machines.user},
+        "docker": {
+            "image": machines.image,
+            "container_name": f"finray-{spec.name}",
+            "pull_before_run": False,
+            "run_options": options,
+        },
+        "initialization_commands": [token],
+        "head_start_ray_commands": [
+            "ray stop",
+            f"RAY_AUTH_MODE=token ray start --head --port=6379 --dashboard-host=127.0.0.1{resources} "
+            "--autoscaling-config=~/ray_bootstrap_config.yaml",
+        ],
+        "worker_start_ray_commands": [
+            "ray stop",
+            f"RAY_AUTH_MODE=token ray start --address=$RAY_HEAD_IP:6379{resources}",
+        ],
+    }
+    fewest, most = bounds(spec.config)
+    about = (
+        f"# Made by `finray jobspec --to ray-cluster`, for {fewest if fewest == most else f'{fewest} to {most}'} "
+        f"worker{'s' if most > 1 else ''}. Copy one ~/.ray/auth_token to all machines, then:\n"
+        f"#   ray up {spec.name}.yaml && ray dashboard {spec.name}.yaml\n"
+        "#   finray submit CONFIG --address http://127.0.0.1:8265   (in another terminal)\n"
+    )
+    return about + to_yaml(plain)

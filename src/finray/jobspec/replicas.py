@@ -1,0 +1,49 @@
+"""A run in the form of job platforms: `replicas`, `resources`, `config_map`, `shared_volume`, and finray's sections.
+
+:mod:`finray.config.replicas` reads it: the same run, on as many workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from finray.config.load import build_config
+from finray.config.replicas import RUN_NAME, from_replicas
+from finray.jobspec.spec import JobSpec, bounds, to_yaml
+
+_SHARED_GB = 50
+
+
+def replicas(spec: JobSpec) -> str:
+    """The file. What the platform's keys say is not said again in `cluster`, so that it is changed in one place."""
+    machines = spec.machines
+    resources: dict[str, Any] = {"memory": spec.memory_gb, "cpu": spec.cpus_per_node}
+    if not spec.gpus_per_node:
+        resources["cpu"] = max(1, spec.cpus_per_node * spec.nodes // bounds(spec.config)[1])
+    if spec.gpus_per_node:
+        gpu: dict[str, Any] = {"accelerator_count": spec.gpus_per_node}
+        resources = {"gpu": gpu | ({"accelerator": machines.gpu_type} if machines.gpu_type else {}), **resources}
+    variables = {name: f"<{name}>" for name in machines.secrets}
+    own: dict[str, Any] = yaml.safe_load(spec.config_text)
+    cluster = dict(own.pop("cluster", {}))
+    plain: dict[str, Any] = {
+        # On CPUs a replica is a worker.
+        "replicas": spec.nodes if spec.gpus_per_node else bounds(spec.config)[1],
+        "resources": resources,
+        "config_map": {**variables, RUN_NAME: spec.config.run.name, **cluster.pop("env", {})},
+        **({"shared_volume": {"size": _SHARED_GB}} if machines.claim else {}),
+        **own,
+    }
+    wanted = build_config(yaml.safe_load(spec.config_text), source=spec.name).cluster.model_dump(mode="json")
+    said, _ = from_replicas(plain, {})
+    found = build_config(said, source=spec.name).cluster.model_dump(mode="json")
+    rest = {name: value for name, value in wanted.items() if found[name] != value}
+    if rest:
+        plain["cluster"] = rest
+    about = (
+        "# Made by `finray jobspec --to replicas`. Secrets in <brackets> are the platform's to fill in.\n"
+        f"# The job runs: finray train THIS_FILE    (the shared volume is mounted at {machines.shared})\n"
+    )
+    return about + to_yaml(plain)

@@ -1,0 +1,309 @@
+"""What a job specification says of a run, whoever reads it: machines, files, names of secrets. And what cannot be."""
+
+from __future__ import annotations
+
+import math
+import posixpath
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from finray.config.load import preset_names
+from finray.config.redact import is_secret_name, redact_text
+from finray.config.replicas import legal_name
+from finray.config.schema import Config
+from finray.errors import ConfigError, did_you_mean
+
+# The version that constraints.txt pins and images are built with.
+RAY_VERSION = "2.60.0"
+IMAGE = "finray:latest"
+# Short names, as `--model llama3 --dataset alpaca` has them.
+MODELS = {
+    "llama3": "llama3-8b-lora",
+    "llama3-8b": "llama3-8b-lora",
+    "llama3-70b": "llama3-70b-fsdp",
+    "mistral": "mistral-7b-qlora",
+    "qwen3": "qwen3-8b-lora",
+    "phi3": "phi3-medium-lora",
+    "bloomz": "bloomz-zero3",
+    "bert": "bert-sst2-lora",
+    "codegen": "rust-coder",
+    "smollm2": "smollm2-lora",
+}
+DATASETS: dict[str, dict[str, str]] = {
+    "alpaca": {"source": "yahma/alpaca-cleaned"},
+    "dolly": {"source": "databricks/databricks-dolly-15k"},
+    "gsm8k": {"source": "openai/gsm8k", "subset": "main"},
+    "imdb": {"source": "stanfordnlp/imdb"},
+    "sst2": {"source": "nyu-mll/glue", "subset": "sst2"},
+}
+_NAME = re.compile(r"[^a-z0-9]+")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What is asked for beside the config; None is worked out from it.
+
+    Attributes:
+        nodes: machines with workers.
+        gpus_per_node: GPUs of each of them.
+        cpus_per_node: CPUs of each of them.
+        memory_gb: memory of each of them.
+        min_nodes: fewest, for what scales by itself.
+        max_nodes: most.
+        gpu_type: kind of GPU, as the scheduler calls it.
+        image: container image.
+        shared: directory that all machines have.
+        claim: PersistentVolumeClaim that is mounted there; None where storage is a URL.
+        storage: URL of prepared data, such as ``s3://bucket/prepared``.
+        queue: Kueue's local queue, or Slurm's partition.
+        hours: time limit.
+        secrets: names of environment variables that hold secrets.
+        secret: Kubernetes' Secret that holds them.
+        hosts: names of machines, the head first.
+        user: who logs in there.
+    """
+
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    memory_gb: int | None = None
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    gpu_type: str | None = None
+    image: str = IMAGE
+    shared: str = "/shared"
+    claim: str | None = "finray-shared"
+    storage: str | None = None
+    queue: str | None = None
+    hours: float | None = None
+    secrets: tuple[str, ...] = ("HF_TOKEN",)
+    secret: str = "finray-secrets"
+    hosts: tuple[str, ...] = ()
+    user: str = "ubuntu"
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A run and the machines for it; every template reads this.
+
+    Attributes:
+        name: of the job: lower case, digits and hyphens.
+        config: what is run.
+        machines: what was asked for.
+        nodes: machines with workers.
+        min_nodes: fewest of them.
+        max_nodes: most of them.
+        gpus_per_node: 0 on CPUs.
+        cpus_per_node: CPUs of each.
+        memory_gb: memory of each.
+        notes: what is to be looked at.
+    """
+
+    name: str
+    config: Config
+    machines: Machines
+    nodes: int
+    min_nodes: int
+    max_nodes: int
+    gpus_per_node: int
+    cpus_per_node: int
+    memory_gb: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def run_dir(self) -> str:
+        """The directory of the run, on the shared volume."""
+        return posixpath.join(self.output_dir, self.config.run.name)
+
+    @property
+    def output_dir(self) -> str:
+        """``run.output_dir``, on the shared volume unless it is absolute."""
+        return posixpath.join(self.machines.shared, self.config.run.output_dir)
+
+    @property
+    def config_text(self) -> str:
+        """The config file of the job: what was set, with the directories of the shared volume."""
+        plain = self.config.model_dump(mode="json", exclude_unset=True)
+        plain.setdefault("run", {})["output_dir"] = self.output_dir
+        if self.machines.storage is not None:
+            plain.setdefault("prepare", {})["dir"] = self.machines.storage
+        # The scheduler gives the address of the cluster: RAY_ADDRESS.
+        plain.get("cluster", {}).pop("address", None)
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, list[str]]:
+    """The preset and the overrides that `--model llama3 --dataset alpaca` stands for.
+
+    Raises:
+        ConfigError: there is no preset for such a model.
+    """
+    preset = None
+    if model is not None:
+        preset = MODELS.get(model.lower(), model)
+        if preset not in preset_names():
+            known = [*MODELS, *preset_names()]
+            raise ConfigError(
+                f"there is no preset for `{model}`{did_you_mean(model, known)}",
+                where="--model",
+                repair=f"use one of {', '.join(known)}, or a config file with model.name",
+            )
+    found = DATASETS.get((dataset or "").lower(), {"source": dataset} if dataset else {})
+    changes = [f"data.{name}={value}" for name, value in found.items()]
+    if model is not None:
+        named = "-".join(legal_name(one) for one in (model, dataset) if one)
+        changes.append(f"run.name={named[:60]}")
+    return preset, changes
+
+
+def bounds(config: Config) -> tuple[int, int]:
+    """The fewest and the most workers."""
+    workers: Any = config.cluster.num_workers
+    return (workers, workers) if isinstance(workers, int) else (workers.min, workers.max)
+
+
+def make_spec(config: Config, machines: Machines) -> JobSpec:
+    """Work out the machines of a run.
+
+    Raises:
+        ConfigError: it cannot be: GPUs that no worker would use, or too few; a secret by value.
+    """
+    fewest, workers = bounds(config)
+    per_worker = float(getattr(config.cluster, "gpus_per_worker", None) or 1)
+    wants_gpu = config.cluster.use_gpu
+    # `auto` asks for GPUs where somebody named them.
+    gpu = wants_gpu is True or (wants_gpu == "auto" and bool(machines.gpus_per_node))
+    total = math.ceil(workers * per_worker) if gpu else 0
+    nodes = machines.nodes
+    each = machines.gpus_per_node
+    if each and not gpu:
+        raise ConfigError(
+            f"{each} GPUs on each machine, and cluster.use_gpu is false: no worker would use one",
+            where="--gpus-per-node",
+            repair="set cluster.use_gpu to true, or leave the option out",
+        )
+    if gpu and each is None:
+        each = math.ceil(total / nodes) if nodes else min(total, 8)
+    if nodes is None:
+        nodes = math.ceil(total / each) if gpu and each else 1
+    if gpu and each and nodes * each > total:
+        raise ConfigError(
+            f"{nodes} x {each} are {nodes * each} GPUs, and {workers} worker{'s' if workers > 1 else ''} of "
+            f"parallel.strategy {config.parallel.strategy} use {total}: the others would do nothing",
+            where="--gpus-per-node",
+            repair=f"set cluster.num_workers to {int(nodes * each / per_worker)}, or ask for {total} GPUs",
+        )
+    if gpu and each and nodes * each < total:
+        raise ConfigError(
+            f"{workers} workers use {total} GPUs, and {nodes} x {each} are {nodes * each}",
+            where="--nodes",
+            repair=f"ask for {math.ceil(total / each)} nodes, or set cluster.num_workers to {nodes * each}",
+        )
+    sharded = config.parallel.shard_size
+    if sharded is not None and workers % sharded:
+        raise ConfigError(
+            f"parallel.shard_size {sharded} does not divide {workers} workers", where="parallel.shard_size"
+        )
+    for name in machines.secrets:
+        if not _VARIABLE.fullmatch(name) or redact_text(name, environ={}) != name:
+            raise ConfigError(
+                "a secret is named, and never written: this is no name of an environment variable",
+                where="--secret",
+                repair="name the variable, such as --secret HF_TOKEN; its value comes from the environment or a Secret",
+            )
+    on_each = math.ceil(workers / nodes)
+    cpus = machines.cpus_per_node or on_each * (config.cluster.cpus_per_worker or (8 if gpu else 4))
+    if cpus < on_each * (config.cluster.cpus_per_worker or 1):
+        raise ConfigError(
+            f"{on_each} workers on each machine want {on_each * (config.cluster.cpus_per_worker or 1)} CPUs, it has "
+            f"{cpus}",
+            where="--cpus-per-node",
+            repair="ask for more, or lower cluster.cpus_per_worker",
+        )
+    memory = machines.memory_gb or max(16, 64 * (each or 0))
+    low = machines.min_nodes or math.ceil(fewest / on_each)
+    high = machines.max_nodes or nodes
+    if not low <= nodes <= high:
+        raise ConfigError(
+            f"{nodes} nodes do not lie between {low} and {high}", where="--min-nodes", repair="change the bounds"
+        )
+    if high > nodes:
+        raise ConfigError(
+            f"the run has {workers} workers at most, which {nodes} nodes hold: {high} nodes would not be used",
+            where="--max-nodes",
+            repair="set cluster.num_workers to more, or leave the option out",
+        )
+    name = _NAME.sub("-", config.run.name.lower()).strip("-")[:40].strip("-") or "finray"
+    notes = tuple(_notes(config, machines))
+    return JobSpec(name, config, machines, nodes, low, high, each or 0, cpus, memory, notes)
+
+
+def _notes(config: Config, machines: Machines) -> list[str]:
+    found = []
+    sources = [config.data.source, config.data.eval_source, *(one.source for one in config.data.mix)]
+    for source in sources:
+        if source and "://" not in source and not source.startswith(machines.shared) and _is_file(source):
+            found.append(f"data.source {source} is a file: it must be at this path on every machine")
+    if config.model.name.startswith((".", "/")) and not config.model.name.startswith(machines.shared):
+        found.append(f"model.name {config.model.name} is a directory: it must be at this path on every machine")
+    for name in config.cluster.env:
+        if is_secret_name(name):
+            found.append(f"cluster.env.{name} is a secret: name it with --secret")
+    if config.cluster.address is not None:
+        found.append("cluster.address is left out: the job has a cluster of its own")
+    return found
+
+
+def _is_file(source: str) -> bool:
+    """Whether a source can only be a path, and no data set of the Hub."""
+    return source.startswith((".", "/", "~")) or bool(
+        re.search(r"\.(jsonl?|parquet|csv|tsv|txt|arrow)(\.gz)?$", source)
+    )
+
+
+def interval_warning(seconds_per_step: float, every_steps: int, hours: float, start: float = 300.0) -> str | None:
+    """What is to be said where a job ends before its first checkpoint; None where it does not.
+
+    Args:
+        seconds_per_step: measured or computed.
+        every_steps: ``checkpoint.every_steps``.
+        hours: the time limit.
+        start: seconds until the first step: workers, model, data.
+    """
+    interval, limit = seconds_per_step * every_steps, hours * 3600
+    if interval + start <= limit:
+        return None
+    fit = int((limit - start) / seconds_per_step)
+    repair = f"set checkpoint.every_steps to {fit} or less" if fit >= 1 else "ask for more time"
+    return (
+        f"the time limit of {_clock(limit)} is shorter than the {_clock(interval)} between checkpoints ({every_steps} "
+        f"steps of {seconds_per_step:.1f} s, after some {_clock(start)} to start); {repair}, or a job that is ended by "
+        "its limit without a signal begins anew each time"
+    )
+
+
+def _clock(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Without anchors, and with text of several lines as it is."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+def to_yaml(*documents: Any) -> str:
+    """YAML documents, for people too."""
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -1,0 +1,307 @@
+"""`finray jobspec`: what it writes is what Kubernetes, Compose, Slurm's shell and Ray read, for every preset."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compose_spec
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from finray.config.load import build_config, load_config, preset_names, read_preset
+from finray.config.schema import Config
+from finray.errors import ConfigError
+from finray.jobspec.hosts import STOPPED, compose, ray_cluster, slurm
+from finray.jobspec.kubernetes import rayjob
+from finray.jobspec.replicas import replicas
+from finray.jobspec.spec import DATASETS, MODELS, Machines, interval_warning, make_spec, overrides_for
+from tests.support.runs import finray
+
+KUBERNETES = "1.31"
+HOSTS = Machines(hosts=tuple("abcdefgh"), user="me")
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+# Fields of a RayJob (ray.io/v1) that are written, with the type that KubeRay gives them.
+# FINRAY_RAYJOB_CRD=FILE has the tests read KubeRay's own definition instead.
+RAYJOB: dict[str, Any] = {
+    "entrypoint": str,
+    "shutdownAfterJobFinishes": bool,
+    "ttlSecondsAfterFinished": int,
+    "backoffLimit": int,
+    "activeDeadlineSeconds": int,
+    "suspend": bool,
+    "rayClusterSpec": dict,
+}
+CLUSTER: dict[str, Any] = {
+    "rayVersion": str,
+    "authOptions": dict,
+    "enableInTreeAutoscaling": bool,
+    "headGroupSpec": dict,
+    "workerGroupSpecs": list,
+}
+GROUP: dict[str, Any] = {
+    "groupName": str,
+    "replicas": int,
+    "minReplicas": int,
+    "maxReplicas": int,
+    "rayStartParams": dict,
+    "template": dict,
+}
+
+
+def preset(name: str, **changes: Any) -> Config:
+    return build_config(read_preset(name), source=name, overrides=[f"{key}={value}" for key, value in changes.items()])
+
+
+def small(**changes: Any) -> Config:
+    plain: dict[str, Any] = {"model": {"name": "org/model"}, "data": {"source": "org/rows"}}
+    for path, value in changes.items():
+        section, _, name = path.partition("__")
+        plain.setdefault(section, {})[name] = value
+    return build_config(plain, source="test")
+
+
+def check_rayjob(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The ConfigMap and the RayJob.
+
+    Raises:
+        jsonschema.ValidationError, AssertionError: they are none.
+    """
+    config, job = yaml.safe_load_all(text)
+    kubernetes_validate.validate(config, KUBERNETES, strict=True)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    for fields, known in (
+        (job["spec"], RAYJOB),
+        (cluster, CLUSTER),
+        *((group, GROUP) for group in cluster["workerGroupSpecs"]),
+    ):
+        for name, value in fields.items():
+            assert type(value) is known[name], name
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    if definition := os.environ.get("FINRAY_RAYJOB_CRD"):
+        versions = yaml.load(Path(definition).read_text(), Loader=yaml.CSafeLoader)["spec"]["versions"]
+        schema = next(one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1")
+        jsonschema.validate(job, closed(schema))
+    return config, job
+
+
+def closed(schema: Any) -> Any:
+    """A schema in which unknown fields are errors, as `kubectl` with strict validation has it."""
+    if isinstance(schema, dict):
+        found = {name: closed(value) for name, value in schema.items()}
+        if "properties" in schema and isinstance(schema["properties"], dict) and schema.get("type") == "object":
+            found.setdefault("additionalProperties", bool(schema.get("x-kubernetes-preserve-unknown-fields")))
+        return found | ({"type": ["integer", "string"]} if schema.get("x-kubernetes-int-or-string") else {})
+    return [closed(one) for one in schema] if isinstance(schema, list) else schema
+
+
+def check_script(text: str, folder: Path) -> None:
+    """See that bash and shellcheck accept a script.
+
+    Raises:
+        AssertionError: they do not.
+    """
+    path = folder / "job.sbatch"
+    path.write_text(text)
+    for command in (["bash", "-n", str(path)], [str(SHELLCHECK), "--severity=style", str(path)]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_specifications_of_a_preset_are_valid(name: str, tmp_path: Path) -> None:
+    config = preset(name)
+    spec = make_spec(config, HOSTS)
+    wanted = build_config(yaml.safe_load(spec.config_text), source=name)
+    manifest, job = check_rayjob(rayjob(spec))
+    assert build_config(yaml.safe_load(manifest["data"]["config.yaml"]), source=name) == wanted
+    workers = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
+    gpus = int(limits.get("nvidia.com/gpu", 0)) * workers["maxReplicas"]
+    assert gpus == (config.cluster.num_workers if config.cluster.use_gpu is True else 0)
+
+    services = compose_spec.PyCompose.from_yaml(compose(spec))
+    assert sorted(services.service_names()) == ["head", "job", "worker"]
+
+    script = slurm(spec)
+    check_script(script, tmp_path)
+    embedded = script.partition("<<'FINRAY_CONFIG'\n")[2].partition("FINRAY_CONFIG\n")[0]
+    assert build_config(yaml.safe_load(embedded), source=name) == wanted
+
+    import ray
+
+    schema = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+    jsonschema.validate(yaml.safe_load(ray_cluster(spec)), schema)
+
+    (tmp_path / "job.yaml").write_text(replicas(spec))
+    assert load_config(tmp_path / "job.yaml").plain() == wanted.plain()
+
+
+def test_what_is_no_specification_is_seen(tmp_path: Path) -> None:
+    """The negative control of each check."""
+    spec = make_spec(small(), HOSTS)
+    with pytest.raises(Exception, match="livenessProb"):
+        check_rayjob(rayjob(spec).replace("livenessProbe", "livenessProb"))
+    with pytest.raises(KeyError, match="backoffLimits"):
+        check_rayjob(rayjob(spec).replace("backoffLimit", "backoffLimits"))
+    with pytest.raises(Exception, match=r".+"):
+        compose_spec.PyCompose.from_yaml(compose(spec).replace("shm_size", "shm_sizes"))
+    with pytest.raises(AssertionError, match="SC"):
+        check_script(slurm(spec).replace('"$SLURM_JOB_NODELIST"', "$SLURM_JOB_NODELIST"), tmp_path)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_form_with_replicas_names_workers_once(name: str, tmp_path: Path) -> None:
+    plain = yaml.safe_load(replicas(make_spec(preset(name), HOSTS)))
+    assert "num_workers" not in plain.get("cluster", {})
+    gpus = plain["resources"].get("gpu", {}).get("accelerator_count", 1)
+    assert plain["replicas"] * gpus == preset(name).cluster.num_workers
+    # Twice the replicas are twice the workers.
+    plain["replicas"] *= 2
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(plain))
+    assert load_config(tmp_path / "job.yaml").cluster.num_workers == 2 * preset(name).cluster.num_workers
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "said"),
+    [
+        ({"cluster__use_gpu": False}, {"gpus_per_node": 4}, "cluster.use_gpu is false"),
+        ({"cluster__use_gpu": True}, {"gpus_per_node": 8}, "1 worker of parallel.strategy ddp use 1"),
+        ({"cluster__use_gpu": True, "cluster__num_workers": 8}, {"gpus_per_node": 2, "nodes": 2}, "8 workers use 8"),
+        ({"cluster__num_workers": 4, "cluster__cpus_per_worker": 8}, {"cpus_per_node": 16}, "want 32 CPUs"),
+        ({}, {"secrets": ("hf_abcdefghijklmnopqrstuv",)}, "named, and never written"),
+        ({}, {"secrets": ("HF_TOKEN=x",)}, "named, and never written"),
+        ({}, {"nodes": 1, "max_nodes": 3}, "3 nodes would not be used"),
+    ],
+)
+def test_machines_that_the_run_cannot_use_are_refused(
+    changes: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_spec(small(**changes), Machines(**asked))
+    assert said in str(caught.value)
+    assert caught.value.repair
+    assert "abcdefghij" not in str(caught.value)
+
+
+def test_gpus_are_shared_out_over_machines() -> None:
+    config = small(cluster__use_gpu=True, cluster__num_workers=16, parallel__strategy="fsdp")
+    for asked, expected in [({}, (2, 8)), ({"nodes": 4}, (4, 4)), ({"gpus_per_node": 4}, (4, 4))]:
+        spec = make_spec(config, Machines(**asked))
+        assert (spec.nodes, spec.gpus_per_node) == expected
+    assert "#SBATCH --gpus-per-node=a100:8" in slurm(make_spec(config, Machines(gpu_type="a100")))
+
+
+def test_a_queue_a_limit_and_storage_are_said_where_they_belong() -> None:
+    machines = Machines(
+        queue="team", hours=2, storage="s3://bucket/prepared", claim=None, secrets=("HF_TOKEN", "WANDB")
+    )
+    spec = make_spec(small(), machines)
+    config, job = check_rayjob(rayjob(spec))
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert (job["spec"]["suspend"], job["spec"]["activeDeadlineSeconds"]) == (True, 7200)
+    assert yaml.safe_load(config["data"]["config.yaml"])["prepare"]["dir"] == "s3://bucket/prepared"
+    pod = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+    assert [one["name"] for one in pod["volumes"]] == ["config", "shm"]
+    names = [one["name"] for one in pod["containers"][0]["env"] if "valueFrom" in one]
+    assert names == ["HF_TOKEN", "WANDB"]
+    script = slurm(spec)
+    assert "#SBATCH --partition=team" in script
+    assert "#SBATCH --time=02:00:00" in script
+
+
+def test_no_secret_is_in_any_specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_whoever_submits")
+    spec = make_spec(small(), HOSTS)
+    for write in (rayjob, compose, slurm, ray_cluster, replicas):
+        assert "hf_of_whoever" not in write(spec)
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(STOPPED, True), (0, False), (2, False)])
+def test_the_slurm_script_hands_on_the_signal_and_queues_a_stopped_run_again(
+    code: int, requeued: bool, tmp_path: Path
+) -> None:
+    """With commands in the place of Slurm's, Ray's and finray's that write down how they are called."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    calls = tmp_path / "calls"
+    calls.touch()
+    note = f'echo "$(basename "$0") $*" >> {calls}'
+    wait = f"trap 'echo stopped >> {calls}; exit {code}' TERM\nif [ {code} = {STOPPED} ]; then kill -TERM $PPID; "
+    wait += "for _ in $(seq 600); do sleep 0.1; done; fi"
+    scripts = {
+        "scontrol": f"{note}\nif [ $1 = show ]; then printf 'n1\\nn2\\n'; fi",
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
+        "ray": f'{note}\nif [ "$1" = start ]; then echo "$RAY_AUTH_TOKEN" >> {tmp_path}/tokens; fi',
+        "finray": f"{note}\n{wait}\nexit {code}",
+    }
+    for name, text in scripts.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (commands / name).chmod(0o755)
+    script = tmp_path / "job.sbatch"
+    script.write_text(slurm(make_spec(small(), Machines(shared=str(tmp_path), nodes=2))))
+    env = {"PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=120)
+    said = calls.read_text()
+    assert done.returncode == code, done.stdout + done.stderr
+    assert f"finray train {tmp_path}/runs/jobs/run.yaml" in said
+    assert "--address=n1:20007" in said
+    assert ("scontrol requeue 7" in said) is requeued
+    # Both have one token, and it is on no command line.
+    one, other = (tmp_path / "tokens").read_text().split()
+    assert one == other
+    assert len(one) == 64
+    assert one not in said
+
+
+def test_a_limit_that_is_shorter_than_the_way_to_a_checkpoint_is_warned_of() -> None:
+    said = interval_warning(seconds_per_step=60.0, every_steps=100, hours=1)
+    assert said is not None
+    for part in ("60 min", "100 min between checkpoints", "100 steps of 60.0 s", "checkpoint.every_steps to 55"):
+        assert part in said
+    assert interval_warning(seconds_per_step=60.0, every_steps=50, hours=1) is None
+
+
+def test_the_command_warns_of_a_short_limit_by_the_speed_of_a_gpu(tmp_path: Path) -> None:
+    words = ("jobspec", "llama3-70b-fsdp", "--to", "slurm", "--hours", "0.25", "-o", tmp_path / "job.sbatch")
+    code, out, err = finray(*words, "--gpu", "h100-80gb")
+    assert code == 0, out + err
+    assert "warning: the time limit of 15 min is shorter than the" in err
+    code, _, err = finray(*words, "--step-seconds", "1", "--force")
+    assert code == 0
+    assert "warning" not in err
+
+
+def test_a_model_and_a_data_set_are_enough() -> None:
+    code, out, err = finray("jobspec", "--model", "llama3", "--dataset", "alpaca", "--to", "slurm")
+    assert code == 0, err
+    assert "#SBATCH --job-name=llama3-alpaca" in out
+    assert "name: meta-llama/Llama-3.1-8B-Instruct" in out
+    assert "source: yahma/alpaca-cleaned" in out
+    for model, name in MODELS.items():
+        assert overrides_for(model, None)[0] == name
+        assert name in preset_names()
+    for dataset in DATASETS:
+        load_config("llama3-8b-lora", overrides_for(None, dataset)[1])
+    code, _, err = finray("jobspec", "--model", "lama3")
+    assert code == 2
+    assert "did you mean `llama3`?" in err
+    code, _, err = finray("jobspec", "llama3-8b-lora", "--to", "rayjobs")
+    assert code == 2
+    assert "slurm" in err
+
+
+def test_files_of_this_machine_are_named() -> None:
+    spec = make_spec(small(data__source="data/train.jsonl", model__name="./model"), Machines())
+    assert len(spec.notes) == 2
+    assert all("on every machine" in note for note in spec.notes)
