@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from finray.cli import chat, convert, data, failure, jobspec, look, runs, show
 from finray.cli import config as config_commands
+from finray.cli import serve as serving
 from finray.config.load import suggest_owner
 from finray.config.redact import redact_text
 from finray.errors import ConfigError
@@ -61,6 +62,7 @@ app.command("chat")(show.command(chat.chat))
 app.command("report")(show.command(runs.report))
 app.add_typer(runs.app, name="runs")
 app.command("watch")(show.command(runs.watch))
+app.command("serve")(show.command(serving.serve))
 app.add_typer(data.cache, name="cache")
 
 _INTERRUPTED = 130

@@ -71,6 +71,10 @@ class Sampling:
         """
         if not self.temperature:
             return logits_BV.argmax(-1)
+        return self.draw(logits_BV, [self.uniform(row, step) for row, step in zip(rows, steps, strict=True)])
+
+    def draw(self, logits_BV: torch.Tensor, drawn: Sequence[float]) -> torch.Tensor:
+        """The next token of each row (B, int64) by its number in [0, 1), for a temperature above 0."""
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         unused = torch.empty(0)
@@ -81,7 +85,6 @@ class Sampling:
             scores = TopPLogitsWarper(self.top_p)(unused, scores)
         # The first token at which the distribution function passes the random number.
         below_BV = scores.double().softmax(-1).cumsum(-1)
-        drawn = [self.uniform(row, step) for row, step in zip(rows, steps, strict=True)]
         drawn_B1 = torch.tensor(drawn, dtype=torch.float64, device=scores.device)[:, None] * below_BV[:, -1:]
         return torch.searchsorted(below_BV, drawn_B1, right=True)[:, 0]
 

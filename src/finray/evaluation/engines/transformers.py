@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import transformers
@@ -52,13 +52,15 @@ _ASKS = {
 
 
 @dataclass(slots=True)
-class _Row:
+class Row:
     """A row at work.
 
     Attributes:
         number: of its prompt.
         prompt: token ids.
         room: tokens that its answer may have.
+        sampling: how its tokens are chosen.
+        ends: tokens that end its answer.
         said: tokens of the answer so far.
         is_done: whether it is finished.
     """
@@ -66,6 +68,8 @@ class _Row:
     number: int
     prompt: list[int]
     room: int
+    sampling: Sampling
+    ends: frozenset[int]
     said: list[int] = field(default_factory=list)
     is_done: bool = False
 
@@ -73,6 +77,9 @@ class _Row:
     def length(self) -> int:
         """Tokens so far."""
         return len(self.prompt) + len(self.said)
+
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 class TransformersEngine:
@@ -140,50 +147,60 @@ class TransformersEngine:
         numbers = rows or range(len(prompts))
         check_prompts(prompts, numbers, self.max_length)
         limit = sampling.max_new_tokens
+        rooms = [limit if self.max_length is None else min(limit, self.max_length - len(one)) for one in prompts]
         waiting = [
-            _Row(number, list(prompt), limit if self.max_length is None else min(limit, self.max_length - len(prompt)))
-            for number, prompt in zip(numbers, prompts, strict=True)
+            Row(number, list(prompt), room, sampling, self._ends)
+            for number, prompt, room in zip(numbers, prompts, rooms, strict=True)
         ]
         waiting.sort(key=lambda row: -len(row.prompt))
-        answers = self._in_batches if self._packed is None else self._in_slots
+        answers = self.in_batches if self._packed is None else self._in_slots
         return answers(waiting, sampling, adapter, on_token)
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether rows take turns in slots, and :meth:`step` works; else Transformers' own ``generate`` answers."""
+        return self._packed is not None
+
     @torch.inference_mode()
-    def _in_slots(self, rows: list[_Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
+    def _in_slots(self, rows: list[Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
         """Answers of rows that take turns in slots; the rows at work are always in the first ones."""
-        waiting, working, device = deque(rows), list[_Row](), self.model.device
+        waiting, working, device = deque(rows), list[Row](), self.model.device
         slots, known = self._slots_for(rows, adapter)
         while waiting or working:
-            coming, tokens = list[_Row](), 0
+            coming, tokens = list[Row](), 0
             while waiting and len(working) + len(coming) < slots.count:
                 tokens += len(waiting[0].prompt)
                 if coming and tokens > PASS_TOKENS[device.type]:
                     break
                 coming.append(waiting.popleft())
-            slots.reserve(max(row.length for row in (*working, *coming)))
-            places = [row.length - 1 for row in working]
-            pieces = [(row.said[-1:], place) for row, place in zip(working, places, strict=True)]
-            pieces += [(row.prompt[known:], known) for row in coming]
-            prefills = [Prefill(len(working) + nth, known, len(row.prompt) - known) for nth, row in enumerate(coming)]
-            step = Step(slots, places, prefills, device)
             with self._with(adapter):
-                logits_BV = self._last_logits(Laid.of(pieces, step, device))
+                logits_BV = self.step(slots, working, coming, known)
             working += coming
             if len(rows) == 1:
                 self._kept = slots, [*rows[0].prompt, *rows[0].said], adapter
             for row, token in zip(working, self._choose(logits_BV, working, sampling), strict=True):
-                if (answer := self.take(row, token, sampling, on_token)) is not None:
+                if (answer := self.take(row, token, on_token)) is not None:
                     yield answer
-            place = 0
-            while place < len(working):
-                if not working[place].is_done:
-                    place += 1
-                elif (last := working.pop()) and place < len(working):
-                    working[place] = last
-                    if not last.is_done:
-                        slots.move(len(working), place, last.length - 1)
+            close_gaps(slots, working)
 
-    def _slots_for(self, rows: list[_Row], adapter: bool) -> tuple[Slots, int]:
+    def step(self, slots: Slots, working: Sequence[Row], coming: Sequence[Row], known: int = 0) -> torch.Tensor:
+        """Logits (B, V) of the next token of each row: those at work, which are in the first slots, then new ones.
+
+        Args:
+            slots: of the rows.
+            working: rows whose last token is read.
+            coming: rows whose prompt is read, into the slots behind those.
+            known: tokens of the prompts that are in the slots already.
+        """
+        device = self.model.device
+        slots.reserve(max(row.length for row in (*working, *coming)))
+        places = [row.length - 1 for row in working]
+        pieces = [(row.said[-1:], place) for row, place in zip(working, places, strict=True)]
+        pieces += [(row.prompt[known:], known) for row in coming]
+        prefills = [Prefill(len(working) + nth, known, len(row.prompt) - known) for nth, row in enumerate(coming)]
+        return self._last_logits(Laid.of(pieces, Step(slots, places, prefills, device), device))
+
+    def _slots_for(self, rows: list[Row], adapter: bool) -> tuple[Slots, int]:
         """Slots, and how many tokens of the prompts they know: of a single one after another, the common beginning."""
         kept, self._kept = self._kept, None
         if len(rows) != 1:
@@ -203,40 +220,45 @@ class TransformersEngine:
             return self._packed.head().logits(self._packed.hidden_TH(laid).index_select(0, last_B))
         return self._packed.logits_KV(laid, last_B)
 
-    def _choose(self, logits_BV: torch.Tensor, rows: list[_Row], sampling: Sampling) -> list[int]:
+    def _choose(self, logits_BV: torch.Tensor, rows: list[Row], sampling: Sampling) -> list[int]:
         """The next token of each row."""
+        self.penalise(logits_BV, rows)
+        numbers, steps = [row.number for row in rows], [len(row.said) for row in rows]
+        tokens: list[int] = sampling.choose(logits_BV, numbers, steps).tolist()
+        return tokens
+
+    def penalise(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
+        """Change logits as the repetition penalty of the model's generation config does."""
         if self._penalty != 1.0:
             # As Transformers' RepetitionPenaltyLogitsProcessor.
             for logits_V, row in zip(logits_BV, rows, strict=True):
                 seen = torch.tensor(sorted({*row.prompt, *row.said}), device=logits_V.device)
                 found = logits_V[seen]
                 logits_V[seen] = torch.where(found < 0, found * self._penalty, found / self._penalty)
-        numbers, steps = [row.number for row in rows], [len(row.said) for row in rows]
-        tokens: list[int] = sampling.choose(logits_BV, numbers, steps).tolist()
-        return tokens
 
-    def take(self, row: _Row, token: int, sampling: Sampling, on_token: OnToken) -> Answer | None:
+    def take(self, row: Row, token: int, on_token: OnToken) -> Answer | None:
         """Give a row its next token; the answer, if that ends it."""
-        if token in self._ends:
-            return self._answer(row, sampling, "stop")
+        sampling = row.sampling
+        if token in row.ends:
+            return self._answer(row, "stop")
         row.said.append(token)
         on_token(row.number, token)
         if sampling.stop:
             # A string of n bytes is in the last n tokens, if it has just come.
             recent = self._text(row.said[-max(len(word.encode()) for word in sampling.stop) - 4 :])
             if any(word in recent for word in sampling.stop):
-                return self._answer(row, sampling, "stop")
-        return self._answer(row, sampling, "length") if len(row.said) == row.room else None
+                return self._answer(row, "stop")
+        return self._answer(row, "length") if len(row.said) == row.room else None
 
-    def _answer(self, row: _Row, sampling: Sampling, finish: Literal["stop", "length"]) -> Answer:
+    def _answer(self, row: Row, finish: Literal["stop", "length"]) -> Answer:
         row.is_done = True
-        return Answer(row.number, tuple(row.said), sampling.cut(self._text(row.said)), finish)
+        return Answer(row.number, tuple(row.said), row.sampling.cut(self._text(row.said)), finish)
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     @torch.inference_mode()
-    def _in_batches(self, rows: list[_Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
+    def in_batches(self, rows: list[Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
         """Answers of batches, padded on the left, by Transformers' own ``generate``."""
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
@@ -351,6 +373,18 @@ class TransformersEngine:
         return without
 
 
+def close_gaps(slots: Slots, working: list[AnyRow]) -> None:
+    """Drop the rows that are done, and let the last ones move into their slots."""
+    place = 0
+    while place < len(working):
+        if not working[place].is_done:
+            place += 1
+        elif (last := working.pop()) and place < len(working):
+            working[place] = last
+            if not last.is_done:
+                slots.move(len(working), place, last.length - 1)
+
+
 def _compare(logits_KV: torch.Tensor, tokens_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each token its logarithmic probability, and whether it is the likeliest one."""
     chosen_K = logits_KV.gather(1, tokens_K[:, None])[:, 0]
@@ -360,7 +394,7 @@ def _compare(logits_KV: torch.Tensor, tokens_K: torch.Tensor) -> tuple[torch.Ten
 class _Driver(transformers.LogitsProcessor):  # type: ignore[misc]
     """Chooses tokens inside of Transformers' ``generate``, which is left nothing but greedy search among one."""
 
-    def __init__(self, engine: TransformersEngine, rows: list[_Row], sampling: Sampling, on_token: OnToken) -> None:
+    def __init__(self, engine: TransformersEngine, rows: list[Row], sampling: Sampling, on_token: OnToken) -> None:
         self.answers: list[Answer] = []
         self._engine, self._rows, self._sampling, self._on_token = engine, rows, sampling, on_token
 
@@ -369,7 +403,7 @@ class _Driver(transformers.LogitsProcessor):  # type: ignore[misc]
         chosen_B = self._sampling.choose(scores, numbers, steps)
         for row, token in zip(self._rows, chosen_B.tolist(), strict=True):
             if not row.is_done:
-                answer = self._engine.take(row, token, self._sampling, self._on_token)
+                answer = self._engine.take(row, token, self._on_token)
                 self.answers += [] if answer is None else [answer]
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen_B[:, None], 0.0)
 
@@ -377,7 +411,7 @@ class _Driver(transformers.LogitsProcessor):  # type: ignore[misc]
 class _Done(transformers.StoppingCriteria):  # type: ignore[misc]
     """Tells Transformers' ``generate`` which rows are finished."""
 
-    def __init__(self, rows: list[_Row]) -> None:
+    def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:  # noqa: ARG002

@@ -1,0 +1,259 @@
+"""From a request to the batch and back: prompts as in training, and answers as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finray.data.formats.convert import messages_of, tools_of
+from finray.errors import FinrayError
+from finray.evaluation.engines.sampling import Sampling
+from finray.evaluation.prompts import Prompt
+from finray.serving import protocol
+from finray.serving.batching import Event, Failed, Finished, Job, Piece, TokenLogprob
+from finray.serving.errors import ApiError, of_request
+from finray.serving.models import Models
+from finray.serving.protocol import Answering, ChatRequest, CompletionRequest
+
+# What an answer to a completion has where the request does not say: as OpenAI's.
+_COMPLETION_TOKENS = 16
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of a response, as far as it has come."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: str | None = None
+    tokens: int = 0
+
+
+class Exchange:
+    """One request on its way: its jobs, and their events in the order in which they come.
+
+    Args:
+        models: of the server.
+        request: that was made.
+        loop: that hears of the answers; an exchange may be made in another thread, because prompts take time.
+        max_new_tokens: of an answer to a conversation whose request does not say.
+        draw: makes a seed where the request names none.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        request: ChatRequest | CompletionRequest,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        max_new_tokens: int,
+        draw: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self.served = models.get(request.model)
+        self.request, self._models = request, models
+        self._is_chat = isinstance(request, ChatRequest)
+        self._prompts = self._prompt_ids()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._loop = loop
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        limits = request.max_tokens
+        if isinstance(request, ChatRequest):
+            limits = request.max_completion_tokens or request.max_tokens or max_new_tokens
+        self._sampling = _sampling(request, limits or _COMPLETION_TOKENS, draw)
+        self.jobs = [
+            self._job(number, prompt)
+            for number, prompt in enumerate(one for one in self._prompts for _ in self._copies)
+        ]
+
+    @property
+    def _copies(self) -> range:
+        return range(self.request.n or 1)
+
+    def _prompt_ids(self) -> list[list[int]]:
+        """Token ids of each prompt.
+
+        Raises:
+            ApiError: they cannot be asked of this model, or are too long.
+        """
+        asking, request, limit = self.served.asking, self.request, self._models.max_length
+        try:
+            if isinstance(request, ChatRequest):
+                if asking.raw:
+                    raise ApiError(
+                        400,
+                        f"the model `{self.served.name}` "
+                        + ("was trained without its chat template" if asking.tokenizer.chat_template else "has none")
+                        + " that a conversation needs; ask /v1/completions instead",
+                        param="messages",
+                    )
+                protocol.require_text(request.messages, "messages")
+                messages = tuple(one.plain() for one in messages_of(request.messages, "messages"))
+                tools = () if request.tool_choice == "none" else tools_of(request.tools)
+                found = [asking.ids(Prompt(messages=messages, tools=tools))]
+                param = "messages"
+            else:
+                param, found = "prompt", []
+                for one in request.prompts():
+                    protocol.require_text(one, param)
+                    found.append(self._plain_ids(one) if isinstance(one, str) else list(one))
+        except FinrayError as error:
+            raise of_request(error, "messages" if isinstance(request, ChatRequest) else "prompt") from None
+        words = len(asking.tokenizer)
+        if not found or not all(found):
+            raise ApiError(400, "an empty prompt is nothing to go on from", param=param)
+        if any(not 0 <= token < words for one in found for token in one):
+            raise ApiError(400, f"token ids are from 0 to {words - 1}", param=param)
+        longest = max(map(len, found))
+        if limit is not None and longest >= limit:
+            message = f"the prompt has {longest:,} tokens, and the server reads {limit:,} with the answer; shorten it"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return found
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Token ids of a text, without the chat template."""
+        return [int(one) for one in self.served.asking.tokenizer(text)["input_ids"]]
+
+    def _job(self, number: int, prompt: list[int]) -> Job:
+        limit = self._models.max_length
+        room = self._sampling.max_new_tokens if limit is None else limit - len(prompt)
+        request = self.request
+        top = request.top() if isinstance(request, ChatRequest) else request.logprobs
+        if top is not None and not self._models.engine.has_slots:
+            raise ApiError(400, "this model's answers have no log-probabilities", param="logprobs")
+
+        def tell(event: Event) -> None:
+            # A loop that has ended waits for nothing.
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+
+        return Job(
+            number=number,
+            prompt=prompt,
+            room=min(room, self._sampling.max_new_tokens),
+            sampling=self._sampling,
+            ends=self.served.ends,
+            adapter=self.served.adapter,
+            tokenizer=self.served.asking.tokenizer,
+            tell=tell,
+            top=top,
+        )
+
+    async def _told(self) -> AsyncIterator[tuple[int, Event]]:
+        """Events until every answer has ended.
+
+        Raises:
+            ApiError: an answer failed.
+        """
+        left = len(self.jobs)
+        while left:
+            number, event = await self._events.get()
+            if isinstance(event, Failed):
+                raise ApiError(500, event.message)
+            left -= isinstance(event, Finished)
+            yield number, event
+
+    def submit(self) -> None:
+        """Put the jobs in the queue.
+
+        Raises:
+            ApiError: it is full.
+        """
+        self._models.batcher.submit(self.jobs)
+
+    def drop(self) -> None:
+        """Nobody waits for the answers any more; those that have ended stay as they are."""
+        self._models.batcher.drop([job for job in self.jobs if not job.is_done])
+
+    async def whole(self) -> dict[str, Any]:
+        """The response, when every answer has ended."""
+        choices = [Choice() for _ in self.jobs]
+        async for number, event in self._told():
+            _take(choices[number], event)
+        found = [self._whole_choice(number, one) for number, one in enumerate(choices)]
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return {**self._head(kind), "choices": found, "usage": self._usage(choices)}
+
+    async def stream(self) -> AsyncIterator[str]:
+        """The response as server-sent events, piece by piece; an answer that fails ends it with an error."""
+        request, choices = self.request, [Choice() for _ in self.jobs]
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        options = request.stream_options
+        with_usage = {"usage": None} if options is not None and options.include_usage else {}
+        try:
+            if self._is_chat:
+                for number in range(len(choices)):
+                    first = {"role": "assistant", "content": ""}
+                    yield protocol.event({**self._head(kind), "choices": [_delta(number, first)], **with_usage})
+            async for number, event in self._told():
+                at = len(choices[number].text)
+                _take(choices[number], event)
+                choice = self._chunk_choice(number, event, at)
+                yield protocol.event({**self._head(kind), "choices": [choice], **with_usage})
+        except ApiError as error:
+            yield protocol.event(error.body())
+        else:
+            if with_usage:
+                yield protocol.event({**self._head(kind), "choices": [], "usage": self._usage(choices)})
+        yield protocol.DONE
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self.served.name}
+
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        return protocol.usage(sum(map(len, self._prompts)), sum(one.tokens for one in choices))
+
+    def _whole_choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        logprobs = self._logprobs(choice.logprobs) if self.jobs[number].top is not None else None
+        about = {"index": number, "finish_reason": choice.reason, "logprobs": logprobs}
+        if self._is_chat:
+            return {**about, "message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        return {**about, "text": choice.text}
+
+    def _chunk_choice(self, number: int, event: Event, at: int) -> dict[str, Any]:
+        text = event.text if isinstance(event, Piece) else ""
+        reason = event.reason if isinstance(event, Finished) else None
+        logprobs = self._logprobs(event.logprobs, at) if isinstance(event, Piece) and event.logprobs else None
+        if self._is_chat:
+            return {**_delta(number, {"content": text} if text else {}, reason), "logprobs": logprobs}
+        return {"index": number, "text": text, "finish_reason": reason, "logprobs": logprobs}
+
+    def _logprobs(self, chosen: Sequence[TokenLogprob], at: int = 0) -> dict[str, Any]:
+        tokenizer = self.served.asking.tokenizer
+        if self._is_chat:
+            return protocol.chat_logprobs(tokenizer, chosen)
+        return protocol.completion_logprobs(tokenizer, chosen, at)
+
+
+def _delta(number: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "finish_reason": reason}
+
+
+def _take(choice: Choice, event: Event) -> None:
+    if isinstance(event, Piece):
+        choice.text += event.text
+        choice.logprobs += event.logprobs
+    elif isinstance(event, Finished):
+        choice.reason, choice.tokens = event.reason, event.tokens
+
+
+def _sampling(request: Answering, max_new_tokens: int, draw: Callable[[], int]) -> Sampling:
+    """How the tokens of all answers are chosen; each answer has random numbers of its own, by its index."""
+    temperature = 1.0 if request.temperature is None else request.temperature
+    try:
+        return Sampling(
+            max_new_tokens,
+            temperature,
+            1.0 if request.top_p is None else request.top_p,
+            draw() if request.seed is None else request.seed % 2**63,
+            request.top_k or 0,
+            request.stops(),
+        )
+    except FinrayError as error:
+        param = (error.where or "").removeprefix("--").replace("-", "_")
+        raise ApiError(400, f"{param}: {error.message}; {error.repair}", param=param) from None

@@ -1,0 +1,112 @@
+"""A classifier that answers requests: labels with their probabilities."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finray.config.schema import ModelConfig
+from finray.evaluation.artifacts import inference_device, inference_dtype
+from finray.evaluation.classify import Classification, classify
+from finray.models.artifacts import load_artifact
+from finray.models.packing_check import check_packing
+from finray.pretrained.tokenizers import load_tokenizer
+from finray.serving import protocol
+from finray.serving.errors import ApiError
+from finray.serving.models import Found, Settings
+from finray.serving.protocol import ClassifyRequest
+
+# Texts of one request.
+MAX_TEXTS = 1024
+
+
+class Classifier:
+    """The model of a server that labels.
+
+    Args:
+        settings: of the server.
+        found: what is served.
+        clock: seconds since 1970.
+
+    Raises:
+        FinrayError: it cannot be loaded.
+    """
+
+    def __init__(self, settings: Settings, found: Found, clock: Callable[[], float] = time.time) -> None:
+        device = inference_device()
+        self.name, self._source, self._created = found.name, settings.model, int(clock())
+        self._labels = found.artifact.labels
+        self._packs = check_packing(found.artifact.model).safe
+        self._model = load_artifact(found.artifact, dtype=inference_dtype(None, device)).to(device)
+        self._tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
+        inner = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
+        limits = (settings.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None))
+        self.max_length: int | None = min((one for one in limits if one), default=None)
+        self._max_queue, self._lock, self._waiting = settings.max_queue, threading.Lock(), 0
+        self._counting = threading.Lock()
+
+    def counts(self) -> tuple[int, int]:
+        """(requests at work, requests that wait)."""
+        with self._counting:
+            return min(self._waiting, 1), max(0, self._waiting - 1)
+
+    def document(self) -> dict[str, Any]:
+        """As `/v1/models` has it."""
+        about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "finray"}
+        return {**about, "root": Path(self._source).name, "parent": None, "max_model_len": self.max_length}
+
+    def answer(self, request: ClassifyRequest) -> dict[str, Any]:
+        """The response; one request at a time is at work.
+
+        Raises:
+            ApiError: there is no such model, a text is empty or too long, or too many requests wait.
+        """
+        if request.model != self.name:
+            message = f"the model `{request.model[:80]}` does not exist; there are: {self.name}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        with self._counting:
+            if self._waiting > self._max_queue:
+                raise ApiError(429, "too many requests are waiting; try again", code="queue_full", retry_after=1)
+            self._waiting += 1
+        try:
+            rows = self._rows(request)
+            with self._lock:
+                said = classify(self._model, rows, packs=self._packs, labels=self._labels)
+        finally:
+            with self._counting:
+                self._waiting -= 1
+        data = [_choice(number, one, said.labels.names) for number, one in enumerate(said.predictions)]
+        tokens = sum(len(ids) for ids, _ in rows)
+        return {"object": "list", "model": self.name, "data": data, "usage": protocol.usage(tokens, 0)}
+
+    def _rows(self, request: ClassifyRequest) -> list[tuple[Any, Any]]:
+        inputs = [request.input] if isinstance(request.input, str) else request.input
+        if not 1 <= len(inputs) <= MAX_TEXTS:
+            raise ApiError(400, f"input takes 1 to {MAX_TEXTS} texts, and has {len(inputs)}", param="input")
+        rows = []
+        for number, one in enumerate(inputs):
+            texts = (one,) if isinstance(one, str) else tuple(one)
+            if len(texts) > 2 or not any(texts):
+                raise ApiError(400, f"input[{number}] is no text, and no pair of texts", param="input")
+            protocol.require_text(list(texts), "input")
+            encoded = self._tokenizer(*texts)
+            ids = encoded["input_ids"]
+            if self.max_length is not None and len(ids) > self.max_length:
+                message = (
+                    f"input[{number}] has {len(ids):,} tokens, and the model reads {self.max_length:,}; shorten it"
+                )
+                raise ApiError(400, message, param="input", code="context_length_exceeded")
+            types = encoded.get("token_type_ids") or [0] * len(ids)
+            rows.append((np.asarray(ids), np.asarray(types)))
+        return rows
+
+
+def _choice(number: int, said: Classification, names: Sequence[str]) -> dict[str, Any]:
+    label = list(said.label) if isinstance(said.label, tuple) else said.label
+    probabilities = dict(zip(names, said.probabilities, strict=False)) if said.probabilities else None
+    return {"index": number, "label": label, "probabilities": probabilities}

@@ -1,0 +1,308 @@
+"""What a server serves: models by name, all on one base, each asked as it was trained."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finray.checkpoint.rundir import CONFIG_FILE, FINAL
+from finray.config.schema import ModelConfig
+from finray.config.tasks import CAUSAL_LM, SPECS
+from finray.errors import ConfigError, ModelError
+from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
+from finray.evaluation.engines.sampling import end_tokens
+from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.generate import Asking
+from finray.models.artifacts import Artifact, load_artifact
+from finray.models.loading import load_model
+from finray.models.many_adapters import ManyAdapters, PlainLora, read_plain_lora
+from finray.pretrained.tokenizers import load_tokenizer
+from finray.serving.batching import Batcher
+from finray.serving.errors import ApiError
+
+# What the base model of an adapter is called.
+BASE = "base"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What `finray serve` was told.
+
+    Attributes:
+        model: run, checkpoint or model directory, or a Hub id.
+        name: that it is served under; None for that of its directory.
+        adapters: names of further adapters, with their directories.
+        base: overrides the base model of adapters.
+        slots: rows at work at the same time, at most.
+        max_queue: rows that wait for a slot, at most.
+        max_length: most tokens of a prompt and its answer; None for what the model reads.
+        max_new_tokens: of an answer to a conversation whose request does not say.
+        key_env: environment variable with the API key; None for none.
+        may_change: whether adapters may come and go while it runs.
+    """
+
+    model: str
+    name: str | None = None
+    adapters: tuple[tuple[str, str], ...] = ()
+    base: str | None = None
+    slots: int = 32
+    max_queue: int = 256
+    max_length: int | None = None
+    max_new_tokens: int = 512
+    key_env: str | None = None
+    may_change: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that answers.
+
+    Attributes:
+        name: that requests ask for.
+        source: where it is from.
+        asking: how it is asked.
+        ends: tokens that end its answers.
+        adapter: that takes part; None for the base model.
+        created: seconds since 1970.
+    """
+
+    name: str
+    source: str
+    asking: Asking
+    ends: frozenset[int]
+    adapter: PlainLora | None
+    created: int
+
+    def document(self, max_length: int | None) -> dict[str, Any]:
+        """As `/v1/models` has it; of a path its last part alone."""
+        about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "finray"}
+        parent = None if self.adapter is None else BASE
+        return {**about, "root": Path(self.source).name, "parent": parent, "max_model_len": max_length}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is to be served, looked at before a weight is read.
+
+    Attributes:
+        name: of the model.
+        artifact: its weights.
+        is_classifier: whether it labels and does not answer.
+        adapters: the further ones.
+    """
+
+    name: str
+    artifact: Artifact
+    is_classifier: bool
+    adapters: tuple[tuple[str, Artifact], ...]
+
+
+def find(settings: Settings) -> Found:
+    """Look at everything that is to be served.
+
+    Raises:
+        FinrayError: something is missing, half-written or damaged, or does not go together.
+    """
+    artifact = artifact_of(settings.model, base=settings.base)
+    name = checked_name(settings.name or name_of(settings.model))
+    task = artifact.model.task
+    is_classifier = task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class
+    if is_classifier and settings.adapters:
+        raise ConfigError(
+            "a classifier is served alone", where="--adapter", repair="serve each classifier by a server of its own"
+        )
+    if not is_classifier:
+        Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))))
+    names, adapters = {name, BASE}, list[tuple[str, Artifact]]()
+    for given, path in settings.adapters:
+        if checked_name(given) in names:
+            raise ConfigError(f"there are two models `{given}`", where="--adapter", repair="give each its own name")
+        names.add(given)
+        adapters.append((given, find_adapter(path, of=artifact.model, base=settings.base)))
+    return Found(name, artifact, is_classifier, tuple(adapters))
+
+
+def find_adapter(path: str, *, of: ModelConfig, base: str | None) -> Artifact:
+    """An adapter's directory, which must name the base model that is served.
+
+    Raises:
+        FinrayError: it is missing or damaged, no adapter, or one of another base.
+    """
+    found = artifact_of(path, base=None)
+    if found.base is None:
+        raise ModelError("is a whole model and no adapter", where=path, repair="serve it by a server of its own")
+    if base is None and _place(found.base) != _place(of):
+        raise ModelError(
+            f"the adapter is of another base model: it was trained on {found.base.name}, and {of.name} is served",
+            where=path,
+            repair="serve it with its own base; --base says that a model under another name is the same one",
+        )
+    return found
+
+
+def _place(model: ModelConfig) -> tuple[str, str | None, tuple[str, ...]]:
+    path = Path(model.name).expanduser()
+    return str(path.resolve()) if path.exists() else model.name, model.revision, tuple(model.new_tokens)
+
+
+def name_of(model: str) -> str:
+    """What a run, checkpoint or model directory, or a Hub id, is called."""
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        return model
+    path = path.resolve()
+    if path.name == FINAL and (path.parent / CONFIG_FILE).exists():
+        path = path.parent
+    return re.sub(r"[^A-Za-z0-9._:/-]", "-", path.name).lstrip("._:/-") or "model"
+
+
+def checked_name(name: str) -> str:
+    """The name, which clients put into paths.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"`{name[:80]}` cannot be the name of a model",
+            where="--adapter",
+            repair="take up to 128 letters, digits, dots, dashes, underscores, colons and slashes",
+        )
+    return name
+
+
+class Models:
+    """The models of a server that answers: one engine, one batch, and who takes part in it by name.
+
+    Args:
+        settings: of the server.
+        found: what is served, by :func:`find`.
+        tell: is told in one line what a user should know.
+        clock: seconds since 1970.
+
+    Raises:
+        FinrayError: something cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        found: Found,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings, self._clock = settings, clock
+        self._artifact, self._base = found.artifact, found.artifact.model
+        lora = self._shared_lora(found, tell)
+        device = inference_device()
+        dtype = inference_dtype(None, device)
+        if found.artifact.is_adapter and lora is None:
+            self._model = load_artifact(found.artifact, dtype=dtype).merge_and_unload().to(device).eval()
+        else:
+            self._model = load_model(self._base, dtype=dtype).to(device).eval()
+        tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
+        self.engine = TransformersEngine.of(self._model, tokenizer, batch_size=settings.slots, tell=tell)
+        self._adapters = ManyAdapters(self._model)
+        limits = [one for one in (settings.max_length, self.engine.max_length) if one is not None]
+        self.max_length = min(limits, default=None)
+        self.batcher = Batcher(self.engine, self._adapters, slots=settings.slots, max_queue=settings.max_queue)
+        self._changes = threading.Lock()
+        self._is_open = lora is not None or not found.artifact.is_adapter
+        self._served: Mapping[str, Served] = {}
+        placed = None if lora is None else self._adapters.placed(lora)
+        self._put(self._made(found.name, settings.model, found.artifact, tokenizer, placed))
+        if lora is not None:
+            base = artifact_of(self._base.name)
+            self._put(self._made(BASE, self._base.name, base, load_tokenizer(self._base), None))
+        for name, artifact in found.adapters:
+            lora = read_plain_lora(artifact.folder, self._base)
+            self._put(self._adapter(name, artifact, self._adapters.placed(lora)))
+
+    def _shared_lora(self, found: Found, tell: Callable[[str], None]) -> PlainLora | None:
+        """The model's own adapter, if it may be beside others."""
+        if not found.artifact.is_adapter:
+            return None
+        try:
+            return read_plain_lora(found.artifact.folder, self._base)
+        except ModelError as error:
+            if found.adapters or "more than LoRA" not in error.message:
+                raise
+            tell(f"the adapter is merged into its base model, and served alone: {error.message}")
+            return None
+
+    def _made(self, name: str, source: str, artifact: Artifact, tokenizer: Any, adapter: PlainLora | None) -> Served:
+        ends = end_tokens(tokenizer, self._model.generation_config)
+        return Served(name, source, Asking.of(artifact, tokenizer), ends, adapter, int(self._clock()))
+
+    def _adapter(self, name: str, artifact: Artifact, placed: PlainLora) -> Served:
+        tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
+        return self._made(name, str(artifact.folder), artifact, tokenizer, placed)
+
+    def _put(self, one: Served) -> None:
+        # A new mapping each time: requests read it without a lock.
+        self._served = {**self._served, one.name: one}
+
+    def names(self) -> list[str]:
+        """What may be asked for."""
+        return list(self._served)
+
+    def all(self) -> list[Served]:
+        """The models, in the order in which they came."""
+        return list(self._served.values())
+
+    def get(self, name: str) -> Served:
+        """A model by name.
+
+        Raises:
+            ApiError: there is none; the message lists those that there are.
+        """
+        found = self._served.get(name)
+        if found is None:
+            known = ", ".join(self._served)
+            message = f"the model `{name[:80]}` does not exist; there are: {known}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return found
+
+    def add(self, name: str, path: str) -> Served:
+        """Serve another adapter from now on.
+
+        Raises:
+            FinrayError: it cannot be loaded, or does not fit the base model.
+            ApiError: the name is taken, or this server takes no adapters.
+        """
+        checked_name(name)
+        with self._changes:
+            self._require_open()
+            if name in self._served or name == BASE:
+                raise ApiError(409, f"there is a model `{name}` already; remove it first", param="name")
+            artifact = find_adapter(path, of=self._base, base=self._settings.base)
+            lora = read_plain_lora(artifact.folder, self._base)
+            placed = self.batcher.call(lambda: self._adapters.placed(lora)).result()
+            made = self._adapter(name, artifact, placed)
+            self._put(made)
+            return made
+
+    def remove(self, name: str) -> None:
+        """Serve an adapter no longer; answers that have begun come to their end.
+
+        Raises:
+            ApiError: there is none of that name, or it is not to be removed.
+        """
+        with self._changes:
+            self._require_open()
+            if self.get(name).adapter is None or name == next(iter(self._served)):
+                raise ApiError(403, f"`{name}` is served as long as the server runs", param="name")
+            self._served = {one: model for one, model in self._served.items() if one != name}
+
+    def _require_open(self) -> None:
+        if not self._settings.may_change:
+            message = "adapters may change only where the server asks for an API key, or listens on this machine alone"
+            raise ApiError(403, message)
+        if not self._is_open:
+            raise ApiError(403, "the model's own adapter is merged into it, so no other can be added")

@@ -1,0 +1,216 @@
+"""What OpenAI's clients send and read: requests, checked, and the documents of answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from finray.config.schema import NO_TEXT
+from finray.serving.batching import TokenLogprob
+from finray.serving.errors import ApiError
+
+# Bytes of a request. Longer ones are refused before they are read.
+MAX_BODY = 2**20
+DONE = "data: [DONE]\n\n"
+
+
+class Request(BaseModel):
+    """A request; fields that are not known are refused, so that none is passed over in silence."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Format(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+
+
+class Answering(Request):
+    """What requests for answers have in common."""
+
+    n: int | None = Field(None, ge=1, le=64)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: _Options | None = None
+    # Those that change answers, with the values that change nothing.
+    frequency_penalty: Literal[0] | float | None = Field(None, ge=0, le=0)
+    presence_penalty: Literal[0] | float | None = Field(None, ge=0, le=0)
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    # Notes of the client's own.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def stops(self) -> tuple[str, ...]:
+        """Strings before which an answer ends."""
+        found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(found) > 16 or not all(found) or any(len(one) > 256 for one in found):
+            raise ApiError(400, "stop takes up to 16 strings of 1 to 256 characters", param="stop")
+        return found
+
+
+class ChatRequest(Answering):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: _Format | None = None
+
+    def top(self) -> int | None:
+        """Likeliest tokens that are asked for; None for no probabilities."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(Answering):
+    """The body of `/v1/completions`; a prompt is text or token ids, or a list of either."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(union_mode="left_to_right")
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: Literal[False] | None = None
+    suffix: Literal[""] | None = None
+    best_of: Literal[1] | None = None
+
+    def prompts(self) -> Sequence[str | list[int]]:
+        """Each prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [one for one in self.prompt if isinstance(one, int)]
+        return [tokens] if tokens else [one for one in self.prompt if not isinstance(one, int)]
+
+
+class ClassifyRequest(Request):
+    """The body of `/v1/classify`; an input is a text, or a pair of them."""
+
+    input: str | list[str | tuple[str, str] | list[str]]
+    user: str | None = None
+
+
+class AdapterRequest(BaseModel):
+    """The body of a POST to `/v1/adapters`; vLLM's names are known, too."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    name: str = Field(alias="lora_name")
+    path: str = Field(alias="lora_path")
+
+
+class RemovalRequest(BaseModel):
+    """The body of `/v1/unload_lora_adapter`."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    lora_name: str
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse(kind: type[Body], body: bytes) -> Body:
+    """A request's body.
+
+    Raises:
+        ApiError: it is no JSON, or not what the endpoint takes.
+    """
+    try:
+        plain = json.loads(body)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON that can be read") from None
+    if not isinstance(plain, Mapping):
+        raise ApiError(400, "the body is no JSON object")
+    try:
+        # JSON mode: a list may stand for a tuple.
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        names = [str(one) for one in first["loc"]]
+        param = names[0] if names else None
+        if first["type"] == "extra_forbidden":
+            raise ApiError(400, f"`{'.'.join(names)}` is not supported", param=param, code="unsupported") from None
+        raise ApiError(400, f"{'.'.join(names) or 'the body'}: {first['msg']}", param=param) from None
+
+
+def event(document: Mapping[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """How many tokens were read and written."""
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
+def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """As a chat's choice has them."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = _text(tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+
+    content = [
+        {**one(each.token, each.logprob), "top_logprobs": [one(*other) for other in each.top]} for each in chosen
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob], at: int = 0) -> dict[str, Any]:
+    """As a completion's choice has them; ``at`` is where the text of the first token begins."""
+    texts, offsets = [_text(tokenizer, one.token) for one in chosen], list[int]()
+    for text in texts:
+        offsets.append(at)
+        at += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [one.logprob for one in chosen],
+        "top_logprobs": [{_text(tokenizer, token): logprob for token, logprob in one.top} for one in chosen],
+        "text_offset": offsets,
+    }
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    return str(tokenizer.decode([token]))
+
+
+def require_text(value: Any, param: str) -> None:
+    """Refuse characters that are no text (half of a surrogate pair) anywhere in a request.
+
+    Raises:
+        ApiError: there is one.
+    """
+    if isinstance(value, str):
+        if (odd := NO_TEXT.search(value)) is not None:
+            raise ApiError(400, f"U+{ord(odd[0]):04X} is no text; leave that character out", param=param)
+    elif isinstance(value, dict):
+        for one in (*value, *value.values()):
+            require_text(one, param)
+    elif isinstance(value, list):
+        for one in value:
+            require_text(one, param)

@@ -1,0 +1,277 @@
+"""The server without what carries it: models, the thread of their batch, and the web application around them."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from finray.config.environment import set_default
+from finray.errors import FinrayError
+from finray.serving import protocol
+from finray.serving.answering import Exchange
+from finray.serving.classifier import Classifier
+from finray.serving.errors import ApiError, of_request, of_server
+from finray.serving.models import Models, Settings, find
+from finray.serving.protocol import (
+    AdapterRequest,
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    RemovalRequest,
+)
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.05
+
+
+class Server:
+    """What answers requests.
+
+    Args:
+        settings: what `finray serve` was told.
+        tell: is told in one line what a user should know.
+
+    Raises:
+        FinrayError: something cannot be loaded.
+    """
+
+    def __init__(self, settings: Settings, tell: Callable[[str], None]) -> None:
+        set_default("TOKENIZERS_PARALLELISM", "false")
+        self._settings, self._requests, self._is_stopping = settings, 0, False
+        self._key = os.environ[settings.key_env].encode() if settings.key_env else None
+        found = find(settings)
+        self._classifier = Classifier(settings, found) if found.is_classifier else None
+        self._models = None if found.is_classifier else Models(settings, found, tell)
+        self._thread = threading.Thread(target=self._work, name="finray-batch", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        if self._models is not None:
+            self._models.batcher.run()
+
+    def names(self) -> list[str]:
+        """The models that are served."""
+        return [self._classifier.name] if self._classifier is not None else self._answers().names()
+
+    def _answers(self) -> Models:
+        if self._models is None:
+            raise ApiError(404, f"`{self.names()[0]}` is a classifier: ask /v1/classify")
+        return self._models
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests, and wait for those that are there, for so long at most; whether all ended."""
+        self._is_stopping = True
+        end = time.monotonic() + seconds
+        while self._requests and time.monotonic() < end:
+            await asyncio.sleep(_POLL_S)
+        ended = not self._requests
+        if self._models is not None:
+            self._models.batcher.close()
+        return ended
+
+    def app(self) -> ASGIApp:
+        """The web application."""
+        post, get = ["POST"], ["GET"]
+        routes = [
+            Route("/health", self._health, methods=get),
+            Route("/ready", self._ready, methods=get),
+            Route("/v1/models", self._list, methods=get),
+            Route("/v1/models/{name:path}", self._one, methods=get),
+            Route("/v1/chat/completions", self._chat, methods=post),
+            Route("/v1/completions", self._complete, methods=post),
+            Route("/v1/classify", self._classify, methods=post),
+            Route("/v1/adapters", self._list_adapters, methods=get),
+            Route("/v1/adapters", self._add, methods=post),
+            Route("/v1/load_lora_adapter", self._add, methods=post),
+            Route("/v1/adapters/{name:path}", self._remove, methods=["DELETE"]),
+            Route("/v1/unload_lora_adapter", self._remove, methods=post),
+        ]
+        handlers: dict[Any, Any] = {ApiError: _refuse, HTTPException: _refuse_route, Exception: _fail}
+        inner = Starlette(routes=routes, exception_handlers=handlers)
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or not scope["path"].startswith("/v1"):
+                await inner(scope, receive, send)
+                return
+            if (refusal := self._refusal(Request(scope))) is not None:
+                await _document(refusal)(scope, receive, send)
+                return
+            self._requests += 1
+            try:
+                await inner(scope, receive, send)
+            finally:
+                self._requests -= 1
+
+        return counted
+
+    def _refusal(self, request: Request) -> ApiError | None:
+        """Why a request is not looked at any further."""
+        if self._key is not None:
+            kind, _, shown = request.headers.get("authorization", "").partition(" ")
+            # In a time that does not depend on how much of it is right.
+            if not (hmac.compare_digest(shown.strip().encode(), self._key) and kind.lower() == "bearer"):
+                message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+                return ApiError(401, message, code="invalid_api_key")
+        if self._is_stopping:
+            return ApiError(503, "the server is about to stop", retry_after=5)
+        # A page of another site may send text to this machine, but no JSON without asking first.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            return ApiError(415, "send the body as application/json")
+        return None
+
+    async def _health(self, request: Request) -> Response:  # noqa: ARG002
+        counts = self._classifier.counts() if self._classifier is not None else self._answers().batcher.counts()
+        alive = self._thread.is_alive() or self._classifier is not None
+        content = {"status": "ok" if alive else "failed", "running": counts[0], "waiting": counts[1]}
+        return JSONResponse(content, 200 if alive else 500)
+
+    async def _ready(self, request: Request) -> Response:
+        if self._is_stopping:
+            return JSONResponse({"status": "stopping"}, 503)
+        return await self._health(request)
+
+    async def _list(self, request: Request) -> Response:  # noqa: ARG002
+        return JSONResponse({"object": "list", "data": self._documents()})
+
+    async def _one(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        for one in self._documents():
+            if one["id"] == name:
+                return JSONResponse(one)
+        known = ", ".join(self.names())
+        raise ApiError(404, f"the model `{name[:80]}` does not exist; there are: {known}", code="model_not_found")
+
+    def _documents(self) -> list[dict[str, Any]]:
+        if self._models is None:
+            assert self._classifier is not None
+            return [self._classifier.document()]
+        return [one.document(self._models.max_length) for one in self._models.all()]
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, ChatRequest)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, CompletionRequest)
+
+    async def _answer(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
+        models = self._answers()
+        asked = protocol.parse(kind, await _body(request))
+        options: Any = {"loop": asyncio.get_running_loop(), "max_new_tokens": self._settings.max_new_tokens}
+        exchange = await asyncio.to_thread(lambda: Exchange(models, asked, **options))
+        exchange.submit()
+        if asked.stream:
+            return _Events(exchange)
+        try:
+            return JSONResponse(await _unless_gone(request, exchange.whole()))
+        finally:
+            exchange.drop()
+
+    async def _classify(self, request: Request) -> Response:
+        if self._classifier is None:
+            raise ApiError(404, "no classifier is served here: ask /v1/chat/completions or /v1/completions")
+        asked = protocol.parse(ClassifyRequest, await _body(request))
+        return JSONResponse(await asyncio.to_thread(self._classifier.answer, asked))
+
+    async def _list_adapters(self, request: Request) -> Response:  # noqa: ARG002
+        models = self._answers()
+        found = [one.document(models.max_length) for one in models.all() if one.adapter is not None]
+        return JSONResponse({"object": "list", "data": found})
+
+    async def _add(self, request: Request) -> Response:
+        models = self._answers()
+        asked = protocol.parse(AdapterRequest, await _body(request))
+        try:
+            made = await asyncio.to_thread(models.add, asked.name, asked.path)
+        except FinrayError as error:
+            raise of_request(error, "path") from None
+        return JSONResponse(made.document(models.max_length))
+
+    async def _remove(self, request: Request) -> Response:
+        name = request.path_params.get("name")
+        if name is None:
+            name = protocol.parse(RemovalRequest, await _body(request)).lora_name
+        await asyncio.to_thread(self._answers().remove, name)
+        return JSONResponse({"id": name, "object": "model", "deleted": True})
+
+
+class _Events(StreamingResponse):
+    """An answer piece by piece; whatever ends it, its rows are free."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(exchange.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._exchange.drop()
+
+
+async def _body(request: Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too long.
+    """
+    found = bytearray()
+    async for chunk in request.stream():
+        found += chunk
+        if len(found) > protocol.MAX_BODY:
+            raise ApiError(413, f"the request has more than {protocol.MAX_BODY:,} bytes; shorten it")
+    return bytes(found)
+
+
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """What is waited for, as long as the client waits for it.
+
+    Raises:
+        ApiError: it does not.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waits: list[asyncio.Task[Any]] = [asyncio.ensure_future(answer), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not waits[0].done():
+            raise ApiError(499, "the client has gone away")
+        found: dict[str, Any] = waits[0].result()
+        return found
+    finally:
+        for one in waits:
+            one.cancel()
+
+
+def _document(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers())
+
+
+async def _refuse(request: Request, error: ApiError) -> Response:  # noqa: ARG001
+    return _document(error)
+
+
+async def _refuse_route(request: Request, error: HTTPException) -> Response:
+    what = f"{request.method} {request.url.path[:120]}"
+    return _document(ApiError(error.status_code, f"there is no {what}; `finray serve` answers at /v1"))
+
+
+async def _fail(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    logger.error("a request failed", exc_info=error)
+    return _document(ApiError(500, of_server(error)))
