@@ -10,6 +10,12 @@ from finray.cli import show
 from finray.errors import ConfigError
 
 
+def _dtype(name: str | None) -> str | None:
+    if name not in (None, "fp32", "bf16"):
+        raise ConfigError(f"weights cannot be held as `{name}`", where="--dtype", repair="use fp32 or bf16")
+    return name
+
+
 def serve(
     model: Annotated[str, typer.Argument(help="Run, checkpoint or model directory, or a Hub id.", show_default=False)],
     adapters: Annotated[
@@ -32,6 +38,9 @@ def serve(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of a chat's answer where the request does not say.")
     ] = 512,
+    dtype: Annotated[
+        str | None, typer.Option(callback=_dtype, help="Of the weights: fp32 or bf16 (default: what is fast here).")
+    ] = None,
     grace: Annotated[
         float, typer.Option(min=0, max=3600, help="Seconds that answers have to come to their end after Ctrl-C.")
     ] = 10.0,
@@ -60,6 +69,7 @@ def serve(
         max_queue=max_queue,
         max_length=max_length,
         max_new_tokens=max_new_tokens,
+        dtype=dtype,
         key_env=api_key_env,
         may_change=may_change,
     )

@@ -125,7 +125,7 @@ def _serve(
             repair="FINRAY_VERBOSE=1 shows what its processes print",
         ) from None
     finally:
-        ray_serve.shutdown()
+        # Its processes end with their Ray.
         signals.take_back()
 
 

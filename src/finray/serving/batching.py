@@ -175,6 +175,7 @@ class Batcher:
                 self._wake.wait(min(left, 0.1))
             return not (self._working or self._waiting)
 
+    @torch.inference_mode()
     def advance(self) -> None:
         """One step, after what was asked for between steps."""
         while True:
@@ -221,7 +222,6 @@ class Batcher:
                 self._working.append(self._waiting.popleft())
             return list(self._working)
 
-    @torch.inference_mode()
     def _step(self, jobs: Sequence[Job]) -> None:
         working = [job for job in jobs if job.said]
         coming = [job for job in jobs if not job.said]
@@ -271,7 +271,6 @@ class Batcher:
         if answer is not None:
             job.tell(Finished(answer.finish, len(job.said)))
 
-    @torch.inference_mode()
     def _alone(self, job: Job) -> None:
         """All of a row whose model cannot share a step, by Transformers' own ``generate``."""
 

@@ -14,6 +14,7 @@ from finray.config.schema import ModelConfig
 from finray.evaluation.artifacts import inference_device, inference_dtype
 from finray.evaluation.classify import Classification, classify
 from finray.models.artifacts import load_artifact
+from finray.models.loading import DTYPES
 from finray.models.packing_check import check_packing
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.serving import protocol
@@ -42,7 +43,8 @@ class Classifier:
         self.name, self._source, self._created = found.name, settings.model, int(clock())
         self._labels = found.artifact.labels
         self._packs = check_packing(found.artifact.model).safe
-        self._model = load_artifact(found.artifact, dtype=inference_dtype(None, device)).to(device)
+        dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
+        self._model = load_artifact(found.artifact, dtype=dtype).to(device)
         self._tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
         inner = self._model.get_base_model() if hasattr(self._model, "get_base_model") else self._model
         limits = (settings.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None))

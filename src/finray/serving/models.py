@@ -15,11 +15,11 @@ from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ConfigError, ModelError
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
-from finray.evaluation.engines.sampling import end_tokens
+from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.generate import Asking
 from finray.models.artifacts import Artifact, load_artifact
-from finray.models.loading import load_model
+from finray.models.loading import DTYPES, load_model
 from finray.models.many_adapters import ManyAdapters, PlainLora, read_plain_lora
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.serving.batching import Batcher
@@ -43,6 +43,7 @@ class Settings:
         max_queue: rows that wait for a slot, at most.
         max_length: most tokens of a prompt and its answer; None for what the model reads.
         max_new_tokens: of an answer to a conversation whose request does not say.
+        dtype: of weights and arithmetic: fp32 or bf16; None for that of inference on this machine.
         key_env: environment variable with the API key; None for none.
         may_change: whether adapters may come and go while it runs.
     """
@@ -55,6 +56,7 @@ class Settings:
     max_queue: int = 256
     max_length: int | None = None
     max_new_tokens: int = 512
+    dtype: str | None = None
     key_env: str | None = None
     may_change: bool = True
 
@@ -201,7 +203,7 @@ class Models:
         self._artifact, self._base = found.artifact, found.artifact.model
         lora = self._shared_lora(found, tell)
         device = inference_device()
-        dtype = inference_dtype(None, device)
+        dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
         if found.artifact.is_adapter and lora is None:
             self._model = load_artifact(found.artifact, dtype=dtype).merge_and_unload().to(device).eval()
         else:
@@ -209,6 +211,9 @@ class Models:
         tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
         self.engine = TransformersEngine.of(self._model, tokenizer, batch_size=settings.slots, tell=tell)
         self._adapters = ManyAdapters(self._model)
+        if self.engine.has_slots:
+            # The head is compared with the model's own at the first step, which must be one without adapters.
+            list(self.engine.generate([[0]], Sampling(1)))
         limits = [one for one in (settings.max_length, self.engine.max_length) if one is not None]
         self.max_length = min(limits, default=None)
         self.batcher = Batcher(self.engine, self._adapters, slots=settings.slots, max_queue=settings.max_queue)

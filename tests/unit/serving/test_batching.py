@@ -1,0 +1,301 @@
+"""The batch that all requests share: each row gets what it would get alone, whoever is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finray.config.schema import ModelConfig
+from finray.errors import ConfigError, ModelError
+from finray.evaluation.engines import Sampling
+from finray.evaluation.engines.transformers import TransformersEngine
+from finray.models.many_adapters import ManyAdapters, read_plain_lora
+from finray.serving import batching
+from finray.serving.batching import Event, Failed, Finished, Job, Piece
+from finray.serving.errors import ApiError
+from finray.serving.models import Models, Settings, find
+from tests.support import served, tiny
+
+PROMPTS = [[5, 9, 17, 33], [7], list(range(40, 61)), [12, 13, 14, 200, 201], [99, 98]]
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    return served.save_adapters(tmp_path_factory.mktemp("served"), tokenizer)
+
+
+def models_of(folder: Path, *names: str, slots: int = 4, max_queue: int = 20, **options: Any) -> Models:
+    adapters = tuple((name, str(folder / name)) for name in names)
+    settings = Settings(
+        str(folder / "base"), adapters=adapters, slots=slots, max_queue=max_queue, dtype="fp32", **options
+    )
+    return Models(settings, find(settings), lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> Models:
+    return models_of(folder, *served.TARGETS)
+
+
+class Heard:
+    """A job and what is told of it."""
+
+    def __init__(self, models: Models, name: str, prompt: list[int], sampling: Sampling, **options: Any) -> None:
+        self.events: list[Event] = []
+        one = models.get(name)
+        self.job = Job(
+            number=0,
+            prompt=list(prompt),
+            room=sampling.max_new_tokens,
+            sampling=sampling,
+            ends=frozenset(),
+            adapter=one.adapter,
+            tokenizer=one.asking.tokenizer,
+            tell=self.events.append,
+            **options,
+        )
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], Finished | Failed)
+
+    @property
+    def text(self) -> str:
+        return "".join(one.text for one in self.events if isinstance(one, Piece))
+
+
+def work(models: Models, until: Callable[[], bool], most: int = 500) -> None:
+    for _ in range(most):
+        if until():
+            return
+        models.batcher.advance()
+    raise AssertionError("it does not come to an end")
+
+
+def all_answers(models: Models, folder: Path) -> tuple[list[Heard], list[list[int]]]:
+    """Every prompt asked of the base and every adapter, coming one after the other; and what is right."""
+    asked = [(name, prompt) for prompt in PROMPTS for name in ("base", *served.TARGETS)]
+    heard, right = [], []
+    references = {name: served.reference(folder, name) for name in ("base", *served.TARGETS)}
+    for name, prompt in asked:
+        heard.append(Heard(models, name, prompt, Sampling(NEW)))
+        models.batcher.submit([heard[-1].job])
+        models.batcher.advance()
+        right.append(served.greedy(references[name], prompt, NEW))
+    work(models, lambda: all(one.is_over for one in heard))
+    return heard, right
+
+
+def test_rows_of_the_base_and_of_adapters_share_steps_and_each_is_answered_as_alone(
+    models: Models, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    step = TransformersEngine.step
+
+    def counted(self: Any, slots: Any, working: Any, coming: Any, known: int = 0) -> Any:
+        steps.append(len({id(job.adapter) for job in (*working, *coming)}))
+        return step(self, slots, working, coming, known)
+
+    monkeypatch.setattr(TransformersEngine, "step", counted)
+    heard, right = all_answers(models, folder)
+    assert [one.job.said for one in heard] == right
+    assert max(steps) >= 3, "several adapters in one forward pass"
+    # Prompts and adapters matter: else the comparison would say nothing.
+    assert len({tuple(one) for one in right}) > len(right) // 2
+
+
+def test_the_comparison_can_see_an_adapter_of_the_row_beside(
+    models: Models, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = ManyAdapters.rows
+    monkeypatch.setattr(ManyAdapters, "rows", lambda self, pieces: rows(self, [*pieces[1:], pieces[0]]))
+    heard, right = all_answers(models, folder)
+    assert [one.job.said for one in heard] != right
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (1.4, 0.8, 0), (0.7, 1.0, 20)])
+def test_what_is_sampled_is_what_the_engine_samples_for_the_same_seed(
+    models: Models, temperature: float, top_p: float, top_k: int
+) -> None:
+    samplings = [Sampling(NEW, temperature, top_p, seed, top_k) for seed in (3, 4)] + [Sampling(NEW)]
+    heard = [Heard(models, "base", PROMPTS[0], one) for one in samplings]
+    beside = [Heard(models, "two", PROMPTS[2], Sampling(NEW, 1.0, seed=8))]
+    models.batcher.submit([one.job for one in (*beside, *heard)])
+    work(models, lambda: all(one.is_over for one in heard))
+    models.batcher.drop([one.job for one in beside])
+    models.batcher.advance()
+    found = [list(one.job.said) for one in heard]
+    plain = TransformersEngine.of(tiny.build_model("llama").eval(), models.get("base").asking.tokenizer)
+    plain._ends = frozenset()
+    assert found == [list(next(plain.generate([PROMPTS[0]], one)).tokens) for one in samplings]
+    assert found[0] != found[1]
+
+
+def test_probabilities_are_the_models_own(models: Models, folder: Path) -> None:
+    one = Heard(models, "two", PROMPTS[0], Sampling(3, 0.5, seed=1), top=2)
+    models.batcher.submit([one.job])
+    work(models, lambda: one.is_over)
+    chosen = [each for event in one.events if isinstance(event, Piece) for each in event.logprobs]
+    assert [each.token for each in chosen] == one.job.said
+    with torch.no_grad():
+        logits = served.reference(folder, "two")(torch.tensor([[*PROMPTS[0], *one.job.said]])).logits[0].double()
+    for place, each in enumerate(chosen, start=len(PROMPTS[0]) - 1):
+        right = logits[place].log_softmax(-1)
+        assert each.logprob == pytest.approx(float(right[each.token]), abs=1e-4)
+        assert [token for token, _ in each.top] == right.topk(2).indices.tolist()
+
+
+def test_text_comes_piece_by_piece_and_ends_before_a_stop_string(models: Models) -> None:
+    whole = Heard(models, "three", PROMPTS[3], Sampling(30))
+    models.batcher.submit([whole.job])
+    work(models, lambda: whole.is_over)
+    assert len(whole.events) > 3
+    ended = whole.events[-1]
+    assert isinstance(ended, Finished)
+    assert (ended.reason, ended.tokens) == ("length", 30)
+    stop = next(whole.text[at : at + 3] for at in range(4, 20) if "\ufffd" not in whole.text[at : at + 3])
+    cut = Heard(models, "three", PROMPTS[3], Sampling(30, stop=(stop,)))
+    models.batcher.submit([cut.job])
+    work(models, lambda: cut.is_over)
+    ended = cut.events[-1]
+    assert isinstance(ended, Finished)
+    assert ended.reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(stop)]
+
+
+def test_a_full_queue_refuses_all_or_nothing_and_a_row_that_is_dropped_makes_room(folder: Path) -> None:
+    models = models_of(folder, slots=2, max_queue=1)
+    heard = [Heard(models, "base", PROMPTS[0], Sampling(400)) for _ in range(3)]
+    models.batcher.submit([one.job for one in heard[:2]])
+    models.batcher.advance()
+    with pytest.raises(ApiError) as caught:
+        models.batcher.submit([Heard(models, "base", [5], Sampling(4)).job for _ in range(2)])
+    assert (caught.value.status, caught.value.headers()) == (429, {"Retry-After": "1"})
+    models.batcher.submit([heard[2].job])
+    assert models.batcher.counts() == (2, 1)
+    models.batcher.drop([heard[0].job])
+    models.batcher.advance()
+    assert models.batcher.counts() == (2, 0)
+    assert heard[2].job.said, "it has the place"
+    assert len(heard[0].job.said) == 1, "nothing more was computed for it"
+    models.batcher.drop([one.job for one in heard])
+    models.batcher.advance()
+    assert models.batcher.counts() == (0, 0)
+
+
+def test_a_step_that_fails_ends_its_rows_and_the_next_ones_are_answered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    models = models_of(folder)
+    one = Heard(models, "base", PROMPTS[0], Sampling(4))
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("in /secret/place")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TransformersEngine, "step", failing)
+        models.batcher.submit([one.job])
+        models.batcher.advance()
+    assert one.events == [Failed("the server failed; its log says why")]
+    assert "in /secret/place" in caplog.text
+    other = Heard(models, "base", PROMPTS[0], Sampling(4))
+    models.batcher.submit([other.job])
+    work(models, lambda: other.is_over)
+    assert len(other.job.said) == 4
+
+
+def test_a_model_whose_rows_share_no_step_is_answered_too(tmp_path: Path, tokenizer: Any) -> None:
+    tiny.save_model("bloom", tmp_path / "base", tokenizer)
+    save = {"target_modules": ["query_key_value"]}
+    served.save_adapter(tmp_path / "base", tmp_path / "one", tokenizer, **save)
+    models = models_of(tmp_path, "one")
+    assert not models.engine.has_slots
+    for name in ("base", "one"):
+        heard = Heard(models, name, PROMPTS[0], Sampling(5))
+        models.batcher.submit([heard.job])
+        work(models, lambda heard=heard: heard.is_over)  # type: ignore[misc]
+        assert heard.job.said == served.greedy(served.reference(tmp_path, name), PROMPTS[0], 5)
+        assert heard.text == tokenizer.decode(heard.job.said, skip_special_tokens=True)
+    dropped = Heard(models, "base", PROMPTS[0], Sampling(50))
+    dropped.job.tell = lambda event: models.batcher.drop([dropped.job])
+    models.batcher.submit([dropped.job])
+    models.batcher.advance()
+    assert len(dropped.job.said) < 50
+    assert models.batcher.counts() == (0, 0)
+
+
+# --- adapters that come and go ---------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_added_and_removed_while_rows_are_at_work(folder: Path) -> None:
+    models = models_of(folder, "one", slots=4)
+    models.batcher.call = lambda function: _done(function())  # type: ignore[method-assign, assignment]
+    before = Heard(models, "one", PROMPTS[0], Sampling(NEW))
+    models.batcher.submit([before.job])
+    models.batcher.advance()
+    models.add("late", str(folder / "two"))
+    after = Heard(models, "late", PROMPTS[0], Sampling(NEW))
+    models.batcher.submit([after.job])
+    models.batcher.advance()
+    models.remove("one")
+    assert models.names() == ["base", "late"]
+    with pytest.raises(ApiError, match="`one` does not exist; there are: base, late"):
+        models.get("one")
+    work(models, lambda: before.is_over and after.is_over)
+    for name, heard in (("one", before), ("two", after)):
+        assert heard.job.said == served.greedy(served.reference(folder, name), PROMPTS[0], NEW), name
+    for name, status in (("late", 409), ("base", 409)):
+        with pytest.raises(ApiError) as caught:
+            models.add(name, str(folder / "two"))
+        assert caught.value.status == status
+    with pytest.raises(ApiError, match="as long as the server runs"):
+        models.remove("base")
+    with pytest.raises(ConfigError, match="cannot be the name"):
+        models.add("../x y", str(folder / "two"))
+
+
+def _done(value: Any) -> Any:
+    future: Any = batching.Future()
+    future.set_result(value)
+    return future
+
+
+def test_an_adapter_of_another_base_is_refused_by_name_and_by_shape(
+    folder: Path, tmp_path: Path, tokenizer: Any
+) -> None:
+    tiny.save_model("llama", tmp_path / "other", tokenizer, hidden_size=32)
+    strange = served.save_adapter(tmp_path / "other", tmp_path / "strange", tokenizer, target_modules=["q_proj"])
+    with pytest.raises(ModelError, match="of another base model: it was trained on"):
+        models_of_settings(folder, strange)
+    with pytest.raises(ModelError, match="does not fit"):
+        read_plain_lora(strange, ModelConfig(name=str(folder / "base")))
+    with pytest.raises(ModelError, match="whole model and no adapter"):
+        models_of_settings(folder, tmp_path / "other")
+
+
+def models_of_settings(folder: Path, adapter: Path) -> None:
+    find(Settings(str(folder / "base"), adapters=(("odd", str(adapter)),)))
+
+
+def test_what_is_more_than_lora_is_served_alone_and_merged(folder: Path, tmp_path: Path, tokenizer: Any) -> None:
+    dora = served.save_adapter(folder / "base", tmp_path / "dora", tokenizer, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ModelError, match="more than LoRA"):
+        read_plain_lora(dora, ModelConfig(name=str(folder / "base")))
+    lines: list[str] = []
+    settings = Settings(str(dora), dtype="fp32")
+    models = Models(settings, find(settings), lines.append)
+    assert models.names() == ["dora"]
+    assert ["merged" in line for line in lines] == [True]
+    heard = Heard(models, "dora", PROMPTS[0], Sampling(NEW))
+    models.batcher.submit([heard.job])
+    work(models, lambda: heard.is_over)
+    reference = served.reference(folder, "base")
+    right = served.PeftModel.from_pretrained(reference, str(dora)).eval()
+    assert heard.job.said == served.greedy(right, PROMPTS[0], NEW)
+    with pytest.raises(ApiError, match="merged"):
+        models.add("one", str(folder / "one"))
