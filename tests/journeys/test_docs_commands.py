@@ -21,7 +21,7 @@ from tests.support import forks, tiny
 from tests.support.documents import PAGES, ROOT, blocks
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-NEEDS = {"gpu", "network", "server", "hosts"}
+NEEDS = {"gpu", "network", "hosts", "server"}
 SHORT = ("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1")
 # Commands that change nothing which another one reads run two at a time, and so does a run of another name.
 READERS = ("config", "plan", "inspect", "evaluate", "generate", "chat", "export")

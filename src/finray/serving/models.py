@@ -155,6 +155,8 @@ def _place(model: ModelConfig) -> tuple[str, str | None, tuple[str, ...]]:
 
 def name_of(model: str) -> str:
     """What a run, checkpoint or model directory, or a Hub id, is called."""
+    if "://" in model:
+        model = model.rstrip("/").rpartition("/")[2]
     path = Path(model).expanduser()
     if not path.is_dir():
         return model
