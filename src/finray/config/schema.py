@@ -415,6 +415,19 @@ class TrackingConfig(Section):
     )
 
 
+class ElasticWorkers(Section):
+    """Bounds of a number of workers that follows the cluster."""
+
+    min: PositiveInt = Field(1, description="The fewest workers that train; with less room the run waits.")
+    max: PositiveInt = Field(description="The most workers that train.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ElasticWorkers:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) is more than max ({self.max})")
+        return self
+
+
 class ClusterConfig(Section):
     """Resources that the run asks Ray for."""
 
@@ -423,17 +436,70 @@ class ClusterConfig(Section):
         description="Address of a Ray cluster. null joins the cluster named by `RAY_ADDRESS`, or starts Ray on this "
         "machine.",
     )
-    num_workers: PositiveInt = Field(1, description="Number of training workers.")
+    num_workers: PositiveInt | ElasticWorkers = Field(
+        1,
+        description="Number of training workers. `{min: 1, max: 8}`: as many as the cluster has room for, also while "
+        "the run is at work.",
+    )
+    resize_seconds: float = Field(
+        20.0,
+        gt=0,
+        description="With `num_workers: {min, max}`: how often free room for more workers is looked for while the run "
+        "is at work.",
+    )
     cpus_per_worker: PositiveInt | None = Field(
         None, description="CPUs per worker. null shares the CPUs of the cluster evenly."
     )
     use_gpu: bool | Literal["auto"] = Field(
-        "auto", description="One GPU per worker. `auto` uses GPUs if the cluster has enough of them."
+        "auto", description="GPUs for the workers. `auto` uses GPUs if the cluster has enough of them."
     )
-    max_failures: int = Field(3, ge=0, description="How often Ray may restart the workers from the last checkpoint.")
+    gpus_per_worker: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of a GPU that each worker takes, where GPUs are used. Below 1 several workers share one, "
+        "and exchange gradients over gloo.",
+    )
+    max_failures: int = Field(
+        3,
+        ge=0,
+        description="How often in a row, without a new checkpoint between them, Ray may restart the workers from the "
+        "last one.",
+    )
+    hang_seconds: float | None = Field(
+        300.0,
+        gt=0,
+        description="How long workers may wait for one that does not come to the sum of a step, or that says nothing "
+        "at all, before it is named, its stack is shown, and the workers are restarted. null waits for ever.",
+    )
+    requeue_exit_code: int | None = Field(
+        None,
+        ge=1,
+        le=125,
+        description="Exit code of a run that SIGTERM has ended and that the same command continues, such as 75 for a "
+        "scheduler that starts such jobs again. null is 143.",
+    )
+    dashboard: bool = Field(
+        False, description="Start Ray's dashboard, on this machine's loopback address, where finray starts Ray."
+    )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the workers. Secrets are refused."
     )
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers that train."""
+        return self.num_workers.min if isinstance(self.num_workers, ElasticWorkers) else self.num_workers
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers that train."""
+        return self.num_workers.max if isinstance(self.num_workers, ElasticWorkers) else self.num_workers
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers may change while the run is at work."""
+        return self.min_workers < self.max_workers
 
     @field_validator("env")
     @classmethod
@@ -488,6 +554,11 @@ class Config(Section):
         if task is not None and not task.reads_labels and self.classification != ClassificationConfig():
             raise ValueError(
                 f"classification: has no effect with model.task {task.name}; set model.task to sequence_classification"
+            )
+        if self.cluster.is_elastic and self.parallel.shard_size is not None:
+            raise ValueError(
+                "parallel.shard_size: must divide the number of workers, which cluster.num_workers lets change; leave "
+                "it out"
             )
         if self.parallel.strategy == "deepspeed" and self.train.optimizer in ("adafactor", "muon"):
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,17 +24,34 @@ ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_th
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What each worker gets, and the evaluator beside them, where there is one."""
+    """What each worker gets, and the evaluator beside them, where there is one.
+
+    Attributes:
+        num_workers: for which there is room now.
+        cpus_per_worker: of each.
+        use_gpu: whether each has a GPU, or a share of one.
+        evaluator: whether there is one.
+        fewest, most: bounds of the number of workers, where it follows the cluster; None where it does not.
+        gpus_per_worker: share of a GPU of each.
+    """
 
     num_workers: int
     cpus_per_worker: int
     use_gpu: bool
     evaluator: bool = False
+    fewest: int | None = None
+    most: int | None = None
+    gpus_per_worker: float = 1.0
 
     @property
     def resources(self) -> dict[str, float]:
         """As Ray wants it."""
-        return {"CPU": float(self.cpus_per_worker), **({"GPU": 1.0} if self.use_gpu else {})}
+        return {"CPU": float(self.cpus_per_worker), **({"GPU": self.gpus_per_worker} if self.use_gpu else {})}
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most workers that train."""
+        return self.fewest or self.num_workers, self.most or self.num_workers
 
 
 def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = False) -> Placement:
@@ -51,49 +68,77 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
     Raises:
         ClusterError: the workers do not fit.
     """
-    wanted = cluster.num_workers
+    wanted, path = cluster.min_workers, f"cluster.num_workers{'.min' if cluster.is_elastic else ''}"
     together, who = wanted + evaluator, f"{wanted} workers"
     if evaluator:
         who = f"{wanted} worker{'s' if wanted > 1 else ''} and an evaluator"
-    gpus = sum(int(node.get("GPU", 0)) for node in nodes)
+    share = cluster.gpus_per_worker
+    gpus = sum(_times(int(node.get("GPU", 0)), share) for node in nodes)
     use_gpu = gpus >= wanted if cluster.use_gpu == "auto" else cluster.use_gpu
+    a_gpu, has = ("a GPU", f"{gpus}") if share == 1 else (f"{share:g} of a GPU", f"room for {gpus} such shares")
     if use_gpu and gpus < wanted:
         raise ClusterError(
-            f"{wanted} workers want a GPU each, the cluster has {gpus}",
-            where="cluster.num_workers",
-            repair=f"set cluster.num_workers to {gpus} or less, or cluster.use_gpu to false"
+            f"{wanted} workers want {a_gpu} each, the cluster has {has}",
+            where=path,
+            repair=f"set {path} to {gpus} or less, or cluster.use_gpu to false"
             if gpus
             else "set cluster.use_gpu to false",
         )
     if use_gpu and gpus < together:
         raise ClusterError(
-            f"{who} want a GPU each, the cluster has {gpus}",
+            f"{who} want {a_gpu} each, the cluster has {has}",
             where="evaluation.mode=async",
             repair="set evaluation.mode to inline"
-            + (f", or cluster.num_workers to {gpus - 1}" if gpus > 1 else ", or join a cluster with one GPU more"),
+            + (f", or {path} to {gpus - 1}" if gpus > 1 else ", or join a cluster with one GPU more"),
         )
     cpus = [int(node.get("CPU", 0)) for node in nodes]
     if cluster.cpus_per_worker is not None:
         each = cluster.cpus_per_worker
     else:
-        each = next((size for size in range(max(cpus, default=1), 1, -1) if _fit(cpus, size) >= together), 1)
+        # As many workers as there is room for come before CPUs for each.
+        most = min(cluster.max_workers + evaluator, gpus if use_gpu else _fit(cpus, 1))
+        shared = max(together, most)
+        each = next((size for size in range(max(cpus, default=1), 1, -1) if _fit(cpus, size) >= shared), 1)
     if (fitting := _fit(cpus, each)) < together:
         fewer, of = fitting - evaluator, f"of {each} CPU{'s' if each > 1 else ''}"
-        repair = f"set cluster.num_workers to {fewer} or less" if fewer > 0 else "set cluster.cpus_per_worker lower"
+        repair = f"set {path} to {fewer} or less" if fewer > 0 else "set cluster.cpus_per_worker lower"
         if evaluator:
             repair = "set evaluation.mode to inline" + (f", or {repair[4:]}" if each > 1 or fewer > 0 else "")
         raise ClusterError(
             f"{who} {of} {'each ' if evaluator else ''}do not fit: the cluster has {sum(cpus)}, "
             f"which is room for {fitting}",
-            where="evaluation.mode=async" if evaluator and fitting >= wanted else "cluster.num_workers",
+            where="evaluation.mode=async" if evaluator and fitting >= wanted else path,
             repair=repair,
         )
-    return Placement(wanted, each, use_gpu, evaluator)
+    if not cluster.is_elastic:
+        return Placement(wanted, each, use_gpu, evaluator, gpus_per_worker=share)
+    now = min(cluster.max_workers, (min(fitting, gpus) if use_gpu else fitting) - evaluator)
+    return Placement(now, each, use_gpu, evaluator, wanted, cluster.max_workers, share)
 
 
 def elsewhere(cluster: ClusterConfig) -> Placement:
     """The placement on machines of which nothing is known but that each worker has a GPU there."""
-    return Placement(cluster.num_workers, cluster.cpus_per_worker or 1, use_gpu=True)
+    cpus, share = cluster.cpus_per_worker or 1, cluster.gpus_per_worker
+    if not cluster.is_elastic:
+        return Placement(cluster.min_workers, cpus, use_gpu=True, gpus_per_worker=share)
+    most = cluster.max_workers
+    return Placement(most, cpus, use_gpu=True, fewest=cluster.min_workers, most=most, gpus_per_worker=share)
+
+
+def room(free: Iterable[Mapping[str, float]], each: Mapping[str, float], *, most: int) -> int:
+    """How many workers nodes have room for, at most ``most``.
+
+    Args:
+        free: resources of each node that may be taken.
+        each: what a worker takes; it lies on one node.
+    """
+    wanted = {name: amount for name, amount in each.items() if amount > 0}
+    return min(most, sum(min(_times(node.get(name, 0), amount) for name, amount in wanted.items()) for node in free))
+
+
+def _times(amount: float, share: float) -> int:
+    """How often a share fits; Ray counts in ten-thousandths."""
+    return round(amount * 10_000) // round(share * 10_000)
 
 
 def _fit(cpus: list[int], each: int) -> int:
@@ -243,7 +288,7 @@ def device_of(placement: Placement, nodes: Sequence[Node] | None = None) -> Devi
         gpu = min(gpus, key=lambda one: one.memory) if gpus else gpu_of(nodes)
         if gpu is None:
             return Device("cuda", "the cluster's GPU", None)
-        return Device("cuda", gpu.name, gpu.memory, gpu.bf16)
+        return Device("cuda", gpu.name, int(gpu.memory * placement.gpus_per_worker), gpu.bf16)
     shares = []
     for node in nodes:
         workers = min(int(node.get("CPU", 0)) // placement.cpus_per_worker, placement.num_workers)

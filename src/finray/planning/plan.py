@@ -94,6 +94,9 @@ class PlacementPlan:
     workers: int
     cpus_per_worker: int
     use_gpu: bool
+    fewest: int  # of a number of workers that follows the cluster; else `workers`
+    most: int
+    gpus_per_worker: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,9 @@ def make_plan(
         rows = Rows()
         if data is not None and report is not None:
             rows = Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
-        memory = plan_memory(config, resolved, model.shape, device, rows, found)
+        # Of a number of workers that follows the cluster, the fewest have the largest shares.
+        fewest = resolved if placement is None else replace(resolved, world_size=placement.bounds[0])
+        memory = plan_memory(config, fewest, model.shape, device, rows, found)
         speed = _speed(config, resolved, model.shape.blueprint, device, rows, data)
     return Plan(
         found.problems,
@@ -377,6 +382,9 @@ def _place(
         workers=placement.num_workers,
         cpus_per_worker=placement.cpus_per_worker,
         use_gpu=placement.use_gpu,
+        fewest=placement.bounds[0],
+        most=placement.bounds[1],
+        gpus_per_worker=placement.gpus_per_worker,
     )
     if device is None:
         device = device_of(placement, None if address is None else nodes)

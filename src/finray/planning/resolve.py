@@ -84,7 +84,7 @@ def resolve(
         elif before is not None:
             bits = before.bits
         else:
-            bits = 8 if device.kind == "cuda" and placement.num_workers == 1 else None
+            bits = 8 if device.kind == "cuda" and placement.bounds[1] == 1 else None
             if bits is not None and find_spec("bitsandbytes") is None:
                 missing(
                     ConfigError(
@@ -117,10 +117,20 @@ def resolve(
     if found.strategy != "auto":
         require_whole_weights(config, found)
         return found
-    if found.world_size == 1:
+    # Where the number of workers follows the cluster, one strategy serves all of them, and each has most where they are
+    # fewest.
+    fewest, most = placement.bounds
+    if most == 1:
         choice = StrategyChoice("ddp", "there is one worker, and nothing to share")
     else:
-        choice = estimated_choice(config, found, device, shape, before=None if before is None else before.strategy)
+        choice = estimated_choice(
+            config,
+            replace(found, world_size=fewest),
+            device,
+            shape,
+            before=None if before is None else before.strategy,
+            may_grow=most > fewest,
+        )
     chose(choice)
     found = replace(found, strategy=choice.strategy)
     require_whole_weights(config, found)
@@ -150,7 +160,7 @@ def require_whole_weights(config: Config, resolved: Resolved) -> None:
 
 def needs_torch(config: Config) -> bool:
     """Whether :func:`resolve` will estimate the model's memory."""
-    return config.parallel.strategy == "auto" and config.cluster.num_workers > 1
+    return config.parallel.strategy == "auto" and config.cluster.max_workers > 1
 
 
 def _attention(

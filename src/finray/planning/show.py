@@ -112,9 +112,13 @@ def _facts(result: Plan) -> Iterable[tuple[str, str]]:
         yield "resolved", f"{resolved.precision}{stored}, {rows}"
     if result.placement is not None:
         place = result.placement
-        each = f"{'1 GPU and ' if place.use_gpu else ''}{several(place.cpus_per_worker, 'CPU')} each"
+        gpu = f"{place.gpus_per_worker:g} GPU and " if place.use_gpu else ""
+        each = f"{gpu}{several(place.cpus_per_worker, 'CPU')} each"
         cluster = f"{several(place.nodes, 'node')}, {place.cpus} CPUs, {place.gpus} GPUs"
-        yield "placement", f"{several(place.workers, 'worker')} with {each} on {place.cluster} ({cluster})"
+        now = several(place.workers, "worker")
+        if place.fewest < place.most:
+            now = f"{place.fewest} to {place.most} workers, {place.workers} now,"
+        yield "placement", f"{now} with {each} on {place.cluster} ({cluster})"
     elif resolved is not None and result.memory is not None:
         yield (
             "placement",

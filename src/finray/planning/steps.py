@@ -84,7 +84,7 @@ def step_warnings(
         packs: to train on; None where not all of the data were read.
         continued: whether the run began before, with steps of this size: only another run has others.
     """
-    train, workers, where = config.train, config.cluster.num_workers, "train.global_batch_size"
+    train, workers, where = config.train, config.cluster.max_workers, "train.global_batch_size"
     unit = "packs" if config.data.packing else "rows"
     another = _ANOTHER if continued else ""
     if packs is not None and size > packs:
@@ -96,7 +96,7 @@ def step_warnings(
     if shares < workers:
         text = f"a step has {shares} micro-batch{'es' if shares > 1 else ''} for {workers} workers: the rest do nothing"
         larger = f"{where}={workers * train.micro_batch_size} or more{another}"
-        fewer = f"cluster.num_workers={shares}"
+        fewer = f"cluster.num_workers{'.max' * config.cluster.is_elastic}={shares}"
         yield text, where, f"{fewer}, or {larger}" if continued else f"{larger}, or {fewer}"
     yield from unlikely(config, steps, continued=continued)
 

@@ -72,7 +72,13 @@ def choose_strategy(needs: Needs, *, workers: int, available: int | None, before
 
 
 def estimated_choice(
-    config: Config, resolved: Resolved, device: Device, shape: ModelShape | None, *, before: str | None
+    config: Config,
+    resolved: Resolved,
+    device: Device,
+    shape: ModelShape | None,
+    *,
+    before: str | None,
+    may_grow: bool = False,
 ) -> StrategyChoice:
     """The strategy of a run with several workers, and why.
 
@@ -84,6 +90,7 @@ def estimated_choice(
         device: what a worker runs on.
         shape: of the model with its adapter; None builds it.
         before: the strategy with which the run began, if it goes on.
+        may_grow: whether there may be more workers later, for which the strategy serves, too.
 
     Raises:
         ModelError: the model's configuration cannot be loaded.
@@ -98,4 +105,5 @@ def estimated_choice(
 
     needs = Needs(peak("ddp"), peak("fsdp"), peak("fsdp", "full"))
     available = None if device.memory is None else int((1 - MARGIN) * device.memory)
-    return choose_strategy(needs, workers=resolved.world_size, available=available, before=before)
+    workers = max(resolved.world_size, 2) if may_grow else resolved.world_size
+    return choose_strategy(needs, workers=workers, available=available, before=before)

@@ -44,7 +44,7 @@ from finray.planning.steps import (
     step_note,
     step_warnings,
 )
-from finray.records import Note, Record, RunSummary
+from finray.records import Note, Record, RunHeader, RunSummary
 from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
@@ -241,17 +241,24 @@ def fit(connected: Connected, preparation: Preparation, config: Config, run: Run
             helpers.wait()
             known = settled_now()
         pending = stack.enter_context(deferred())
+
+        def note_size(header: RunHeader) -> None:
+            if (kept := run.resolved()) is not None and kept.world_size != header.world_size:
+                run.keep_resolved(replace(kept, world_size=header.world_size))
+
         watch = Watch(
             connected.ray,
             group,
             connected.placement,
             pending,
             handle,
+            started=note_size,
             grace_s=config.checkpoint.grace_seconds,
             head=lambda: refusal(connected.ray.get_runtime_context().gcs_address) is None,
             head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
         )
-        listener = Listener("127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address(), watch.heard)
+        host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
+        listener = Listener(host, watch.heard, watch.resize)
         watch.listener = listener
 
         def look() -> None:
@@ -332,6 +339,7 @@ def _trainer(
         prepared=None if known is None else known.prepared,
         run_dir=str(run.path),
         threads=placement.cpus_per_worker,
+        shared_gpus=placement.gpus_per_worker < 1,
         listener=listener,
         evaluator=placement.resources if placement.evaluator else None,
         secrets=secrets_of(),
@@ -341,9 +349,16 @@ def _trainer(
         alone=connected.is_own,
         group=group,
         watch=look,
+        run_dir=str(run.path),
+        listener=listener,
+        expected=placement.num_workers,
+        evaluator=placement.evaluator,
         train_loop_config={"spec": spec},
         scaling_config=ScalingConfig(
-            num_workers=placement.num_workers, use_gpu=placement.use_gpu, resources_per_worker=placement.resources
+            num_workers=placement.num_workers if placement.most is None else placement.bounds,
+            use_gpu=placement.use_gpu,
+            resources_per_worker=placement.resources,
+            elastic_resize_monitor_interval_s=config.cluster.resize_seconds,
         ),
         run_config=RunConfig(
             name=run.path.name,

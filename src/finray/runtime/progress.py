@@ -26,8 +26,11 @@ from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
 
 _KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRecord)}
 _PATIENCE_S = 5.0
-_STOP = b"stop\n"
-_ASKS = "asks"
+_ASKS, _RESIZES = "asks", "resizes"
+# What the driver may ask the workers for, a line each: to save a checkpoint and end, to save one and go on, and to save
+# one and end so that another number of workers goes on.
+STOP, SAVE, RESIZE = "stop", "save", "resize"
+_WISH_BYTES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,17 @@ class Listener:
     Args:
         host: address of this machine that the workers reach.
         handle: called with each record, by one thread at a time.
+        resize: called with the number of workers that there is room for, where that has grown.
     """
 
-    def __init__(self, host: str, handle: Callable[[Record], None]) -> None:
+    def __init__(
+        self, host: str, handle: Callable[[Record], None], resize: Callable[[int], None] = lambda count: None
+    ) -> None:
         self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._server.settimeout(_PATIENCE_S)
         self.address = Address(host, self._server.getsockname()[1], secrets.token_hex(16))
         self._handle = handle
+        self._resize = resize
         self._one_at_a_time = threading.Lock()
         self._stopping = False
         self._settled: Future[Settled] = Future()
@@ -93,18 +100,22 @@ class Listener:
 
     def stop(self) -> None:
         """Ask the workers that are connected, and those that will be, to save a checkpoint and end."""
+        self._stopping = True
+        self.ask(STOP)
+
+    def ask(self, wish: str) -> None:
+        """Ask the workers that are connected for one of ``STOP``, ``SAVE``, ``RESIZE``."""
         with self._workers_change:
-            self._stopping = True
             for worker in self._workers:
                 with suppress(OSError):
-                    worker.sendall(_STOP)
+                    worker.sendall(f"{wish}\n".encode())
 
     @contextmanager
     def _told(self, worker: socket.socket) -> Iterator[None]:
         with self._workers_change:
             self._workers.append(worker)
             if self._stopping:
-                worker.sendall(_STOP)
+                worker.sendall(f"{STOP}\n".encode())
         try:
             yield
         finally:
@@ -133,6 +144,10 @@ class Listener:
                 if not secrets.compare_digest(token.encode(), self.address.token.encode()):
                     return
                 connection.settimeout(None)
+                if asks.startswith(_RESIZES):
+                    self._resize(int(asks.removeprefix(_RESIZES)))
+                    connection.sendall(b"heard\n")
+                    return
                 if asks:
                     connection.sendall(f"{json.dumps(asdict(self._settled.result()))}\n".encode())
                     return
@@ -165,18 +180,40 @@ def ask(address: Address) -> Settled:
     return settled
 
 
-class Sender:
-    """Sends records to the driver, in a thread that the first one starts.
+def resize_to(address: Address, count: int) -> bool:
+    """Tell the driver that there is room for so many workers; whether it has heard."""
+    try:
+        with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
+            connection.settimeout(_PATIENCE_S)
+            connection.sendall(f"{address.token} {_RESIZES} {count}\n".encode())
+            return bool(connection.recv(1))
+    except OSError:
+        return False
 
-    Attributes:
-        stop: set when the driver has asked for an end; never on a rank that sends nothing.
+
+class Sender:
+    """Sends records to the driver, in a thread that the first one starts; hears what the driver asks for.
+
+    A rank that sends nothing hears nothing.
     """
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self.stop = threading.Event()
+        self._wishes: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def is_asked(self) -> bool:
+        """Whether the driver has asked for something that was not taken yet."""
+        return not self._wishes.empty()
+
+    def take_wish(self) -> str:
+        """What the driver has asked for, once; the empty string where that is nothing. ``STOP`` comes first."""
+        wishes = []
+        with suppress(queue.Empty):
+            while True:
+                wishes.append(self._wishes.get_nowait())
+        return STOP if STOP in wishes else wishes[-1] if wishes else ""
 
     def put(self, record: Record) -> None:
         """Send a record; returns at once."""
@@ -207,5 +244,5 @@ class Sender:
 
     def _receive(self, connection: socket.socket) -> None:
         with suppress(OSError), connection.makefile("rb") as lines:
-            if lines.readline(len(_STOP)) == _STOP:
-                self.stop.set()
+            while line := lines.readline(_WISH_BYTES):
+                self._wishes.put(line.decode().strip())

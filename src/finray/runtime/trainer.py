@@ -23,6 +23,9 @@ from ray.train.v2._internal.execution.worker_group import worker_group
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from finray.runtime.elastic import Elastic, Failures
+from finray.runtime.progress import Address
+
 # What a run never uses: data sets of Ray Data.
 _UNUSED = {"DatasetsCallback"}
 # What is of no use where Ray ends with the run: the removal of placement groups that a dead controller leaves behind.
@@ -41,22 +44,50 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         alone: Ray was started for this run, and ends with it.
         group: begin of the name of the run's placement group; no other run's begins like it.
         watch: called again and again while the run is at work; what it raises ends the run.
+        run_dir: where checkpoints appear.
+        listener: where the driver is told that there is room for more workers.
+        expected: workers at the first start, where their number follows the cluster.
+        evaluator: whether one worker's resources are left to an evaluator.
         options: as Ray's trainer takes them.
     """
 
-    def __init__(self, function: Any, *, alone: bool, group: str, watch: Callable[[], None], **options: Any) -> None:
+    def __init__(
+        self,
+        function: Any,
+        *,
+        alone: bool,
+        group: str,
+        watch: Callable[[], None],
+        run_dir: str,
+        listener: Address,
+        expected: int,
+        evaluator: bool,
+        **options: Any,
+    ) -> None:
         super().__init__(function, backend_config=_Config(), **options)
         self._alone = alone
         self._group = group
         self._watch = watch
+        self._run_dir = run_dir
+        self._listener, self._expected, self._evaluator = listener, expected, evaluator
 
     def _create_default_callbacks(self) -> list[Any]:
         unused = _UNUSED | _UNUSED_ALONE if self._alone else _UNUSED
         return [one for one in super()._create_default_callbacks() if type(one).__name__ not in unused]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        if self._alone and type(arguments.get("scaling_policy")) is FixedScalingPolicy:
+        if self.scaling_config.elasticity_enabled:
+            arguments["scaling_policy"] = Elastic(
+                self.scaling_config,
+                group=self._group,
+                listener=self._listener,
+                expected=self._expected,
+                evaluator=self._evaluator,
+                autoscaled=not self._alone,
+            )
+        elif self._alone and type(arguments.get("scaling_policy")) is FixedScalingPolicy:
             arguments["scaling_policy"] = _FixedSize(self.scaling_config)
+        arguments["failure_policy"] = Failures(self.run_config.failure_config, self._run_dir)
         arguments["callbacks"] = [*arguments["callbacks"], _NamedGroup(self._group)]
         # As in Ray, but for the waiting: there, a handler of signals of its own ends the process with exit code 1.
         here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from finray.errors import ClusterError
 from finray.planning.placement import Placement
 from finray.records import Note, Record, RunHeader
-from finray.runtime.progress import Listener
+from finray.runtime.progress import RESIZE, Listener
 from finray.runtime.signals import Interrupted, Pending
 
 # After so long, waiting is not silent any more.
@@ -38,6 +38,7 @@ class Watch:
         grace_s: how long the workers may take to save a checkpoint.
         head: whether Ray's head process can be reached.
         head_patience_s: how long it may be gone; Ray ends this process after a minute, and says little.
+        started: told of each start of the workers.
         clock: seconds, monotonic.
     """
 
@@ -52,10 +53,16 @@ class Watch:
         grace_s: float,
         head: Callable[[], bool],
         head_patience_s: float,
+        started: Callable[[RunHeader], None] = lambda header: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        fewest, most = placement.bounds
         several = "s" if placement.num_workers > 1 else ""
         self.workers = f"{placement.num_workers} worker{several}"
+        if fewest < most:
+            self.workers += f" ({fewest} to {most}, as there is room)"
+        self._started = started
+        self._world_size: int | None = None
         self.listener: Listener | None = None
         self._waiting: Callable[[], str | None] = lambda: workers_wait(
             ray, group, f"{self.workers} of {amounts(placement.resources)}"
@@ -73,8 +80,19 @@ class Watch:
 
     def heard(self, record: Record) -> None:
         """Show a record of the workers."""
-        self._has_begun = self._has_begun or isinstance(record, RunHeader)
+        if isinstance(record, RunHeader):
+            self._has_begun = True
+            self._started(record)
+            before, self._world_size = self._world_size, record.world_size
+            if before not in (None, record.world_size):
+                self._handle(Note(f"{record.world_size} workers go on, where there were {before}", record.step))
         self._handle(record)
+
+    def resize(self, count: int) -> None:
+        """There is room for so many workers: have those that there are save a checkpoint and make place."""
+        if self._deadline is None and self._has_begun and self.listener is not None:
+            self._handle(Note(f"there is room for {count} workers: a checkpoint is saved, and they go on from it"))
+            self.listener.ask(RESIZE)
 
     def look(self) -> None:
         """Look once; called again and again while the run is at work.

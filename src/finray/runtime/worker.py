@@ -8,7 +8,7 @@ import socket
 import sys
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
 from finray.records import Record, RunSummary
 from finray.runtime import failures
-from finray.runtime.progress import Address, Sender, ask
+from finray.runtime.progress import RESIZE, Address, Sender, ask
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,7 @@ class WorkerSpec:
             asked.
         run_dir: the run directory.
         threads: of this worker.
+        shared_gpus: whether several workers may share a GPU.
         listener: where the driver takes records.
         secrets: of the user, for the worker's environment.
         evaluator: Ray's resources for evaluations beside the training; None where there are none.
@@ -52,6 +53,7 @@ class WorkerSpec:
     run_dir: str
     threads: int
     listener: Address
+    shared_gpus: bool = False
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     evaluator: dict[str, float] | None = None
 
@@ -79,6 +81,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
 
     from finray.parallel import make_strategy
     from finray.parallel.base import on_all_ranks
+    from finray.runtime.elastic import Resize
     from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble
 
@@ -87,7 +90,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
-    strategy = make_strategy(config, spec.resolved, _join_group())
+    strategy = make_strategy(config, spec.resolved, _join_group(shared_gpus=spec.shared_gpus))
+    # It may be another one at each start.
+    resolved = replace(spec.resolved, world_size=strategy.world_size)
     run_dir = Path(spec.run_dir)
     if run_url(config) is not None:
         # This machine's copy; another user's cache may be elsewhere.
@@ -101,15 +106,17 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         on_all_ranks(strategy, lambda: failures.check(run_dir, failures.LOADING))
         loop = assemble(
             config,
-            spec.resolved,
-            prepared=spec.prepared or partial(ask, spec.listener),
+            resolved,
+            prepared=spec.prepared or partial(_late, spec.listener, strategy.world_size),
             run_dir=run_dir,
             strategy=strategy,
             notify=sender.put,
             reported=_report,
             answering=_answering(config, spec),
             evaluator=partial(_evaluator, spec, sender.put),
-            asked=sender.stop.is_set,
+            # What is asked for is asked of rank 0; another one might hear it at another step.
+            asked=sender.is_asked if strategy.rank == 0 else lambda: False,
+            wish=sender.take_wish,
         ).loop
         step = loop.state.step
         on_all_ranks(strategy, lambda: failures.check(run_dir, step))
@@ -121,7 +128,11 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             loop.writer.follow()
         outcome = Outcome(stopped=loop.state.step) if loop.stopped else Outcome(loop.summary())
         torch.distributed.destroy_process_group()
+        if loop.stopped and loop.ended_by == RESIZE:
+            raise Resize(f"another number of workers goes on from step {loop.state.step}")
         return outcome
+    except Resize:
+        raise
     except FinrayError as error:
         if step != failures.LOADING and not isinstance(error, TrainingError | CheckpointError):
             failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))
@@ -150,7 +161,13 @@ def _evaluator(spec: WorkerSpec, tell: Callable[[Record], None], known: Settled)
     return RayEvaluator.of(spec, spec.evaluator, known, tell)
 
 
-def _join_group() -> torch.device:
+def _late(listener: Address, world_size: int) -> Settled:
+    """What the driver settles once the data are prepared, for this number of workers."""
+    settled = ask(listener)
+    return replace(settled, resolved=replace(settled.resolved, world_size=world_size))
+
+
+def _join_group(*, shared_gpus: bool) -> torch.device:
     """Join the process group of the workers, as Ray's torch back end does; returns the device of this one."""
     import ray.train
     import ray.train.torch
@@ -179,7 +196,8 @@ def _join_group() -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    # NCCL refuses two ranks on one GPU.
+    backend = "nccl" if device.type == "cuda" and not shared_gpus else "gloo"
     world_size, timeout = context.get_world_size(), timedelta(minutes=30)
     store = meet((address[0], address[1]), listening, world_size=world_size, timeout=timeout)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -79,6 +79,7 @@ def assemble(
     answering: Answering | None = None,
     evaluator: Callable[[Settled], Evaluator] | None = None,
     asked: Callable[[], bool] = lambda: False,
+    wish: Callable[[], str] = lambda: "stop",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Assembled:
     """Build model, data, optimizer and trackers, and restore the newest valid checkpoint if there is one.
@@ -92,7 +93,8 @@ def assemble(
         reported: called on every rank after each checkpoint.
         answering: lets the model answer prompts at evaluations, where ``evaluation.generate_rows`` asks for that.
         evaluator: makes what evaluates checkpoints on other resources, with ``evaluation.mode: async``.
-        asked: whether this rank has been asked to stop.
+        asked: whether this rank has been asked for something.
+        wish: what rank 0 was asked for; see :class:`finray.training.loop.Loop`.
         clock: seconds, monotonic.
 
     Raises:
@@ -174,6 +176,7 @@ def assemble(
         precision=resolved.precision,
         clock=clock,
         asked=asked,
+        wish=wish,
         profiler=Profiler(config.train.profile, run_dir, strategy, tell=lambda text: notify(Note(text))),
     )
     loop.phases["load"] = clock() - started - max(0.0, data_at - model_at)

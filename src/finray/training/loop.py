@@ -50,9 +50,11 @@ class Loop:
         come: what came of evaluations that were out at the checkpoint that the run goes on from, where that is known
             already; the same on every rank.
         pause: sleeps so many seconds, on rank 0, while evaluations are waited for.
-        asked: whether this rank has been asked to stop; the ranks stop together where one has.
+        asked: whether this rank has been asked for something; the ranks do it together where rank 0 has.
+        wish: what rank 0 was asked for: ``stop`` and ``resize`` save a checkpoint and end, ``save`` saves one.
         last_metrics: of the evaluation after this step, if there was one.
         stopped: it ended before its time, with a checkpoint, because that was asked for.
+        ended_by: the wish that ended it.
     """
 
     config: Config
@@ -75,6 +77,7 @@ class Loop:
     come: Sequence[Evaluated] = ()
     pause: Callable[[float], None] = time.sleep
     asked: Callable[[], bool] = lambda: False
+    wish: Callable[[], str] = lambda: "stop"
     phases: dict[str, float] = field(
         default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0}
     )
@@ -83,6 +86,7 @@ class Loop:
     first_step: int = 1
     final_loss: float | None = None
     stopped: bool = False
+    ended_by: str = ""
 
     def __post_init__(self) -> None:
         self._window = _Window()
@@ -150,15 +154,10 @@ class Loop:
                 self._window.add(data, result, waited)
                 numbers = None
                 said = self._said.read(result.said)
-                stopping, came = said % CAME >= ASKED, said >= CAME
+                asked, came = said % CAME >= ASKED, said >= CAME
                 # A checkpoint that waits to be evaluated becomes one at once.
                 came = came or (bool(state.evaluating) and round(said % ASKED) == self.strategy.world_size)
-                if (
-                    stopping
-                    or came
-                    or state.step == self.total_steps
-                    or any(state.step % every == 0 for every in reading)
-                ):
+                if asked or came or state.step == self.total_steps or any(state.step % every == 0 for every in reading):
                     numbers = self._window.read(result)
                     self._guard.raise_if_bad(state)
                     if self.first_loss is None:
@@ -171,7 +170,7 @@ class Loop:
                 self.phases["data_wait"] += waited
                 self.profiler.after(state.step)
                 if numbers is not None:
-                    self._after_step(data, rate, numbers, stopping=stopping, came=came)
+                    self._after_step(data, rate, numbers, asked=asked, came=came)
         finally:
             data_ahead.close()
             self.profiler.close()
@@ -184,9 +183,10 @@ class Loop:
         stopping = self.config.evaluation.early_stopping
         return stopping is not None and self.state.stale_evaluations >= stopping.patience
 
-    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, stopping: bool, came: bool) -> None:
+    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, asked: bool, came: bool) -> None:
         """Log, evaluate and save, each where it is due; where the run is stopped, log what is left and save."""
         config, state = self.config, self.state
+        wish = self.strategy.broadcast_object(self.wish()) if asked else ""
         if came:
             self._count(self._fetch())
         if round(numbers.said % ASKED) == self.strategy.world_size:
@@ -212,15 +212,17 @@ class Loop:
                 f"{state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is {state.best:.4f}"
             )
             self.trackers.log(Note(message, state.step))
-        self.stopped = (stopping or self.stopped) and not last
+        if wish not in ("", "save"):
+            self.ended_by = wish
+        self.stopped = (bool(self.ended_by) or self.stopped) and not last
         if self.stopped and self._window.tokens:
             self._log_step(data, rate, numbers)
-        due = state.step % config.checkpoint.every_steps == 0 or is_wanted
+        due = state.step % config.checkpoint.every_steps == 0 or is_wanted or wish == "save"
         if not (last or due or self.stopped):
             return
         started = self.clock()
         self._finish_saving()
-        behind = config.checkpoint.asynchronous and not (last or self.stopped)
+        behind = config.checkpoint.asynchronous and not (last or self.stopped or wish == "save")
         buffers = self._copies if behind else None
         snapshot = take_snapshot(
             self.task.layout, self.optimizer, state, self.strategy, others=self.save_extras, buffers=buffers
@@ -286,8 +288,9 @@ class Loop:
         started, said = self.clock(), False
         while len(self.state.evaluating) > most and not self.stopped:
             self._count(self._fetch())
-            if self.strategy.broadcast_object(self.asked()):
-                self.stopped = True
+            wish = self.strategy.broadcast_object(self.wish() if self.asked() else "")
+            if wish not in ("", "save"):
+                self.stopped, self.ended_by = True, wish
             elif len(self.state.evaluating) > most and self.strategy.rank == 0:
                 if not said and self.clock() - started > _PATIENCE_S:
                     steps = ", ".join(map(str, self.state.evaluating))

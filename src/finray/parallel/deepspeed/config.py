@@ -66,9 +66,9 @@ def check(config: Config) -> None:
     """
     if config.parallel.strategy != "deepspeed":
         return
-    _refuse(
-        conflicts(load(config), config, precision=config.train.precision, workers=config.cluster.num_workers), config
-    )
+    # Where the number of workers follows the cluster, nothing in the JSON may depend on it.
+    for workers in sorted({config.cluster.min_workers, config.cluster.max_workers}):
+        _refuse(conflicts(load(config), config, precision=config.train.precision, workers=workers), config)
 
 
 def _refuse(problems: Iterator[str], config: Config) -> None:

@@ -1,0 +1,189 @@
+"""What Ray Train's controller decides for a run: with how many workers it starts, and which failures count.
+
+Ray's own elastic policy (2.60) learns of nodes from an actor that looks every 20 s and that takes what others hold for
+free; and it ends the workers of a group that is to grow where they stand. Here the free resources are read when they
+are wanted, and a group that is to grow is asked for a checkpoint first: its workers end with :class:`Resize`, which is
+no failure. Ray's policy is the base, because it asks the autoscaler for nodes where there is one.
+
+The methods and attributes that begin with an underscore are private in Ray 2.60.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import FailureConfig, ScalingConfig
+from ray.train.v2._internal.execution.failure_handling import FailureDecision
+from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
+from ray.train.v2._internal.execution.scaling_policy import NoopDecision
+from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
+from ray.util.placement_group import placement_group_table
+
+from finray.checkpoint import CheckpointStore
+from finray.planning.placement import room
+from finray.runtime.progress import Address, resize_to
+
+# How long resources that workers have left may take to be free again, before fewer workers start.
+SETTLE_S = 10.0
+_PAUSE_S = 0.2
+
+
+class Resize(Exception):
+    """Ends every worker of a group that has saved a checkpoint, so that another number of them goes on."""
+
+
+def workers_to_start(possible: int, *, fewest: int, expected: int, waited_s: float) -> int | None:
+    """With how many workers to start; None to wait.
+
+    Args:
+        possible: workers for which there is room now, at most the most that are wanted.
+        fewest: that are wanted.
+        expected: that there is soon room for, as far as is known.
+        waited_s: since the workers before ended.
+    """
+    if possible < fewest or (possible < expected and waited_s < SETTLE_S):
+        return None
+    return possible
+
+
+class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
+    """The number of workers follows the free resources of the cluster, between two bounds.
+
+    Args:
+        scaling_config: with both bounds.
+        group: begin of the name of the run's placement groups, whose resources are its own.
+        listener: where the driver is told that there is room for more.
+        expected: workers at the first start.
+        evaluator: one worker's resources are left to an evaluator.
+        autoscaled: there may be an autoscaler, which is asked for nodes.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        scaling_config: ScalingConfig,
+        *,
+        group: str,
+        listener: Address,
+        expected: int,
+        evaluator: bool,
+        autoscaled: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(scaling_config)
+        self._group, self._listener = group, listener
+        self._evaluator, self._autoscaled = evaluator, autoscaled
+        self._expected, self._clock = expected, clock
+        self._waiting_since: float | None = None
+        self._looked_at = clock()
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        """Ask the autoscaler for what the most workers need."""
+        if self._autoscaled:
+            super().after_controller_start(train_run_context)
+
+    def _maybe_send_resource_request(self) -> None:
+        if self._autoscaled:
+            super()._maybe_send_resource_request()
+
+    def make_decision_for_non_running_worker_group(self) -> Any:
+        """Start with as many as there is room for, or wait."""
+        self._maybe_send_resource_request()
+        now = self._clock()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        possible = room_for(
+            self.scaling_config._resources_per_worker_not_none,
+            group=self._group,
+            most=self.scaling_config.max_workers,
+            kept=int(self._evaluator),
+        )
+        count = workers_to_start(
+            possible,
+            fewest=self.scaling_config.min_workers,
+            expected=self._expected,
+            waited_s=now - self._waiting_since,
+        )
+        if count is None:
+            # The controller asks again at once.
+            time.sleep(_PAUSE_S)
+            return NoopDecision()
+        self._waiting_since, self._expected, self._looked_at = None, count, now
+        return self._get_resize_decision(count)
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:  # noqa: ARG002
+        """Have the workers save a checkpoint and end where there is room for more of them."""
+        self._maybe_send_resource_request()
+        now = self._clock()
+        if now - self._looked_at >= self.scaling_config.elastic_resize_monitor_interval_s:
+            self._looked_at = now
+            possible = room_for(
+                self.scaling_config._resources_per_worker_not_none,
+                group=self._group,
+                most=self.scaling_config.max_workers,
+                kept=int(self._evaluator),
+            )
+            if possible > worker_group_state.num_workers and resize_to(self._listener, possible):
+                self._expected = possible
+        return NoopDecision()
+
+
+def room_for(each: Mapping[str, float], *, group: str, most: int, kept: int) -> int:
+    """How many workers of a run the cluster has room for, those that it has included.
+
+    Args:
+        each: what one takes.
+        group: begin of the name of the run's placement groups.
+        most: workers.
+        kept: as many as would fit besides are left to others.
+    """
+    state = ray._private.state.state
+    draining = set(state.get_draining_nodes())
+    free = {
+        node: dict(found)
+        for node, found in state.available_resources_per_node().items()
+        if node not in draining and any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
+    }
+    for one in placement_group_table().values():
+        if one["name"].startswith(group) and one["state"] == "CREATED":
+            for index, bundle in one["bundles"].items():
+                node = one["bundles_to_node_id"][index]
+                for name, amount in bundle.items() if node in free else ():
+                    free[node][name] = free[node].get(name, 0) + amount
+    return room(free.values(), each, most=most + kept) - kept
+
+
+class Failures(DefaultFailurePolicy):  # type: ignore[misc]
+    """Counts failures of the workers since the last checkpoint; one that makes room for more of them is none.
+
+    Args:
+        failure_config: how many there may be.
+        run_dir: where checkpoints appear.
+    """
+
+    def __init__(self, failure_config: FailureConfig, run_dir: str) -> None:
+        super().__init__(failure_config)
+        self._run_dir = run_dir
+        self._newest = -1
+
+    def make_decision(self, training_failed_error: Any) -> FailureDecision:
+        """Whether the workers start again."""
+        found = list(getattr(training_failed_error, "worker_failures", {}).values())
+        if found and all(is_resize(one) for one in found):
+            return FailureDecision.RETRY
+        newest = self._newest
+        with suppress(OSError):
+            newest = max(CheckpointStore(Path(self._run_dir)).steps(), default=-1)
+        if newest > self._newest:
+            self._newest, self._worker_group_failures = newest, 0
+        return super().make_decision(training_failed_error)
+
+
+def is_resize(error: BaseException) -> bool:
+    """Whether a worker ended to be started again in another number."""
+    return any(isinstance(one, Resize) for one in (error, getattr(error, "_original_exception", None), error.__cause__))
