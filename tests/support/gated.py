@@ -13,7 +13,7 @@ import torch
 
 from finray.config.schema import Config
 from finray.data.sampling.collate import Batch
-from finray.records import Note, Record, RunHeader
+from finray.records import Note, Record, RunHeader, TrainRecord
 from finray.runtime import driver
 from finray.tasks.causal_lm import CausalLM
 from tests.support import runs
@@ -60,6 +60,7 @@ class Run(threading.Thread):
     Attributes:
         said: what it said, in words.
         headers: of each start of the workers.
+        steps: in the order in which they were recorded.
         error: that ended it; None where none did.
     """
 
@@ -67,6 +68,7 @@ class Run(threading.Thread):
         super().__init__(daemon=True)
         self.said: list[str] = []
         self.headers: list[RunHeader] = []
+        self.steps: list[int] = []
         self.error: BaseException | None = None
         self._config = config
 
@@ -82,6 +84,8 @@ class Run(threading.Thread):
             self.said.append(record.message)
         elif isinstance(record, RunHeader):
             self.headers.append(record)
+        elif isinstance(record, TrainRecord):
+            self.steps.append(record.step)
 
     def until(self, what: Callable[[], object]) -> None:
         """Wait for something that happens while the run is at work."""

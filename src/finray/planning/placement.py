@@ -137,7 +137,9 @@ def room(free: Iterable[Mapping[str, float]], each: Mapping[str, float], *, most
 
 
 def _times(amount: float, share: float) -> int:
-    """How often a share fits; Ray counts in ten-thousandths."""
+    """How often a share fits: of a GPU it lies on one of them. Ray counts in ten-thousandths."""
+    if share < 1:
+        return int(amount) * (10_000 // round(share * 10_000)) + round(amount % 1 * 10_000) // round(share * 10_000)
     return round(amount * 10_000) // round(share * 10_000)
 
 

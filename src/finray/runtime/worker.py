@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -28,6 +30,10 @@ if TYPE_CHECKING:
     import torch
 
     from finray.training.evaluator import Answering, Evaluator
+
+
+# How long the end of a worker waits for Ray to have heard of its checkpoints.
+_REPORTS_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         run_dir.mkdir(parents=True, exist_ok=True)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
 
-    sender = Sender(spec.listener)
+    sender, reports = Sender(spec.listener), Reports(_report)
     step = failures.LOADING
     try:
         on_all_ranks(strategy, lambda: failures.check(run_dir, failures.LOADING))
@@ -111,7 +117,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             run_dir=run_dir,
             strategy=strategy,
             notify=sender.put,
-            reported=_report,
+            reported=reports.put,
             answering=_answering(config, spec),
             evaluator=partial(_evaluator, spec, sender.put),
             # What is asked for is asked of rank 0; another one might hear it at another step.
@@ -127,6 +133,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             loop.trackers.finish()
             loop.writer.follow()
         outcome = Outcome(stopped=loop.state.step) if loop.stopped else Outcome(loop.summary())
+        reports.close()
         torch.distributed.destroy_process_group()
         if loop.stopped and loop.ended_by == RESIZE:
             raise Resize(f"another number of workers goes on from step {loop.state.step}")
@@ -224,8 +231,38 @@ def meet(address: tuple[str, int], listening: socket.socket | None, *, world_siz
     )
 
 
+class Reports:
+    """Tells Ray Train about checkpoints, in a thread: a report waits for all workers and for Ray's controller, and for
+    ever where the head process is gone. No step waits for it, nor does the next checkpoint.
+
+    finray itself finds checkpoints on disk. A report is for whoever looks at the run through Ray.
+    """
+
+    def __init__(self, report: Callable[[Path, dict[str, float]], None]) -> None:
+        self._report = report
+        self._queue: queue.SimpleQueue[tuple[Path, dict[str, float]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="finray-reports", daemon=True)
+        self._thread.start()
+
+    def put(self, path: Path, metrics: dict[str, float]) -> None:
+        """Report a checkpoint that is already where it belongs; returns at once."""
+        self._queue.put((path, metrics))
+
+    def close(self, timeout_s: float = _REPORTS_S) -> None:
+        """Wait, though not for long, until all has been told."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _work(self) -> None:
+        while (one := self._queue.get()) is not None:
+            try:
+                self._report(*one)
+            except Exception:
+                # Ray Train ends; the checkpoint is there.
+                return
+
+
 def _report(path: Path, metrics: dict[str, float]) -> None:
-    """Tell Ray Train about a checkpoint that is already where it belongs."""
     import ray.train
     from ray.train import CheckpointUploadMode
 

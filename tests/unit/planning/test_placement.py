@@ -10,7 +10,17 @@ import pytest
 from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError, ConfigError
 from finray.hardware import cpu_has_bf16, machine_memory
-from finray.planning.placement import GPUS, Device, Placement, device_of, gpu_named, gpu_of, place, worker_environment
+from finray.planning.placement import (
+    GPUS,
+    Device,
+    Placement,
+    device_of,
+    gpu_named,
+    gpu_of,
+    place,
+    room,
+    worker_environment,
+)
 
 TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -31,6 +41,24 @@ def asked(**fields: object) -> ClusterConfig:
         ({"num_workers": 2}, [{"CPU": 8.0, "GPU": 1.0}], Placement(2, 4, False)),
         ({"num_workers": 2, "use_gpu": False}, [{"CPU": 8.0, "GPU": 2.0}], Placement(2, 4, False)),
         ({"cpus_per_worker": 3}, [{"CPU": 8.0}], Placement(1, 3, False)),
+        # As many as there is room for, and what is left of the CPUs for each.
+        ({"num_workers": {"min": 1, "max": 4}}, [{"CPU": 8.0}], Placement(4, 2, False, fewest=1, most=4)),
+        ({"num_workers": {"max": 4}}, [{"CPU": 3.0}], Placement(3, 1, False, fewest=1, most=4)),
+        (
+            {"num_workers": {"max": 4}, "cpus_per_worker": 4},
+            [{"CPU": 4.0}, {"CPU": 7.0}],
+            Placement(2, 4, False, fewest=1, most=4),
+        ),
+        (
+            {"num_workers": {"max": 8}},
+            [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}],
+            Placement(2, 4, True, fewest=1, most=8),
+        ),
+        (
+            {"num_workers": 4, "gpus_per_worker": 0.5},
+            [{"CPU": 8.0, "GPU": 2.0}],
+            Placement(4, 2, True, gpus_per_worker=0.5),
+        ),
     ],
 )
 def test_placements(fields: dict[str, object], nodes: list[dict[str, float]], expected: Placement) -> None:
@@ -44,6 +72,12 @@ def test_placements(fields: dict[str, object], nodes: list[dict[str, float]], ex
         ({"cpus_per_worker": 6}, [{"CPU": 4.0}, {"CPU": 4.0}], "the cluster has 8, which is room for 0"),
         ({"use_gpu": True}, [{"CPU": 8.0}], "want a GPU each, the cluster has 0"),
         ({"num_workers": 3, "use_gpu": True}, [{"CPU": 8.0, "GPU": 2.0}], "set cluster.num_workers to 2"),
+        ({"num_workers": {"min": 3, "max": 9}}, [{"CPU": 2.0}], "set cluster.num_workers.min to 2"),
+        (
+            {"num_workers": 3, "use_gpu": True, "gpus_per_worker": 0.6},
+            [{"CPU": 8.0, "GPU": 2.0}],
+            "0.6 of a GPU each, the cluster has room for 2 such shares",
+        ),
     ],
 )
 def test_what_does_not_fit(fields: dict[str, object], nodes: list[dict[str, float]], message: str) -> None:
@@ -164,3 +198,26 @@ def test_gpus_before_ampere_have_no_bf16() -> None:
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0, "accelerator_type:T4": 1.0}]).bf16 is False
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0, "accelerator_type:A100": 1.0}]).bf16 is True
     assert device_of(two, [{"CPU": 4.0, "GPU": 2.0}]).memory is None
+
+
+@pytest.mark.parametrize(
+    ("free", "each", "most", "count"),
+    [
+        ([{"CPU": 4.0}, {"CPU": 3.0}], {"CPU": 2.0}, 9, 3),
+        ([{"CPU": 4.0}, {"CPU": 4.0}], {"CPU": 2.0}, 3, 3),
+        ([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0}], {"CPU": 1.0, "GPU": 1.0}, 9, 1),
+        # 0.3 // 0.1 is 2.0 in floats.
+        ([{"CPU": 9.0, "GPU": 0.3}], {"CPU": 1.0, "GPU": 0.1}, 9, 3),
+        # A share lies on one GPU.
+        ([{"CPU": 9.0, "GPU": 2.5}], {"CPU": 1.0, "GPU": 0.5}, 9, 5),
+        ([{"CPU": 9.0, "GPU": 2.0}], {"CPU": 1.0, "GPU": 0.6}, 9, 2),
+        ([], {"CPU": 1.0}, 9, 0),
+    ],
+)
+def test_room_is_counted_by_nodes(free: list[dict[str, float]], each: dict[str, float], most: int, count: int) -> None:
+    assert room(free, each, most=most) == count
+
+
+def test_bounds_of_workers_are_in_order() -> None:
+    with pytest.raises(ValueError, match="min \\(3\\) is more than max \\(2\\)"):
+        asked(num_workers={"min": 3, "max": 2})

@@ -13,7 +13,7 @@ import pytest
 from finray.config.resolved import Resolved, Settled
 from finray.errors import TrainingError
 from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
-from finray.runtime.progress import Listener, Sender, ask
+from finray.runtime.progress import STOP, Listener, Sender, ask
 
 
 def filled(kind: type) -> Record:
@@ -96,15 +96,23 @@ def test_a_sender_goes_on_when_nobody_listens() -> None:
     assert time.monotonic() - started < 5
 
 
+def wish_of(sender: Sender) -> str:
+    """What a sender is asked for, once it is."""
+    deadline = time.monotonic() + 60
+    while not sender.is_asked():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return sender.take_wish()
+
+
 def test_a_wish_to_stop_reaches_the_workers_that_are_connected_and_those_that_come_later() -> None:
     with Listener("127.0.0.1", lambda record: None) as listener:
         first, later, silent = Sender(listener.address), Sender(listener.address), Sender(listener.address)
         first.put(Note("here"))
         listener.stop()
         later.put(Note("here"))
-        assert first.stop.wait(30)
-        assert later.stop.wait(30)
-        assert not silent.stop.is_set()
+        assert wish_of(first) == wish_of(later) == STOP
+        assert not silent.is_asked()
         first.close()
         later.close()
 
@@ -116,4 +124,4 @@ def test_a_sender_is_not_stopped_where_nobody_asks() -> None:
         sender.put(Note("here"))
         sender.close()
     assert heard == [Note("here")]
-    assert not sender.stop.is_set()
+    assert not sender.is_asked()

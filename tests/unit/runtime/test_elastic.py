@@ -1,0 +1,72 @@
+"""With how many workers a group starts, and what a wish to grow does to those that are at work."""
+
+from __future__ import annotations
+
+import pytest
+
+from finray.records import Note
+from finray.runtime.progress import RESIZE, STOP, Listener, Sender, resize_to
+from tests.unit.runtime.test_progress import wish_of
+from tests.unit.runtime.test_watch import HEADER, Run
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("possible", "fewest", "expected", "waited_s", "count"),
+    [
+        (4, 1, 4, 0.0, 4),
+        # What the workers before have left is not free yet.
+        (1, 1, 4, 0.0, None),
+        (1, 1, 4, 10.0, 1),
+        (1, 2, 2, 99.0, None),
+        (5, 2, 2, 0.0, 5),
+    ],
+)
+def test_workers_to_start(possible: int, fewest: int, expected: int, waited_s: float, count: int | None) -> None:
+    from finray.runtime.elastic import workers_to_start
+
+    assert workers_to_start(possible, fewest=fewest, expected=expected, waited_s=waited_s) == count
+
+
+def test_who_says_that_there_is_room_needs_the_token_and_the_driver() -> None:
+    counts: list[int] = []
+    with Listener("127.0.0.1", lambda record: None, counts.append) as listener:
+        assert resize_to(listener.address, 3)
+        wrong = type(listener.address)(listener.address.host, listener.address.port, "0" * 32)
+        assert not resize_to(wrong, 4)
+        address = listener.address
+    assert not resize_to(address, 5)
+    assert counts == [3]
+
+
+def test_wishes_come_to_the_worker_once() -> None:
+    heard: list[object] = []
+    with Listener("127.0.0.1", heard.append) as listener:
+        sender = Sender(listener.address)
+        assert (sender.is_asked(), sender.take_wish()) == (False, "")
+        sender.put(Note("hello"))
+        listener.stop()
+        assert wish_of(sender) == STOP
+        sender.put(Note("there"))
+        listener.ask(RESIZE)
+        assert wish_of(sender) == RESIZE
+        assert (sender.is_asked(), sender.take_wish()) == (False, "")
+        sender.close()
+
+
+def test_a_group_makes_place_unless_the_run_is_ending(run: Run) -> None:
+    asked: list[str] = []
+    run.ask = asked.append  # type: ignore[attr-defined]
+    run.watch.resize(3)
+    assert asked == []
+    run.watch.heard(HEADER)
+    run.watch.resize(3)
+    assert asked == [RESIZE]
+    run.pending.signum = 15
+    run.at(1)
+    run.watch.resize(4)
+    assert asked == [RESIZE]
