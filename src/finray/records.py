@@ -152,13 +152,26 @@ class EvalRecord:
     @staticmethod
     def metrics_of(plain: Mapping[str, Any]) -> dict[str, float]:
         """The metrics in what :meth:`json` gave."""
-        others = ("kind", "step", "eval_targets", "eval_seconds", "confusion")
+        others = ("kind", "step", "eval_targets", "eval_seconds", "confusion", "time")
         return {name: value for name, value in plain.items() if name not in others}
 
 
+@dataclass(frozen=True, slots=True)
+class SystemRecord:
+    """What rank 0's machine was doing: numbers by name, taken at a ``time`` in seconds since 1970."""
+
+    step: int
+    time: float
+    numbers: Mapping[str, float]
+
+    def json(self) -> dict[str, Any]:
+        """The record as it is written."""
+        return {"kind": "system", "step": self.step, **self.numbers, "time": self.time}
+
+
 # What trackers take, and what the driver is told.
-Metrics = TrainRecord | EvalRecord | Note
-Record = Metrics | RunHeader | PrepareProgress
+Metrics = TrainRecord | EvalRecord | SystemRecord | Note
+Record = TrainRecord | EvalRecord | Note | RunHeader | PrepareProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +183,7 @@ class RunSummary:
         supervised: targets learned from, over all ranks.
         train_seconds: over all starts.
         first_loss: of the first step of the last start, which is ``first_step``.
+        mean_loss: mean per target over all steps of the run; None where its records are gone.
         best: best value of ``best_metric``, which chose the best checkpoint; None where nothing was evaluated.
         phases: seconds by phase.
         peak_memory_bytes: by rank.
@@ -188,6 +202,7 @@ class RunSummary:
     phases: Mapping[str, float] = field(default_factory=dict)
     peak_memory_bytes: tuple[int, ...] = ()
     first_step: int = 1
+    mean_loss: float | None = None
 
     def json(self) -> dict[str, Any]:
         """The summary as it is written: the best value under ``best_<metric>``."""

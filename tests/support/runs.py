@@ -62,7 +62,7 @@ def tiny_run(model: Path, rows: Path | str, output: Path, changes: Mapping[str, 
         },
         "checkpoint": {"every_steps": 4, "keep_last": 10},
         "evaluation": {"on_start": False},
-        "tracking": {"tensorboard": False, "record_samples": True},
+        "tracking": {"tensorboard": False, "record_samples": True, "system_every_seconds": None},
         "cluster": {"cpus_per_worker": 1},
     }
     return changed(plain, changes or {})

@@ -275,6 +275,19 @@ def export(
     show.result(export_model(run, output, merge=merge, dtype=dtype, base=base))
 
 
+@app.command()
+@show.command
+def sync(
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    to: Annotated[str | None, typer.Option(help="mlflow or wandb (default: those in its config).")] = None,
+) -> None:
+    """Send a run's records to W&B or MLflow: what is missing there, or all of it."""
+    from finray.reporting.sync import sync_run
+
+    for sent in sync_run(run, to):
+        show.result(sent)
+
+
 @app.command("import-gguf")
 @show.command
 def import_gguf(

@@ -8,7 +8,13 @@ from collections.abc import Mapping, MutableMapping
 # What finray has set in this process; not the user's.
 _OURS: dict[str, str] = {}
 # Secrets that workers need. They are handed over as arguments: Ray writes the environment of its workers into logs.
-SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+SECRETS = (
+    *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"),
+    *("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
+    # Where the user's services are, beside the keys to them.
+    *("WANDB_BASE_URL", "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY"),
+    *("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"),
+)
 
 
 def set_default(name: str, value: str, environ: MutableMapping[str, str] = os.environ) -> None:

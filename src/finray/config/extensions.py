@@ -34,7 +34,11 @@ TABLES: dict[str, dict[str, str]] = {
         "dora": "finray.models.adapter_methods:DORA",
         "pissa": "finray.models.adapter_methods:PISSA",
     },
-    "finray.trackers": {"tensorboard": "finray.tracking.tensorboard:TensorBoardTracker"},
+    "finray.trackers": {
+        "tensorboard": "finray.tracking.tensorboard:TensorBoardTracker",
+        "wandb": "finray.tracking.wandb:WandbService",
+        "mlflow": "finray.tracking.mlflow:MlflowService",
+    },
     "finray.engines": {
         "transformers": "finray.evaluation.engines.transformers:TransformersEngine",
         "vllm": "finray.evaluation.engines.vllm:VLLMEngine",

@@ -22,7 +22,6 @@ _TOKENIZERS = "not needed: Transformers finds the class by the model's files"
 _PUBLISHED = "not here: publish what `finray export` writes"
 _NOT_HERE = "not here: `docs/guide/extending.md` shows how a task has a loss of its own"
 _FLASH = "not needed: `model.attention: auto` takes FlashAttention where it is installed"
-_TRACKERS = "W&B and MLflow are not here: `tracking.trackers` takes a tracker of your own (`docs/guide/extending.md`)"
 _LIGER = "`train.liger` turns all of Liger's kernels on"
 _SCHEDULED = "set `{path}` to a number of steps"
 
@@ -218,8 +217,9 @@ NAMES: dict[str, str] = {
     "early_stopping_threshold": "evaluation.early_stopping",
     "early_stopping_min_delta": "evaluation.early_stopping",
     "logging_steps": "tracking.log_every",
-    "report_to": _TRACKERS,
-    "wandb_project": _TRACKERS,
+    "report_to": "tracking.trackers",
+    "mlflow_tracking_uri": "tracking.mlflow_uri",
+    "mlflow_experiment_name": "tracking.mlflow_experiment",
     "evaluation_strategy": _SCHEDULED.format(path="evaluation.every_steps"),
     "do_eval": _SCHEDULED.format(path="evaluation.every_steps"),
     "eval_on_start": "evaluation.on_start",
@@ -237,7 +237,7 @@ NAMES: dict[str, str] = {
     "plot_loss": "not needed: TensorBoard shows every step of a run",
     "wandb_name": "run.name",
     "wandb_run_id": "run.name",
-    "use_wandb": _TRACKERS,
+    "use_wandb": "tracking.trackers: [wandb]",
     "use_tensorboard": "tracking.tensorboard",
     "save_safetensors": _SAFE,
     "save_only_model": _SAME_COMMAND,

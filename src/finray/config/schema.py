@@ -405,7 +405,27 @@ class TrackingConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
     trackers: list[Annotated[str, AfterValidator(named("finray.trackers"))]] = Field(
         default_factory=list,
-        description="Further trackers, by name or as `package.module:Class`.",
+        description="Further trackers: `wandb`, `mlflow`, or your own as `package.module:Class`.",
+    )
+    wandb_project: str | None = Field(None, description="Project at W&B. null takes `WANDB_PROJECT`, else `finray`.")
+    wandb_entity: str | None = Field(
+        None, description="Team or user at W&B. null takes `WANDB_ENTITY`, else the default of the key."
+    )
+    wandb_mode: Literal["online", "offline"] | None = Field(
+        None,
+        description="`offline` writes W&B's own files to `<run>/wandb/`, and needs no key. null takes `WANDB_MODE`, "
+        "else `online`.",
+    )
+    mlflow_uri: str | None = Field(
+        None, description="Address of the MLflow tracking server. null takes `MLFLOW_TRACKING_URI`."
+    )
+    mlflow_experiment: str | None = Field(
+        None, description="Experiment at MLflow. null takes `MLFLOW_EXPERIMENT_NAME`, else `finray`."
+    )
+    tags: list[str] = Field(default_factory=list, description="Tags of the run at W&B and MLflow.")
+    system_every_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        15.0,
+        description="Seconds between records of rank 0's machine: CPU, memory, network, disk, GPUs. null writes none.",
     )
     log_every: PositiveInt = Field(
         1, description="Optimizer steps between records. Metrics are averaged over these steps."
@@ -413,6 +433,16 @@ class TrackingConfig(Section):
     record_samples: bool = Field(
         False, description="Record the ids of the rows of every step. A digest of them is always recorded."
     )
+
+    @field_validator("mlflow_uri")
+    @classmethod
+    def _no_password(cls, value: str | None) -> str | None:
+        if value is not None and redact_text(value, environ={}) != value:
+            raise ValueError(
+                "holds a password, and the config is written to files; set MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD in the environment instead"
+            )
+        return value
 
 
 class ElasticWorkers(Section):

@@ -123,6 +123,9 @@ def check_extras(
         wanted.setdefault("quantization", ("bitsandbytes", "model.quantization"))
     if config.train.liger is True:
         wanted["liger"] = ("liger_kernel", "train.liger")
+    for name, package in (("wandb", "wandb"), ("mlflow", "mlflow")):
+        if name in config.tracking.trackers:
+            wanted[name] = (package, "tracking.trackers")
     data = config.data
     urls = [("data.source", data.source), ("data.eval_source", data.eval_source), ("prepare.dir", config.prepare.dir)]
     urls += [(f"data.mix.{index}.source", one.source) for index, one in enumerate(data.mix)]

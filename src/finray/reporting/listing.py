@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from finray.records import Metrics, RunHeader, TrainRecord
+from finray.records import Record, RunHeader, TrainRecord
 from finray.reporting.recorded import RecordedRun, eval_of, is_held, note_of, read_run, runs_in, train_of
 from finray.reporting.report import config_differences, labels
 from finray.results import Result
@@ -176,7 +176,7 @@ class Follower:
         self._starts = 0
         self._told: set[int] = set()
 
-    def new(self) -> Iterator[Metrics | RunHeader]:
+    def new(self) -> Iterator[Record]:
         """What was not told yet: starts of the workers, and records."""
         try:
             starts = read_starts(self._run_dir)
@@ -258,7 +258,7 @@ def watch(
         sleep(POLL_S)
 
 
-def latest(records: list[Metrics | RunHeader], most: int = 50) -> list[Metrics | RunHeader]:
+def latest(records: list[Record], most: int = 50) -> list[Record]:
     """Of many training records the last ones, and the last header, so that who comes late need not read them all; and
     all else."""
     passed = {at for at, one in enumerate(records) if isinstance(one, TrainRecord)}

@@ -68,6 +68,8 @@ class TrainResult(Result):
                 "the first step" if numbers.first_step == 1 else f"step {numbers.first_step}, the first of this start"
             )
             table.add_row("loss", f"{numbers.first_loss:.4f} at {first}, {numbers.final_loss:.4f} at the last")
+        if numbers.mean_loss is not None:
+            table.add_row("mean loss", f"{numbers.mean_loss:.4f} over all steps")
         if numbers.best is not None:
             table.add_row(f"best {numbers.best_metric.replace('_', ' ')}", f"{numbers.best:.4f}")
         table.add_row("tokens", f"{numbers.tokens:,} ({numbers.tokens_per_s:,.0f} tokens/s)")

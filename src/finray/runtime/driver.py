@@ -53,6 +53,8 @@ from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
 from finray.runtime.signals import deferred
 from finray.runtime.watch import Watch, refusal
+from finray.tracking.access import require_access
+from finray.tracking.jsonl import mean_loss
 
 if TYPE_CHECKING:
     from finray.runtime.trainer import Trainer
@@ -117,6 +119,8 @@ def train(
     """
     config = with_absolute_paths(config)
     require_startable(config)
+    for message in require_access(config.tracking):
+        handle(Note(message, level="warning"))
     with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run, _saying_what_is_saved(run):
         if (done := run.finished()) is not None:
             handle(Note("the run is finished already; --fresh (in Python fresh=True) begins anew"))
@@ -434,7 +438,7 @@ def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, ha
         **inside,
         "total": time.perf_counter() - connected.started,
     }
-    summary = replace(fitted.summary, phases=phases)
+    summary = replace(fitted.summary, phases=phases, mean_loss=mean_loss(run.path))
     run.finish({"chosen_step": chosen, "summary": summary.json()})
     return TrainResult(run.path, run.final, chosen, summary)
 

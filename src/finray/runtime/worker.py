@@ -127,10 +127,12 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         step = loop.state.step
         on_all_ranks(strategy, lambda: failures.check(run_dir, step))
         _record_processes(run_dir, strategy)
+        is_over = False
         try:
             loop.run()
+            is_over = not loop.stopped
         finally:
-            loop.trackers.finish()
+            loop.trackers.finish(complete=is_over)
             loop.writer.follow()
         outcome = Outcome(stopped=loop.state.step) if loop.stopped else Outcome(loop.summary())
         reports.close()

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from finray.config.extensions import load_named
-from finray.records import Metrics, RunHeader
+from finray.records import Metrics, RunHeader, SystemRecord
+from finray.tracking.follow import PATIENCE_S as FOLLOWER_PATIENCE_S
+from finray.tracking.follow import Follower, Service
 
 # Records a slow tracker may be behind before the oldest are given up.
 BACKLOG = 10_000
@@ -32,7 +34,7 @@ class RunInfo:
     run_id: str
     run_dir: Path
     resume_step: int
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     header: RunHeader
 
 
@@ -49,13 +51,13 @@ class Tracker(Protocol):
         """Flush and close; the run is over, or ends here for now."""
 
 
-def make_tracker(name: str) -> Tracker:
-    """The tracker of a name in ``tracking.trackers``.
+def make_tracker(name: str) -> Tracker | Service:
+    """The tracker of a name in ``tracking.trackers``, or the service that follows the run.
 
     Raises:
         ConfigError: there is none.
     """
-    tracker: Tracker = load_named("finray.trackers", name, where="tracking.trackers")()
+    tracker: Tracker | Service = load_named("finray.trackers", name, where="tracking.trackers")()
     return tracker
 
 
@@ -68,6 +70,8 @@ class Trackers:
     Args:
         inline: called at once, in order: what must be on disk before a checkpoint is.
         background: by name.
+        follow: makes those that read what is written, once the run's own file has begun.
+        machine: gives the records of the machine since it was last asked, for a step.
         warn: told of a tracker that is left out, in the caller's thread.
         clock: seconds, monotonic.
         patience_s: after which a call hangs.
@@ -78,12 +82,16 @@ class Trackers:
         inline: Mapping[str, Tracker],
         background: Mapping[str, Tracker],
         *,
+        follow: Callable[[RunInfo], list[Follower]] = lambda run: [],
+        machine: Callable[[int], list[SystemRecord]] = lambda step: [],
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._inline = dict(inline)
         self._background = {name: _Background(tracker, clock) for name, tracker in background.items()}
+        self._follow, self._followers = follow, list[Follower]()
+        self._machine = machine
         self._warn = warn
         self._clock = clock
         self._patience_s = patience_s
@@ -91,18 +99,37 @@ class Trackers:
     def start(self, run: RunInfo) -> None:
         """Tell all of them that the run starts here."""
         self._each(lambda tracker: tracker.start(run))
+        self._followers = self._follow(run)
 
     def log(self, record: Metrics) -> None:
         """Hand a record to all of them."""
+        for one in self._machine(record.step):
+            self._each(lambda tracker, one=one: tracker.log(one))  # type: ignore[misc]
         self._each(lambda tracker: tracker.log(record))
+        self._listen()
 
-    def finish(self) -> None:
-        """Wait for what is under way, but not for ever."""
+    def finish(self, *, complete: bool = False, patience_s: float = FOLLOWER_PATIENCE_S) -> None:
+        """Wait for what is under way, but not for ever.
+
+        Args:
+            complete: whether the run is over.
+            patience_s: that services have for the last records, all at once.
+        """
         self._each(lambda tracker: tracker.finish())
+        for follower in self._followers:
+            follower.end(complete=complete, patience_s=patience_s)
+        for follower in self._followers:
+            follower.join()
+        self._listen()
         until = self._clock() + self._patience_s
         for name, one in list(self._background.items()):
             one.stop(max(0.0, until - self._clock()))
             self._look_at(name, one, patience_s=0.0)
+
+    def _listen(self) -> None:
+        for follower in self._followers:
+            if (message := follower.warning()) is not None:
+                self._warn(message)
 
     def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._inline.items()):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finray.records import Metrics
-from finray.tracking.base import RunInfo
 
 if TYPE_CHECKING:
     import pandas
+
+    from finray.tracking.base import RunInfo
 
 FILE = "metrics.jsonl"
 
@@ -23,10 +25,14 @@ class JsonlTracker:
 
     Args:
         warn: told of lines that were damaged.
+        now: the time, in seconds since 1970.
     """
 
-    def __init__(self, warn: Callable[[str], None] = lambda message: None) -> None:
+    def __init__(
+        self, warn: Callable[[str], None] = lambda message: None, now: Callable[[], float] = time.time
+    ) -> None:
         self._warn = warn
+        self._now = now
 
     def start(self, run: RunInfo) -> None:
         """Drop what was logged after the step to resume at: those steps will be done again.
@@ -63,7 +69,10 @@ class JsonlTracker:
 
     def log(self, record: Metrics) -> None:
         """Append one record; it is the operating system's when this returns."""
-        self._stream.write(json.dumps(record.json()) + "\n")
+        plain = record.json()
+        # Records of the machine say themselves when they were taken.
+        plain.setdefault("time", round(self._now(), 3))
+        self._stream.write(json.dumps(plain) + "\n")
         self._stream.flush()
 
     def finish(self) -> None:
@@ -78,8 +87,19 @@ def metrics_table(run_dir: Path) -> pandas.DataFrame:
     rows: dict[int, dict[str, Any]] = {}
     for record in read_records(run_dir / FILE):
         if record.pop("kind") in ("train", "eval"):
+            record.pop("time", None)
             rows.setdefault(record.pop("step"), {}).update(record)
     return pandas.DataFrame.from_dict(rows, orient="index").rename_axis("step").sort_index()
+
+
+def mean_loss(run_dir: Path) -> float | None:
+    """The mean over all targets of a run, each with the loss it had when it was learned; None without records."""
+    weight = total = 0.0
+    for record in read_records(run_dir / FILE):
+        if record["kind"] == "train":
+            weight += record["supervised"]
+            total += record["supervised"] * record["loss"]
+    return total / weight if weight else None
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -89,11 +109,20 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     return (record for _, record in _lines(path) if record is not None)
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+def read_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """Whole records of a file that may still grow, from a byte on, each with the byte after it."""
+    for line, record in _lines(path, offset):
+        offset += len(line)
+        if record is not None:
+            yield record, offset
+
+
+def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Lines of a file with the record in each; None where it is damaged. One that was left unfinished is none."""
     if not path.exists():
         return
     with path.open("rb") as stream:
+        stream.seek(offset)
         for line in stream:
             record = parsed(line)
             if record is not None or line.endswith(b"\n"):

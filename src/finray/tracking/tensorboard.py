@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from finray.records import Metrics
+import yaml
+
+from finray.config.identity import flatten
+from finray.records import Metrics, SystemRecord
 from finray.tracking.base import RunInfo
 
 FOLDER = "tensorboard"
 
 
 class TensorBoardTracker:
-    """Writes the numbers of each record as scalars ``<kind>/<name>`` to ``<run>/tensorboard/``."""
+    """Writes the numbers of each record as scalars ``<kind>/<name>`` to ``<run>/tensorboard/``, the config as text and
+    as hyperparameters."""
 
     def start(self, run: RunInfo) -> None:
         """Open the event files; TensorBoard hides what an earlier start wrote after the step to resume at."""
-        from torch.utils.tensorboard.writer import SummaryWriter
+        from torch.utils.tensorboard import summary, writer
 
-        self._writer: Any = SummaryWriter(str(run.run_dir / FOLDER), purge_step=run.resume_step and run.resume_step + 1)
+        # Neither has types.
+        begin_writing: Any = writer.SummaryWriter
+        make: Any = summary.hparams
+        self._writer = begin_writing(str(run.run_dir / FOLDER), purge_step=run.resume_step and run.resume_step + 1)
+        text = yaml.safe_dump(run.config, sort_keys=False)
+        # Markdown shows what is indented as it is.
+        self._writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), run.resume_step)
+        values = {path: _plain(value) for path, value in flatten(run.config).items() if value is not None}
+        # Into these files: `add_hparams` would begin others, which TensorBoard shows as another run.
+        begin, values_now, self._end = make(values, {"train/loss": 0.0, "eval/eval_loss": 0.0})
+        for one in (begin, values_now):
+            self._writer.file_writer.add_summary(one)
 
     def log(self, record: Metrics) -> None:
         """Write one record."""
         plain = record.json()
+        at = record.time if isinstance(record, SystemRecord) else None
         for name, value in plain.items():
-            if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(f"{plain['kind']}/{name}", value, plain["step"])
+            if isinstance(value, int | float) and name not in ("step", "time"):
+                self._writer.add_scalar(f"{plain['kind']}/{name}", value, plain["step"], at)
 
     def finish(self) -> None:
         """Flush and close."""
+        self._writer.file_writer.add_summary(self._end)
         self._writer.close()
+
+
+def _plain(value: Any) -> str | float | bool:
+    return value if isinstance(value, str | int | float | bool) else json.dumps(value)

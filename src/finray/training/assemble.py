@@ -36,11 +36,13 @@ from finray.parallel.base import NamedOptimizer, Strategy, on_all_ranks
 from finray.parallel.ddp import DDPStrategy
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import stored_weights
-from finray.records import EvalRecord, Metrics, Note, Record, RunHeader, TrainRecord
+from finray.records import EvalRecord, Metrics, Note, Record, RunHeader, SystemRecord, TrainRecord
 from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
+from finray.tracking.follow import Followed, Follower, Sending, Service
 from finray.tracking.jsonl import FILE as METRICS
 from finray.tracking.jsonl import JsonlTracker, read_records
 from finray.tracking.starts import StartsTracker
+from finray.tracking.system import Sampler, System, find_nvml
 from finray.training import extending
 from finray.training.checkpointing import CheckpointWriter, find_latest, open_store, restore
 from finray.training.cpu_checks import refusals_on_cpu
@@ -413,9 +415,25 @@ def _start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: No
     inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(warn), "console": _Notifier(notify)}
     inline["starts.jsonl"] = StartsTracker()
     names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
-    trackers = Trackers(inline, {name: make_tracker(name) for name in dict.fromkeys(names)}, warn=warn)
+    made = {name: make_tracker(name) for name in dict.fromkeys(names)}
+    services = {name: one for name, one in made.items() if isinstance(one, Service)}
+    trackers = Trackers(
+        inline,
+        {name: one for name, one in made.items() if not isinstance(one, Service)},
+        follow=lambda run: [
+            Follower(Sending(name, one, Followed(run.run_id, run.run_dir, run.config)))
+            for name, one in services.items()
+        ],
+        machine=_sampled(config, run_dir),
+        warn=warn,
+    )
     trackers.start(RunInfo(name, run_dir, header.step, redact(config.plain()), header))
     return trackers
+
+
+def _sampled(config: Config, run_dir: Path) -> Callable[[int], list[SystemRecord]]:
+    every_s = config.tracking.system_every_seconds
+    return (lambda step: []) if every_s is None else Sampler(System(run_dir, nvml=find_nvml()).sample, every_s).take
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +446,8 @@ class _Notifier:
         """The header has been shown already."""
 
     def log(self, record: Metrics) -> None:
-        self.notify(record.without_samples() if isinstance(record, TrainRecord) else record)
+        if not isinstance(record, SystemRecord):
+            self.notify(record.without_samples() if isinstance(record, TrainRecord) else record)
 
     def finish(self) -> None:
         """Nothing is kept here."""

@@ -82,7 +82,7 @@ def test_every_key_of_another_systems_file_is_told_what_it_is_here(text: str) ->
     nothing = found.pop(NOTHING, "").split(", ")
     assert found.keys() | {*nothing} - {""} == file.keys() - {"adapter"}
     for key, said in found.items():
-        hint = re.search(r"\((here: `|`|W&B and|not needed|it follows|set `|did you mean `(train|run)\.)", said)
+        hint = re.search(r"\((here: `|`|not needed|it follows|set `|did you mean `(train|run|tracking)\.)", said)
         assert hint, f"{key}: {said}"
 
 
@@ -146,7 +146,7 @@ def test_what_asks_for_nothing_is_one_line_and_what_off_asks_for_is_not() -> Non
         load_in_4bit=False,
         fp16=False,
         tf32=False,
-        wandb_entity=None,
+        wandb_watch=None,
         resume_from_checkpoint=None,
         special_tokens={},
         bf16=False,
@@ -156,7 +156,7 @@ def test_what_asks_for_nothing_is_one_line_and_what_off_asks_for_is_not() -> Non
         strange=False,
         **{"train.max_stps": None, "train.lr": None},
     )
-    asked = "load_in_8bit, load_in_4bit, fp16, tf32, wandb_entity, resume_from_checkpoint, special_tokens, strange"
+    asked = "load_in_8bit, load_in_4bit, fp16, tf32, wandb_watch, resume_from_checkpoint, special_tokens, strange"
     assert {*found.pop(NOTHING).split(", ")} == {*asked.split(", "), "train.lr"}
     assert found == {
         "bf16": "unknown key (here: `train.precision: fp32`)",
@@ -189,7 +189,9 @@ def test_a_value_of_another_system_or_a_misspelt_one_is_told_what_it_is_here(
 
 
 def test_hints_of_what_has_no_field_say_what_there_is() -> None:
-    found = problems(wandb_project="p", datasets=[{"path": "a", "type": "alpaca"}], special_tokens={"pad_token": "x"})
-    assert "a tracker of your own" in found["wandb_project"]
+    datasets = [{"path": "a", "type": "alpaca"}]
+    found = problems(wandb_project="p", report_to="wandb", datasets=datasets, special_tokens={"pad_token": "x"})
+    assert "did you mean `tracking.wandb_project`?" in found["wandb_project"]
+    assert "here: `tracking.trackers`" in found["report_to"]
     assert "`data.format` its type" in found["datasets"]
     assert "the model's own are taken" in found["special_tokens"]

@@ -19,6 +19,7 @@ from finray.planning.placement import worker_environment
 from finray.records import EvalRecord, RunSummary, TrainRecord
 from finray.results import PlainConsole
 from finray.runtime.driver import TrainResult
+from finray.tracking.system import System
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide"
 
@@ -62,7 +63,8 @@ def test_every_field_of_the_metrics_is_specified() -> None:
     page = (GUIDE.parent / "formats.md").read_text(encoding="utf-8")
     specified = page[page.index("### metrics.jsonl") :]
     evaluated = EvalRecord(1, {"eval_loss": 1.0, "perplexity": 2.7}, 1, 1.0).json()
-    for name in (*TrainRecord.__dataclass_fields__, *evaluated):
+    system = System(GUIDE).sample()
+    for name in (*TrainRecord.__dataclass_fields__, *evaluated, *system, "time"):
         assert f"`{name}`" in specified, name
     assert "A note has `kind`" in specified
 

@@ -1,0 +1,126 @@
+"""Sends a run's records to a service, whether or not its config asked for that: ``finray sync``."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import Timeout
+from rich.console import Console
+
+from finray.checkpoint.rundir import RunDir, saved_config
+from finray.config.extensions import load_named
+from finray.config.redact import redact, redact_text
+from finray.config.schema import Config
+from finray.errors import ConfigError, FinrayError, TrainingError
+from finray.files import FileKind
+from finray.results import Result
+from finray.tracking.access import require_access
+from finray.tracking.follow import Followed, Sending, Service
+
+RUN_ID = "run_id"
+# Seconds that a service may take without having taken a batch.
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Synced(Result):
+    """What was sent to one service, and where it can be looked at."""
+
+    tracker: str
+    sent: int
+    url: str
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {"tracker": self.tracker, "sent": self.sent, "url": self.url}
+
+    def print(self, console: Console) -> None:
+        """In one line."""
+        what = f"sent {self.sent:,} records to {self.tracker}" if self.sent else f"{self.tracker} has every record"
+        console.print(f"{what}{f': {self.url}' if self.url else ''}", highlight=False, soft_wrap=True)
+
+
+def sync_run(run_dir: Path, to: str | None = None, *, patience_s: float = PATIENCE_S) -> list[Synced]:
+    """Send what services lack of a run.
+
+    Args:
+        run_dir: of a run that was started; it may be finished.
+        to: one service; None for those in the run's config.
+        patience_s: how long a service may take for a batch.
+
+    Raises:
+        FinrayError: there is no such run or service, or it cannot be reached.
+    """
+    run = RunDir(run_dir.resolve())
+    if not run.config_file.is_file() or not (run.path / RUN_ID).is_file():
+        raise ConfigError("there is no run here that has begun to train", where=str(run_dir))
+    config = saved_config(run)
+    wanted = {name: load_named("finray.trackers", name, where="--to") for name in _names(config, to)}
+    services = {name: one for name, one in wanted.items() if isinstance(one, type) and issubclass(one, Service)}
+    if to is not None and not services:
+        raise ConfigError(f"`{to}` is no service that a run is sent to", where="--to", repair="use mlflow or wandb")
+    if not services:
+        raise ConfigError(
+            "the run's config names no service", where=f"{run_dir}: tracking.trackers", repair="say which: --to mlflow"
+        )
+    changes: dict[str, Any] = {"trackers": list(services)}
+    if config.tracking.wandb_mode == "offline":
+        # Who asks for this has files of W&B's own already.
+        changes["wandb_mode"] = "online"
+    config = config.model_copy(update={"tracking": config.tracking.model_copy(update=changes)})
+    for message in require_access(config.tracking):
+        raise TrainingError(message, where=str(run_dir), repair="try again when it answers")
+    run_id = FileKind(TrainingError, repair="delete the file: services then see a new run").text(run.path / RUN_ID)
+    followed = Followed(run_id, run.path, redact(config.plain()))
+    complete = run.finished() is not None
+    return [_sync(Sending(name, one(), followed), complete, patience_s) for name, one in services.items()]
+
+
+def _names(config: Config, to: str | None) -> list[str]:
+    return [to] if to is not None else config.tracking.trackers
+
+
+def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            sending.catch_up()
+            sending.service.close(complete=complete)
+        except BaseException as error:
+            failed.append(error)
+
+    try:
+        with sending.lock().acquire(timeout=0):
+            # In a thread, because a library that waits for a service cannot be asked to stop.
+            thread = threading.Thread(target=work, name=f"finray-sync-{sending.name}", daemon=True)
+            thread.start()
+            before = -1
+            while thread.is_alive() and sending.sent > before:
+                before = sending.sent
+                thread.join(patience_s)
+    except Timeout:
+        raise ConfigError(
+            f"another process sends this run to {sending.name}",
+            where=str(sending.run.run_dir),
+            repair="a training does that by itself; wait for it",
+        ) from None
+    if not failed and not thread.is_alive():
+        return Synced(sending.name, sending.sent, sending.service.url())
+    if failed and isinstance(failed[0], FinrayError):
+        raise failed[0]
+    if failed and isinstance(failed[0], ModuleNotFoundError):
+        raise ConfigError(
+            f"a package for {sending.name} is not installed: {failed[0]}",
+            where="--to",
+            repair=f"pip install 'finray[{sending.name}]'",
+        )
+    why = f"{type(failed[0]).__name__}: {str(failed[0])[:300]}" if failed else f"no answer for {patience_s:.0f} s"
+    raise TrainingError(
+        f"{sending.name} did not take the records: {redact_text(why)}",
+        where=str(sending.run.run_dir),
+        repair="try again; what it has is not sent twice",
+    )

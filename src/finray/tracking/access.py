@@ -1,0 +1,125 @@
+"""Whether a run's services take its keys: asked before anything is prepared, and answered within seconds."""
+
+from __future__ import annotations
+
+import base64
+import configparser
+import json
+import netrc
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from finray.config.redact import redact_text
+from finray.config.schema import TrackingConfig
+from finray.errors import ConfigError, FinrayError
+from finray.tracking import mlflow, wandb
+
+# Seconds that a service may take to answer.
+TIMEOUT_S = 10.0
+
+
+def require_access(tracking: TrackingConfig, *, timeout_s: float = TIMEOUT_S) -> list[str]:
+    """Ask each service of a config once; returns what is to be warned of, because a service may be down for a while.
+
+    Raises:
+        ConfigError: a key is missing or wrong, or an address.
+    """
+    warnings = []
+    for name in tracking.trackers:
+        if name in _CHECKS:
+            try:
+                _CHECKS[name](tracking, timeout_s)
+            except FinrayError:
+                raise
+            except OSError as error:
+                reason = getattr(error, "reason", None) or error
+                warnings.append(
+                    f"the tracker {name} cannot be reached ({redact_text(str(reason))}); metrics.jsonl has every "
+                    "record, and what is missing there is sent when it answers"
+                )
+    return warnings
+
+
+def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
+    if wandb.mode_of(tracking.model_dump()) == "offline":
+        return
+    where = "tracking.trackers: wandb"
+    offline = "tracking.wandb_mode=offline needs no key"
+    key = os.environ.get(wandb.KEY) or _in_netrc(urlsplit(wandb.address()).hostname or "")
+    if not key:
+        if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+            return
+        raise ConfigError(
+            "Weights & Biases needs a key", where=where, repair=f"run `wandb login`, or set {wandb.KEY}; {offline}"
+        )
+    asked = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
+    headers = {"Content-Type": "application/json", **_basic("api", key)}
+    answer = _ask(f"{wandb.address()}/graphql", asked, headers, timeout_s)
+    if answer is None or (isinstance(answer, dict) and (answer.get("data") or {}).get("viewer", "?") is None):
+        raise ConfigError(
+            f"{wandb.address()} refuses the key",
+            where=where,
+            repair=f"run `wandb login --relogin`, or correct {wandb.KEY}; {offline}",
+        )
+
+
+def _mlflow(tracking: TrackingConfig, timeout_s: float) -> None:
+    address = mlflow.address_of(tracking.model_dump())
+    if not address.startswith(("http://", "https://")):
+        # A directory, a database, or a service whose client has its own keys.
+        return
+    user, password, token = (_of_mlflow(name) for name in ("username", "password", "token"))
+    headers = _basic(user, password) if user and password else {"Authorization": f"Bearer {token}"} if token else {}
+    asked = json.dumps({"max_results": 1}).encode()
+    url = f"{address.rstrip('/')}/api/2.0/mlflow/experiments/search"
+    if _ask(url, asked, {"Content-Type": "application/json", **headers}, timeout_s) is None:
+        raise ConfigError(
+            f"{redact_text(address)} {'refuses the key' if headers else 'needs a key'}",
+            where="tracking.trackers: mlflow",
+            repair="set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+        )
+
+
+_CHECKS: Mapping[str, Callable[[TrackingConfig, float], None]] = {"wandb": _wandb, "mlflow": _mlflow}
+
+
+def _ask(url: str, content: bytes, headers: dict[str, str], timeout_s: float) -> object:
+    """The JSON answer to a POST; None where the key is refused."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=timeout_s) as answer:
+            return json.loads(answer.read() or b"{}")
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            return None
+        raise
+    except ValueError as error:
+        raise OSError(f"no answer of such a service: {error}") from None
+
+
+def _basic(user: str, password: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+
+def _in_netrc(host: str) -> str | None:
+    """The password for a host in the user's netrc, where `wandb login` puts the key."""
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        found = netrc.netrc(path).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        return None
+    return found[2] if found else None
+
+
+def _of_mlflow(name: str) -> str | None:
+    """A credential as MLflow finds it: in the environment, else in its file."""
+    files = configparser.ConfigParser(interpolation=None)
+    try:
+        files.read(Path("~/.mlflow/credentials").expanduser())
+    except (OSError, ValueError, configparser.Error):
+        return os.environ.get(f"MLFLOW_TRACKING_{name.upper()}")
+    own = files.get("mlflow", f"mlflow_tracking_{name}", fallback=None)
+    return os.environ.get(f"MLFLOW_TRACKING_{name.upper()}") or own

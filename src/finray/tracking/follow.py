@@ -1,0 +1,315 @@
+"""Services that follow a run: what is in ``metrics.jsonl`` is sent to them, once, whenever they can be reached.
+
+Records are not pushed at a service, which may be down for hours: a thread of rank 0's process reads them from the run's
+own file. A small file beside it, the cursor, says how far the service has come. So a later start, or `finray sync`,
+goes on where this one ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from finray.config.redact import redact_text
+from finray.errors import FinrayError, TrainingError
+from finray.files import FileKind
+from finray.tracking.jsonl import FILE, read_from
+
+# Seconds between two looks at the file, and the most between two attempts to reach a service.
+EVERY_S, MOST_S = 1.0, 60.0
+# Seconds that the end of a run waits for a service.
+PATIENCE_S = 30.0
+# Records that are sent at once, before the cursor is written.
+BATCH = 50
+
+_CURSORS = FileKind(TrainingError, repair="delete the file: the service then gets the whole run again")
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """What a service is told of a run.
+
+    Attributes:
+        run_id: the same at every start.
+        config: plain, secrets masked.
+    """
+
+    run_id: str
+    run_dir: Path
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return str(self.config["run"]["name"])
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """How far a service has come. It names records and not lines, because a resume writes the file anew.
+
+    Attributes:
+        where: the service's address and project; at another one, nothing of the run is known.
+        run: the run's name there.
+        train: the last step whose record was sent; steps that a resume does again are not sent again.
+        evaluated: steps of the evaluations, in the order in which they were sent.
+        system: when the last record of the machine was taken.
+    """
+
+    where: str
+    run: str
+    train: int = 0
+    evaluated: list[int] = field(default_factory=list)
+    system: float = 0.0
+
+    def lacks(self, record: Mapping[str, Any]) -> bool:
+        """Whether the service is still to get a record. Notes are not sent."""
+        kind, step = record["kind"], record["step"]
+        return bool(
+            (kind == "train" and step > self.train)
+            or (kind == "eval" and step not in self.evaluated)
+            or (kind == "system" and record.get("time", 0.0) > self.system)
+        )
+
+    def after(self, records: Iterable[Mapping[str, Any]]) -> Cursor:
+        """The cursor when these were sent."""
+        train, evaluated, system = self.train, list(self.evaluated), self.system
+        for record in records:
+            if record["kind"] == "train":
+                train = max(train, record["step"])
+            elif record["kind"] == "eval":
+                evaluated.append(record["step"])
+            else:
+                system = max(system, record["time"])
+        return replace(self, train=train, evaluated=evaluated, system=system)
+
+
+class Cursors:
+    """The file that holds the cursors of one service: one for each address that the run was sent to.
+
+    Args:
+        run_dir: the run directory.
+        name: of the service.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self.path = run_dir / f"sent-{name.replace(':', '.')}.json"
+
+    def all(self) -> list[Cursor]:
+        """Every cursor in the file.
+
+        Raises:
+            TrainingError: it cannot be read.
+        """
+        return _CURSORS.json(self.path, list[Cursor]) if self.path.exists() else []
+
+    def at(self, where: str) -> Cursor | None:
+        """The cursor of an address, if there is one."""
+        return next((one for one in self.all() if one.where == where), None)
+
+    def keep(self, cursor: Cursor) -> None:
+        """Replace the cursor of its address; a kill leaves the old file or the new one."""
+        others = [one for one in self.all() if one.where != cursor.where]
+        scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        scratch.write_text(json.dumps([asdict(one) for one in (*others, cursor)], indent=2) + "\n", encoding="utf-8")
+        os.replace(scratch, self.path)
+
+
+class Service(ABC):
+    """A tracker at an address. Made without arguments; called from one thread, and never from the training's.
+
+    Whatever it raises is an attempt that failed, and another follows; a :class:`FinrayError` says that none will help.
+    """
+
+    @abstractmethod
+    def where(self, run: Followed) -> str:
+        """The address and the project; raises a :class:`FinrayError` where the config does not say it."""
+
+    @abstractmethod
+    def open(self, run: Followed, known: Cursor | None) -> Cursor:
+        """Find the run at the service, or make it.
+
+        Args:
+            run: what is followed.
+            known: of an earlier start; None where the service has nothing of the run yet.
+
+        Returns what the service has: ``known``, or less where that is known to be wrong.
+        """
+
+    @abstractmethod
+    def send(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Send records, in the order in which they were written; returns when the service has them."""
+
+    @abstractmethod
+    def close(self, *, complete: bool) -> None:
+        """The run ends here; ``complete`` when it is over."""
+
+    def url(self) -> str:
+        """Where a person looks at the run; empty where nowhere."""
+        return ""
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record under the names that every tracker gives them: ``train/loss``."""
+    return {
+        f"{record['kind']}/{name}": value
+        for name, value in record.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "time")
+    }
+
+
+@dataclass
+class Sending:
+    """One service and one run: what is missing there is sent, in batches, and the cursor written after each.
+
+    Attributes:
+        name: of the service, in ``tracking.trackers``.
+        sent: records sent since this was made.
+    """
+
+    name: str
+    service: Service
+    run: Followed
+    sent: int = 0
+    _cursor: Cursor | None = None
+    # Of the file, up to where it was sent. The cursor is what counts; this saves reading the file again and again.
+    _offset: int = 0
+
+    def catch_up(self, *, ended: Callable[[], bool] = lambda: False) -> None:
+        """Send what the service lacks.
+
+        Args:
+            ended: whether to leave the rest for another time; asked between batches.
+
+        Raises:
+            Exception: whatever the service raises.
+        """
+        cursors = Cursors(self.run.run_dir, self.name)
+        if self._cursor is None:
+            self._cursor = self.service.open(self.run, cursors.at(self.service.where(self.run)))
+            cursors.keep(self._cursor)
+        while not ended():
+            batch, ahead, offset = [], self._cursor, self._offset
+            for record, after in read_from(self.run.run_dir / FILE, self._offset):
+                offset = after
+                if ahead.lacks(record):
+                    batch.append(record)
+                    ahead = ahead.after([record])
+                if len(batch) == BATCH:
+                    break
+            if batch:
+                self.service.send(batch)
+                cursors.keep(ahead)
+                self._cursor = ahead
+                self.sent += len(batch)
+            self._offset = offset
+            if len(batch) < BATCH:
+                return
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the run is known at the service."""
+        return self._cursor is not None
+
+    def lock(self) -> FileLock:
+        """Held by whoever sends: two at a time would send twice."""
+        return FileLock(self.run.run_dir / f".sent-{self.name.replace(':', '.')}.lock")
+
+
+class Follower:
+    """Lets a service follow a run that is training, from a thread of its own.
+
+    Args:
+        sending: the service and the run.
+        every_s: between two looks.
+        most_s: the most between two attempts.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        sending: Sending,
+        *,
+        every_s: float = EVERY_S,
+        most_s: float = MOST_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sending = sending
+        self._every_s, self._most_s, self._clock = every_s, most_s, clock
+        self._ending, self._complete = threading.Event(), False
+        self._until = float("inf")
+        self._said = False
+        self._warning: str | None = None
+        self._thread = threading.Thread(target=self._work, name=f"finray-{sending.name}", daemon=True)
+        self._thread.start()
+
+    def warning(self) -> str | None:
+        """What is to be said, once."""
+        found, self._warning = self._warning, None
+        return found
+
+    def end(self, *, complete: bool, patience_s: float) -> None:
+        """Ask for the last records to be sent; wait with :meth:`join`."""
+        self._complete, self._until = complete, self._clock() + patience_s
+        self._ending.set()
+
+    def join(self) -> None:
+        """Wait for the thread, no longer than was said."""
+        self._thread.join(max(0.0, self._until - self._clock()))
+        if self._thread.is_alive():
+            self._warn("did not take the last records in time")
+
+    def _warn(self, what: str) -> None:
+        if not self._said:
+            self._said = True
+            name = self._sending.name
+            self._warning = (
+                f"the tracker {name} {what}; training goes on, metrics.jsonl has every record, and what is missing "
+                f"there is sent later: at the next start, or by `finray sync {self._sending.run.run_dir}`"
+            )
+
+    def _work(self) -> None:
+        try:
+            with self._sending.lock().acquire(timeout=0):
+                failures = 0
+                while True:
+                    # Whatever is written before the end is asked for is sent by the attempt that follows.
+                    ending = self._ending.is_set()
+                    try:
+                        self._sending.catch_up(ended=self._is_late)
+                        failures = 0
+                        if ending:
+                            self._sending.service.close(complete=self._complete)
+                            break
+                    except FinrayError:
+                        raise
+                    except Exception as error:
+                        failures += 1
+                        self._warn(f"cannot be reached: {_said(error)}")
+                        if self._is_late():
+                            break
+                    if self._ending.is_set():
+                        # An event that is set waits for nobody.
+                        time.sleep(self._every_s)
+                    else:
+                        self._ending.wait(min(self._every_s * 2**failures, self._most_s))
+        except Timeout:
+            self._warn("is sent this run by another process")
+        except Exception as error:
+            self._warn(f"failed: {_said(error)}")
+
+    def _is_late(self) -> bool:
+        return self._clock() > self._until
+
+
+def _said(error: Exception) -> str:
+    return redact_text(f"{type(error).__name__}: {str(error)[:300]}")

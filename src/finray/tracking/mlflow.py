@@ -1,0 +1,136 @@
+"""MLflow: a tracking server, or whatever else its client takes for an address."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from finray.config.environment import set_default
+from finray.config.identity import flatten
+from finray.config.redact import redact_text
+from finray.errors import ConfigError
+from finray.tracking.follow import Cursor, Followed, Service, numbers_of
+
+URI, EXPERIMENT = "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"
+# What a server takes at once, and the longest parameter and tag.
+_METRICS, _PARAMS, _PARAM_TEXT, _TAG_TEXT = 1000, 100, 6000, 5000
+
+
+def address_of(tracking: Mapping[str, Any]) -> str:
+    """The address in a config's section, else in the environment.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = tracking["mlflow_uri"] or os.environ.get(URI)
+    if not found:
+        raise ConfigError(
+            "MLflow needs an address",
+            where="tracking.mlflow_uri",
+            repair=f"set it to that of your server, such as http://127.0.0.1:5000, or set {URI}",
+        )
+    return str(found)
+
+
+class MlflowService(Service):
+    """A run of an experiment: parameters are the flattened config, metrics have the records' steps and times."""
+
+    def where(self, run: Followed) -> str:
+        """Address and experiment."""
+        tracking = run.config["tracking"]
+        self._uri = address_of(tracking)
+        self._experiment = tracking["mlflow_experiment"] or os.environ.get(EXPERIMENT) or "finray"
+        return f"{redact_text(self._uri)} {self._experiment}"
+
+    def open(self, run: Followed, known: Cursor | None) -> Cursor:
+        """Find the run by its id, else by its tag, else make it."""
+        # Attempts are repeated here, where a run is not kept waiting.
+        for name, value in (
+            ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"),
+            ("MLFLOW_HTTP_REQUEST_TIMEOUT", "15"),
+            ("MLFLOW_DISABLE_TELEMETRY", "true"),
+        ):
+            set_default(name, value)
+        from mlflow import MlflowClient
+        from mlflow.entities import Param, RunTag
+        from mlflow.exceptions import MlflowException
+
+        self._client: Any = MlflowClient(tracking_uri=self._uri)
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        place = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        found = None
+        if known is not None:
+            try:
+                found = self._client.get_run(known.run)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+        if found is None or found.info.lifecycle_stage != "active":
+            # The same run of finray is the same run there, also where a kill came before its id was kept here.
+            same = self._client.search_runs([place], f"tags.`finray.run_id` = '{run.run_id}'", max_results=1)
+            own = {"finray.run_id": run.run_id}
+            found = same[0] if same else self._client.create_run(place, run_name=run.name, tags=own)
+        self._run_id: str = found.info.run_id
+        params, changed = _params(run.config, found.data.params)
+        tags = {
+            "finray.run_dir": str(run.run_dir),
+            "finray.final": str(run.run_dir / "final"),
+            # A parameter cannot be changed; what a later start changed is told by tags.
+            **{f"changed.{path}": text[:_TAG_TEXT] for path, text in changed.items()},
+            **dict.fromkeys(run.config["tracking"]["tags"], "true"),
+        }
+        entries = [Param(key, value) for key, value in params.items()]
+        for start in range(0, len(entries), _PARAMS):
+            self._client.log_batch(self._run_id, params=entries[start : start + _PARAMS])
+        self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._experiment_id = found.info.experiment_id
+        # The server says how far it came: a kill may have come before the cursor was written.
+        return Cursor(
+            self.where(run),
+            self._run_id,
+            train=max((one.step for one in self._history("train/loss")), default=0),
+            evaluated=[one.step for one in self._history("eval/eval_seconds")],
+            system=max((one.timestamp for one in self._history("system/rss_bytes")), default=0) / 1000,
+        )
+
+    def _history(self, name: str) -> list[Any]:
+        found: list[Any] = self._client.get_metric_history(self._run_id, name)
+        return found
+
+    def send(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Send metrics, those of a record together."""
+        from mlflow.entities import Metric
+
+        batch: list[Any] = []
+        for record in records:
+            at = round(record.get("time", time.time()) * 1000)
+            metrics = [Metric(name, value, at, record["step"]) for name, value in numbers_of(record).items()]
+            if len(batch) + len(metrics) > _METRICS:
+                self._client.log_batch(self._run_id, metrics=batch)
+                batch = []
+            batch += metrics
+        self._client.log_batch(self._run_id, metrics=batch)
+
+    def close(self, *, complete: bool) -> None:
+        """Say how the run ended; one that goes on later is running again then."""
+        self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
+
+    def url(self) -> str:
+        """The page of the run."""
+        page = f"/#/experiments/{self._experiment_id}/runs/{self._run_id}"
+        return redact_text(self._uri).rstrip("/") + page if self._uri.startswith("http") else ""
+
+
+def _params(config: dict[str, Any], known: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Parameters that the server lacks, and those that have another value there: dotted paths, and text."""
+    wanted = {path: _text(value)[:_PARAM_TEXT] for path, value in flatten(config).items()}
+    missing = {path: text for path, text in wanted.items() if path not in known}
+    return missing, {path: text for path, text in wanted.items() if path in known and known[path] != text}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,100 @@
+"""Records of the machine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from finray.records import TrainRecord
+from finray.tracking import system
+from finray.tracking.base import Trackers
+from finray.tracking.system import Sampler, System
+from tests.unit.tracking.test_trackers import record
+
+
+def test_a_sample_says_what_the_machine_says(tmp_path: Path) -> None:
+    times = iter([10.0, 12.0])
+    sampled = System(tmp_path, clock=lambda: next(times))
+    before = sampled._before[1]
+    found = sampled.sample()
+    rss = psutil.Process(os.getpid()).memory_info().rss
+    assert abs(found["rss_bytes"] - rss) < rss / 2
+    assert 0 <= found["memory_percent"] <= 100
+    after = sampled._before[1]
+    # Two seconds passed by this clock.
+    for name in after:
+        assert found[f"{name}_per_s"] == round((after[name] - before[name]) / 2, 1)
+
+
+class Nvml:
+    """NVIDIA's library on a machine with two GPUs, the second of which tells no power."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUtilizationRates(self, device: int) -> Any:
+        return SimpleNamespace(gpu=90 + device)
+
+    def nvmlDeviceGetMemoryInfo(self, device: int) -> Any:
+        return SimpleNamespace(used=2**30)
+
+    def nvmlDeviceGetPowerUsage(self, device: int) -> int:
+        if device:
+            raise self.NVMLError("not supported")
+        return 250_500
+
+    def nvmlDeviceGetTemperature(self, device: int, sensor: int) -> int:
+        return 60
+
+
+def test_gpus_are_told_each_with_what_it_says(tmp_path: Path) -> None:
+    found = {name: value for name, value in System(tmp_path, nvml=Nvml()).sample().items() if name.startswith("gpu")}
+    both = {
+        f"gpu{index}_{name}": value for index in (0, 1) for name, value in (("memory_bytes", 2**30), ("celsius", 60))
+    }
+    assert found == {"gpu0_percent": 90, "gpu1_percent": 91, "gpu0_power_watts": 250.5, **both}
+
+
+def test_samples_are_written_with_the_step_that_is_logged_next(tmp_path: Path) -> None:
+    taken = threading.Semaphore(0)
+
+    def sample() -> dict[str, float]:
+        taken.release()
+        return {"cpu_percent": 3.0}
+
+    sampler = Sampler(sample, 0.01, now=lambda: 7.0)
+    try:
+        for _ in range(3):
+            assert taken.acquire(timeout=120)
+    finally:
+        sampler.stop()
+    sampler._thread.join(120)
+    seen: list[Any] = []
+    tracker = SimpleNamespace(start=seen.append, log=seen.append, finish=lambda: None)
+    trackers = Trackers({"t": tracker}, {}, machine=sampler.take, warn=seen.append)
+    trackers.log(record(5))
+    *machine, last = seen
+    assert len(machine) >= 3
+    assert {json["kind"]: json for json in (one.json() for one in machine)} == {
+        "system": {"kind": "system", "step": 5, "cpu_percent": 3.0, "time": 7.0}
+    }
+    assert isinstance(last, TrainRecord)
+    assert sampler.take(6) == []
+
+
+def test_without_nvidias_library_nothing_is_said_of_gpus(monkeypatch: Any) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    assert system.find_nvml() is None
