@@ -46,7 +46,9 @@ def jobspec(
     claim: Annotated[
         str | None, typer.Option(help="rayjob: PersistentVolumeClaim mounted there; `none` for none.")
     ] = Machines.claim,
-    storage: Annotated[str | None, typer.Option(help="URL of prepared data, such as s3://bucket/prepared.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="URL of runs and prepared data, such as s3://bucket/runs.")
+    ] = None,
     queue: Annotated[str | None, typer.Option(help="Kueue's local queue, or Slurm's partition.")] = None,
     hours: Annotated[float | None, typer.Option(min=0.01, help="Time limit.")] = None,
     secret: Annotated[

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from finray.cli import chat, convert, data, failure, jobspec, look, runs, show
+from finray.cli import chat, convert, data, failure, jobs, jobspec, look, runs, show
 from finray.cli import config as config_commands
 from finray.cli import serve as serving
 from finray.config.load import suggest_owner
@@ -55,6 +55,8 @@ app.add_typer(config_commands.app, name="config")
 app.command("init")(config_commands.init)
 app.command("convert")(convert.convert)
 app.command("jobspec")(jobspec.jobspec)
+app.command("submit")(jobs.submit)
+app.add_typer(jobs.app, name="jobs")
 app.command("plan")(show.command(look.plan))
 app.command("prepare")(show.command(data.prepare))
 app.command("inspect")(show.command(look.inspect))

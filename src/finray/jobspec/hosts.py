@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 from finray.errors import ConfigError
@@ -21,8 +20,9 @@ set -euo pipefail
 umask 077
 
 {secrets}
-config={output}/jobs/{name}.yaml
-mkdir -p {output}/jobs
+folder=${{TMPDIR:-/tmp}}/finray-$SLURM_JOB_ID
+config=$folder/{name}.yaml
+mkdir -p "$folder"
 cat > "$config" <<'FINRAY_CONFIG'
 {config}FINRAY_CONFIG
 
@@ -106,7 +106,6 @@ def slurm(spec: JobSpec) -> str:
         file=f"{spec.name}.sbatch",
         secrets=secrets,
         name=spec.name,
-        output=shlex.quote(spec.output_dir),
         config=spec.config_text,
         resources=resources,
         grace=grace,

@@ -58,7 +58,7 @@ class Machines:
         image: container image.
         shared: directory that all machines have.
         claim: PersistentVolumeClaim that is mounted there; None where storage is a URL.
-        storage: URL of prepared data, such as ``s3://bucket/prepared``.
+        storage: URL of runs and prepared data, such as ``s3://bucket/runs``.
         queue: Kueue's local queue, or Slurm's partition.
         hours: time limit.
         secrets: names of environment variables that hold secrets.
@@ -121,16 +121,17 @@ class JobSpec:
 
     @property
     def output_dir(self) -> str:
-        """``run.output_dir``, on the shared volume unless it is absolute."""
-        return posixpath.join(self.machines.shared, self.config.run.output_dir)
+        """``run.output_dir``: a URL, or a directory of the shared volume."""
+        own = self.config.run.output_dir
+        if self.machines.storage is not None:
+            return self.machines.storage
+        return own if "://" in own else posixpath.join(self.machines.shared, own)
 
     @property
     def config_text(self) -> str:
         """The config file of the job: what was set, with the directories of the shared volume."""
         plain = self.config.model_dump(mode="json", exclude_unset=True)
         plain.setdefault("run", {})["output_dir"] = self.output_dir
-        if self.machines.storage is not None:
-            plain.setdefault("prepare", {})["dir"] = self.machines.storage
         # The scheduler gives the address of the cluster: RAY_ADDRESS.
         plain.get("cluster", {}).pop("address", None)
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)

@@ -203,14 +203,12 @@ def test_gpus_are_shared_out_over_machines() -> None:
 
 
 def test_a_queue_a_limit_and_storage_are_said_where_they_belong() -> None:
-    machines = Machines(
-        queue="team", hours=2, storage="s3://bucket/prepared", claim=None, secrets=("HF_TOKEN", "WANDB")
-    )
+    machines = Machines(queue="team", hours=2, storage="s3://bucket/runs", claim=None, secrets=("HF_TOKEN", "WANDB"))
     spec = make_spec(small(), machines)
     config, job = check_rayjob(rayjob(spec))
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert (job["spec"]["suspend"], job["spec"]["activeDeadlineSeconds"]) == (True, 7200)
-    assert yaml.safe_load(config["data"]["config.yaml"])["prepare"]["dir"] == "s3://bucket/prepared"
+    assert yaml.safe_load(config["data"]["config.yaml"])["run"]["output_dir"] == "s3://bucket/runs"
     pod = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
     assert [one["name"] for one in pod["volumes"]] == ["config", "shm"]
     names = [one["name"] for one in pod["containers"][0]["env"] if "valueFrom" in one]
@@ -250,11 +248,16 @@ def test_the_slurm_script_hands_on_the_signal_and_queues_a_stopped_run_again(
         (commands / name).chmod(0o755)
     script = tmp_path / "job.sbatch"
     script.write_text(slurm(make_spec(small(), Machines(shared=str(tmp_path), nodes=2))))
-    env = {"PATH": f"{commands}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+    env = {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "TMPDIR": str(tmp_path),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+    }
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=120)
     said = calls.read_text()
     assert done.returncode == code, done.stdout + done.stderr
-    assert f"finray train {tmp_path}/runs/jobs/run.yaml" in said
+    assert f"finray train {tmp_path}/finray-7/run.yaml" in said
     assert "--address=n1:20007" in said
     assert ("scontrol requeue 7" in said) is requeued
     # Both have one token, and it is on no command line.

@@ -1,0 +1,108 @@
+"""``finray submit`` and ``finray jobs``: runs on the job server of a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from finray.cli import show
+from finray.config.environment import SECRETS
+from finray.runtime.jobs import Job, Server, require_no_secret, secrets_named
+
+app = typer.Typer(help="Jobs of finray on a Ray cluster.", no_args_is_help=True)
+
+Address = Annotated[
+    str | None,
+    typer.Option(help="Job server, such as http://head:8265 (default: RAY_API_SERVER_ADDRESS, else this machine)."),
+]
+JobId = Annotated[str, typer.Argument(help="Id of a job, from `finray jobs list`.", show_default=False)]
+
+
+@show.command
+def submit(
+    config: show.ConfigName = None,
+    overrides: show.Overrides = None,
+    address: Address = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="Variable of this environment that the job gets; by name, may be repeated."),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the job.")] = False,
+) -> None:
+    """Train on a Ray cluster, by its job server. The same command goes on with a run that was stopped.
+
+    The config is sent, and what --env names; data and models are not.
+    """
+    settings = show.load(config, overrides)
+    names = tuple(env or ())
+    require_no_secret(settings)
+    secrets_named(names, os.environ)
+    server = Server(address)
+    job = server.submit(settings, names)
+    for name in SECRETS:
+        if os.environ.get(name) and name not in names and not show.mode().quiet:
+            show.note(f"{name} is set here and is not sent; --env {name} sends it")
+    where = "" if address is None else f" --address {address}"
+    if not show.mode().quiet:
+        show.note(f"job {job.id}, run {job.run}; finray jobs stop {job.id}{where} ends it with a checkpoint")
+    if detach:
+        show.lines(asdict(job), job.id)
+        return
+    try:
+        job = server.follow(job.id, show.note if show.mode().json else show.write)
+    except KeyboardInterrupt as stop:
+        stop.add_note(f"the job goes on; follow it with: finray jobs logs {job.id} --follow{where}")
+        raise
+    _ended(job)
+
+
+def _ended(job: Job) -> None:
+    """Say how a job ended, and end so."""
+    code = {"succeeded": 0, "stopped": 143}.get(job.status, job.exit_code or 1)
+    if show.mode().json:
+        show.document(asdict(job))
+    elif code:
+        show.note(f"the job {job.status}" + (f": {job.message}" if job.message and job.status == "failed" else ""))
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command("list")
+@show.command
+def list_jobs(address: Address = None) -> None:
+    """List jobs, the newest first."""
+    from finray.runtime.jobs import Jobs
+
+    server = Server(address)
+    show.result(Jobs(server.address, server.list()))
+
+
+@app.command()
+@show.command
+def logs(
+    job: JobId,
+    address: Address = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+) -> None:
+    """Print what a job has printed."""
+    server = Server(address)
+    if follow and not show.mode().json:
+        _ended(server.follow(job, show.write))
+        return
+    text = server.logs(job)
+    if show.mode().json:
+        show.document({"job": job, "logs": text})
+    else:
+        show.write(text)
+
+
+@app.command()
+@show.command
+def stop(job: JobId, address: Address = None) -> None:
+    """End a job; the run saves a checkpoint, and `finray submit` goes on with it."""
+    found = Server(address).stop(job)
+    said = f"{job} {found.status}" if found.has_ended else f"{job} ends at its next step, with a checkpoint"
+    show.lines(asdict(found), said)

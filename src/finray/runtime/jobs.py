@@ -1,0 +1,305 @@
+"""Runs as jobs of a Ray cluster's job server: sent there, followed, listed, stopped.
+
+A job carries the config and the secrets that were named, and nothing else: data, models and runs are where the config
+says, for the cluster too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import posixpath
+import re
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from finray.config.paths import with_absolute_paths
+from finray.config.redact import is_secret_name, redact_text
+from finray.config.schema import Config
+from finray.errors import ClusterError, ConfigError
+from finray.results import Result
+
+# Files of a job, in the directory that Ray unpacks for it.
+CONFIG, SECRETS = "config.yaml", "secrets.json"
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+# Together less than the 15 s after which a server that does not answer is an error.
+_CONNECT_S, _ANSWER_S = 4.0, 8.0
+_RUN = "finray_run"
+_ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+# What a value of this form is usually called.
+_USUAL = {"hf_": "HF_TOKEN", "sk-": "OPENAI_API_KEY", "gh": "GITHUB_TOKEN", "AKIA": "AWS_ACCESS_KEY_ID"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that trains, as the server knows it.
+
+    Attributes:
+        id: for `finray jobs logs` and `stop`.
+        run: directory or URL of the run.
+        status: pending, running, succeeded, failed or stopped.
+        started: when, in UTC; None before.
+        exit_code: how `finray train` ended, if it has.
+        message: what the server says of it.
+    """
+
+    id: str
+    run: str
+    status: str
+    started: str | None = None
+    exit_code: int | None = None
+    message: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.status.upper() in _ENDED
+
+
+@dataclass(frozen=True)
+class Jobs(Result):
+    """All of them, the newest first."""
+
+    address: str
+    jobs: tuple[Job, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {"address": self.address, "jobs": [asdict(job) for job in self.jobs]}
+
+    def print(self, console: Console) -> None:
+        """As a table."""
+        if not self.jobs:
+            console.print(f"no jobs of finray at {self.address}")
+            return
+        table = Table(box=None, pad_edge=False)
+        for name in ("job", "status", "started (UTC)", "run"):
+            table.add_column(name, overflow="fold")
+        for job in self.jobs:
+            table.add_row(job.id, job.status, job.started or "", job.run)
+        console.print(table)
+
+
+def address_of(given: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    """The address of a job server: what is given, else what the environment names, else that of this machine."""
+    found = given or environ.get("RAY_API_SERVER_ADDRESS")
+    if not found and environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
+        found = environ["RAY_ADDRESS"]
+    found = (found or DEFAULT_ADDRESS).rstrip("/")
+    return found if re.match(r"https?://", found) else f"http://{found}"
+
+
+class Server:
+    """A job server that answers, and knows the token that is shown to it."""
+
+    def __init__(self, address: str | None = None) -> None:
+        """Raises ClusterError: nobody answers there as Ray's dashboard does, or the token is missing or another."""
+        self.address = address_of(address)
+        self._require_alive()
+        from ray.job_submission import JobSubmissionClient
+
+        self._client = JobSubmissionClient(self.address)
+
+    def _require_alive(self, *, again: bool = True) -> None:
+        # Ray's own client waits without end.
+        import requests
+        from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
+
+        from finray.runtime.cluster import _use_token
+
+        url, where = f"{self.address}/api/version", f"--address {redact_text(self.address)}"
+        repair = "start Ray's head with its dashboard, or name the address that `ray start --head` prints for it"
+        try:
+            answer = requests.get(
+                url,
+                headers=get_auth_headers_if_auth_enabled({}),
+                timeout=(_CONNECT_S, _ANSWER_S),
+                allow_redirects=False,
+            )
+        except (requests.exceptions.RequestException, ValueError) as error:
+            why = "it does not answer in time" if isinstance(error, requests.exceptions.Timeout) else "nobody listens"
+            raise ClusterError(f"there is no job server: {why}", where=where, repair=repair) from None
+        if answer.status_code in (401, 403):
+            if again and _use_token():
+                self._require_alive(again=False)
+                return
+            shown = (
+                "the one that is shown is another" if os.environ.get("RAY_AUTH_MODE") == "token" else "none is shown"
+            )
+            raise ClusterError(
+                f"the job server asks for a token, and {shown}",
+                where=where,
+                repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with what ~/.ray/auth_token holds on the "
+                "machine where `ray start --head` was run",
+            )
+        with suppress(ValueError, TypeError):
+            if answer.ok and "ray_version" in answer.json():
+                return
+        raise ClusterError("whoever listens there is no job server of Ray", where=where, repair=repair)
+
+    def submit(self, config: Config, names: tuple[str, ...] = (), environ: Mapping[str, str] = os.environ) -> Job:
+        """Send a run; a job of the same run that has not ended is given back instead.
+
+        Args:
+            config: of the run.
+            names: variables of this environment that the job gets.
+            environ: where they are.
+
+        Raises:
+            ConfigError: the config holds a secret, or a variable is not set.
+        """
+        require_no_secret(config)
+        values = secrets_named(names, environ)
+        config = with_absolute_paths(config)
+        run = posixpath.join(config.run.output_dir, config.run.name)
+        for job in self.list():
+            if job.run == run and not job.has_ended:
+                return job
+        plain = config.model_dump(mode="json", exclude_unset=True)
+        plain.setdefault("run", {})["output_dir"] = config.run.output_dir
+        # A job is told by Ray where its cluster is.
+        plain.get("cluster", {}).pop("address", None)
+        identity = f"finray-{config.run.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+        patience = round(config.checkpoint.grace_seconds) + 60
+        with tempfile.TemporaryDirectory(prefix="finray-job-") as folder:
+            # Ray keeps what it has unpacked by its digest, and the secrets in it are deleted: so each is another.
+            text = f"# {identity}\n{yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)}"
+            (Path(folder) / CONFIG).write_text(text, encoding="utf-8")
+            (Path(folder) / SECRETS).touch(0o600)
+            (Path(folder) / SECRETS).write_text(json.dumps(values), encoding="utf-8")
+            self._client.submit_job(
+                entrypoint="python -m finray.cli.job_entry",
+                submission_id=identity,
+                runtime_env={
+                    "working_dir": folder,
+                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(patience), "PYTHONUNBUFFERED": "1"},
+                },
+                metadata={_RUN: run},
+            )
+        return self.job(identity)
+
+    def job(self, identity: str) -> Job:
+        """A job by its id.
+
+        Raises:
+            ClusterError: there is none.
+        """
+        try:
+            return _job(self._client.get_job_info(identity))
+        except RuntimeError:
+            raise ClusterError(
+                f"there is no job `{identity}`",
+                where=self.address,
+                repair="`finray jobs list` shows those that there are",
+            ) from None
+
+    def list(self) -> tuple[Job, ...]:
+        """Jobs that train, the newest first."""
+        found = [one for one in self._client.list_jobs() if one.submission_id and _RUN in (one.metadata or {})]
+        found.sort(key=lambda one: one.start_time or 0, reverse=True)
+        return tuple(_job(one) for one in found)
+
+    def logs(self, identity: str) -> str:
+        """All that a job has printed."""
+        self.job(identity)
+        return str(self._client.get_job_logs(identity))
+
+    def follow(
+        self, identity: str, write: Callable[[str], None], *, pause: Callable[[float], None] = time.sleep
+    ) -> Job:
+        """Write what a job prints, until it has ended; gives the job as it ended then."""
+        written = 0
+
+        async def tail() -> None:
+            nonlocal written
+            passed = 0
+            async for piece in self._client.tail_job_logs(identity):
+                # After a connection that was lost, it begins anew.
+                fresh = piece[max(0, written - passed) :]
+                passed += len(piece)
+                if fresh:
+                    written += len(fresh)
+                    write(fresh)
+
+        while not (job := self.job(identity)).has_ended:
+            with suppress(OSError, RuntimeError, asyncio.TimeoutError):
+                asyncio.run(tail())
+            pause(0.5)
+        rest = self.logs(identity)[written:]
+        if rest:
+            write(rest)
+        return job
+
+    def stop(self, identity: str) -> Job:
+        """Ask a job to end: it saves a checkpoint first."""
+        if not self.job(identity).has_ended:
+            self._client.stop_job(identity)
+        return self.job(identity)
+
+
+def _job(info: Any) -> Job:
+    started = (
+        None if not info.start_time else f"{datetime.fromtimestamp(info.start_time / 1000, UTC):%Y-%m-%d %H:%M:%S}"
+    )
+    status = getattr(info.status, "value", str(info.status)).lower()
+    run = (info.metadata or {}).get(_RUN, "")
+    return Job(info.submission_id, run, status, started, info.driver_exit_code, redact_text(info.message or "") or None)
+
+
+def require_no_secret(config: Config) -> None:
+    """See that a config that is sent away holds no secret.
+
+    Raises:
+        ConfigError: it does; with the name of the variable to use.
+    """
+    problems: list[str] = []
+
+    def look(value: Any, path: str) -> None:
+        if isinstance(value, Mapping):
+            for key, one in value.items():
+                look(one, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, list | tuple):
+            for number, one in enumerate(value):
+                look(one, f"{path}.{number}")
+        elif isinstance(value, str) and value:
+            name = path.rpartition(".")[2]
+            if redact_text(value, environ={}) != value or (is_secret_name(name) and ".field_mapping." not in path):
+                usual = next((one for start, one in _USUAL.items() if start in value), None)
+                usual = usual or re.sub(r"\W", "_", name).upper()
+                problems.append(f"{path}: take it out, export {usual}=..., and add --env {usual}")
+
+    look(config.model_dump(mode="json", exclude_unset=True), "")
+    if problems:
+        raise ConfigError(
+            "the config holds a secret, and is written to files and logs of the cluster", problems=tuple(problems)
+        )
+
+
+def secrets_named(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of these names.
+
+    Raises:
+        ConfigError: one is not set, or was given with its value.
+    """
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError(
+                "name the variable alone: its value comes from the environment, and is on no command line",
+                where="--env",
+                repair="export it, and write --env NAME",
+            )
+        if not environ.get(name):
+            raise ConfigError(f"{name} is not set here", where=f"--env {name}", repair=f"export {name}=...")
+    return {name: environ[name] for name in names}
