@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Builds an image: deploy/build.sh cpu|cuda [TAG]
+#
+# Takes docker, podman or buildah, whichever is there (BUILDER names one). PIP_EXTRA_INDEX_URL is handed on. DRY_RUN=1
+# prints the command. Only files that git tracks, and that the image needs, are sent to the builder.
+set -euo pipefail
+
+kind=${1:-}
+case $kind in
+  cpu | cuda) ;;
+  *)
+    echo "usage: deploy/build.sh cpu|cuda [TAG]" >&2
+    exit 2
+    ;;
+esac
+tag=${2:-finray:$kind}
+cd "$(dirname "$0")/.."
+
+builder=${BUILDER:-}
+for one in docker podman buildah; do
+  if [ -z "$builder" ] && command -v "$one" > /dev/null; then builder=$one; fi
+done
+if [ -z "$builder" ]; then
+  echo "there is no docker, podman or buildah here; install one, or name it with BUILDER" >&2
+  exit 2
+fi
+verb=build
+if [ "$(basename "$builder")" = buildah ]; then verb=bud; fi
+
+context=$(mktemp -d)
+trap 'rm -rf "$context"' EXIT
+git archive HEAD constraints.txt pyproject.toml README.md LICENSE src deploy | tar -x -C "$context"
+command=("$builder" "$verb" --file "$context/deploy/Dockerfile.$kind" --tag "$tag")
+if [ -n "${PIP_EXTRA_INDEX_URL:-}" ]; then command+=(--build-arg "PIP_EXTRA_INDEX_URL=$PIP_EXTRA_INDEX_URL"); fi
+command+=("$context")
+if [ -n "${DRY_RUN:-}" ]; then
+  echo "${command[*]}"
+else
+  "${command[@]}"
+fi
