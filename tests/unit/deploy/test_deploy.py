@@ -1,4 +1,4 @@
-"""What lies in deploy/: Dockerfiles, scripts and examples that linters and schemas accept, and that do what they say."""
+"""deploy/: Dockerfiles, scripts and examples that linters and schemas accept, and that do what they say."""
 
 from __future__ import annotations
 
