@@ -15,7 +15,7 @@ from finray.errors import ConfigError
 from finray.jobspec.hosts import compose, ray_cluster, slurm
 from finray.jobspec.kubernetes import rayjob
 from finray.jobspec.replicas import replicas
-from finray.jobspec.spec import Machines, bounds, interval_warning, make_spec, overrides_for
+from finray.jobspec.spec import Machines, interval_warning, make_spec, overrides_for
 
 TARGETS = {"rayjob": rayjob, "compose": compose, "slurm": slurm, "ray-cluster": ray_cluster, "replicas": replicas}
 
@@ -126,4 +126,4 @@ def _reckoned(config: Config, gpu: str) -> float | None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from finray.planning.plan import step_seconds_on
 
-    return step_seconds_on(config, gpu, bounds(config)[1])
+    return step_seconds_on(config, gpu, config.cluster.max_workers)

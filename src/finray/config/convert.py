@@ -18,7 +18,7 @@ import yaml
 from finray.config import names
 from finray.config.load import build_config, parse_yaml, read_yaml
 from finray.config.replicas import legal_name
-from finray.config.schema import Config, Section, section_of, sections
+from finray.config.schema import Config, sections
 from finray.errors import ConfigError, did_you_mean
 from finray.limits import cut
 
@@ -101,10 +101,8 @@ _SENTENCES = {
     "eot_tokens": "not needed: the token that ends an answer is that of the chat template",
     "loss_watchdog_threshold": "not needed: a loss that is not finite ends the run, with the step",
     "loss_watchdog_patience": "not needed: a loss that is not finite ends the run, with the step",
-    "wandb_entity": "not needed: WANDB_ENTITY in the environment",
     "wandb_watch": "not here: gradients of single layers are not logged",
     "wandb_log_model": "not here: no checkpoint is uploaded to W&B",
-    "wandb_mode": "not needed: WANDB_MODE in the environment",
     "swanlab_project": "not here: there is no tracker for SwanLab",
     "strict": "not needed: an unknown key is always an error",
     "ray_storage_path": "a shared directory is `run.output_dir`",
@@ -582,13 +580,15 @@ class _Reading:
             elif every is not None:
                 self.lose(f"{kind}_steps", f"set `{path}` to a number of steps")
         report = self.get("report_to")
-        for one in report if isinstance(report, list) else [report] if report else []:
-            tracker = "tracking.tensorboard" if one == "tensorboard" else f"tracking.{one}"
-            kept = _has(tracker)
-            if kept:
-                self.put(tracker, True)
-            elif one not in ("none", "all"):
-                self.lose("report_to", names.NAMES["report_to"])
+        asked = {str(one) for one in (report if isinstance(report, list) else [report] if report else [])}
+        if self.raw.get("wandb_project") or self.get("use_wandb"):
+            asked.add("wandb")
+        if "tensorboard" in asked:
+            self.put("tracking.tensorboard", True)
+        if trackers := sorted(asked & {"wandb", "mlflow"}):
+            self.put("tracking.trackers", trackers)
+        if others := sorted(asked - {"wandb", "mlflow", "tensorboard", "none"}):
+            self.lose("report_to", f"not here: {', '.join(others)}")
         if self.get("use_tensorboard"):
             self.put("tracking.tensorboard", True)
         self.put("tracking.log_every", max(1, int(self.get("logging_steps"))))
@@ -631,13 +631,6 @@ class _Reading:
                 self.lose(key, f"not here: {why}", value)
         ordered = {one: self.out[one] for one in Config.model_fields if self.out.get(one)}
         return Converted(self.system, ordered, sorted(self.lost, key=lambda one: one.line), self.notes)
-
-
-def _has(path: str) -> bool:
-    """Whether there is a field of this name that is on or off."""
-    section, _, name = path.partition(".")
-    kind: type[Section] | None = sections().get(section)
-    return kind is not None and name in kind.model_fields and section_of(kind.model_fields[name].annotation) is None
 
 
 def _words(text: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from finray.errors import ConfigError
-from finray.jobspec.spec import JobSpec, bounds, to_yaml
+from finray.jobspec.spec import JobSpec, to_yaml
 
 # How `finray train` ends when it was stopped at a step, with a checkpoint: 128 + SIGTERM.
 STOPPED = 143
@@ -239,7 +239,7 @@ def ray_cluster(spec: JobSpec) -> str:
             f"RAY_AUTH_MODE=token ray start --address=$RAY_HEAD_IP:6379{resources}",
         ],
     }
-    fewest, most = bounds(spec.config)
+    fewest, most = spec.config.cluster.min_workers, spec.config.cluster.max_workers
     about = (
         f"# Made by `finray jobspec --to ray-cluster`, for {fewest if fewest == most else f'{fewest} to {most}'} "
         f"worker{'s' if most > 1 else ''}. Copy one ~/.ray/auth_token to all machines, then:\n"

@@ -11,7 +11,7 @@ import yaml
 
 from finray.config.load import build_config
 from finray.config.replicas import RUN_NAME, from_replicas
-from finray.jobspec.spec import JobSpec, bounds, to_yaml
+from finray.jobspec.spec import JobSpec, to_yaml
 
 _SHARED_GB = 50
 
@@ -21,7 +21,7 @@ def replicas(spec: JobSpec) -> str:
     machines = spec.machines
     resources: dict[str, Any] = {"memory": spec.memory_gb, "cpu": spec.cpus_per_node}
     if not spec.gpus_per_node:
-        resources["cpu"] = max(1, spec.cpus_per_node * spec.nodes // bounds(spec.config)[1])
+        resources["cpu"] = max(1, spec.cpus_per_node * spec.nodes // spec.config.cluster.max_workers)
     if spec.gpus_per_node:
         gpu: dict[str, Any] = {"accelerator_count": spec.gpus_per_node}
         resources = {"gpu": gpu | ({"accelerator": machines.gpu_type} if machines.gpu_type else {}), **resources}
@@ -30,7 +30,7 @@ def replicas(spec: JobSpec) -> str:
     cluster = dict(own.pop("cluster", {}))
     plain: dict[str, Any] = {
         # On CPUs a replica is a worker.
-        "replicas": spec.nodes if spec.gpus_per_node else bounds(spec.config)[1],
+        "replicas": spec.nodes if spec.gpus_per_node else spec.config.cluster.max_workers,
         "resources": resources,
         "config_map": {**variables, RUN_NAME: spec.config.run.name, **cluster.pop("env", {})},
         **({"shared_volume": {"size": _SHARED_GB}} if machines.claim else {}),

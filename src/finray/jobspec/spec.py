@@ -161,20 +161,14 @@ def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, l
     return preset, changes
 
 
-def bounds(config: Config) -> tuple[int, int]:
-    """The fewest and the most workers."""
-    workers: Any = config.cluster.num_workers
-    return (workers, workers) if isinstance(workers, int) else (workers.min, workers.max)
-
-
 def make_spec(config: Config, machines: Machines) -> JobSpec:
     """Work out the machines of a run.
 
     Raises:
         ConfigError: it cannot be: GPUs that no worker would use, or too few; a secret by value.
     """
-    fewest, workers = bounds(config)
-    per_worker = float(getattr(config.cluster, "gpus_per_worker", None) or 1)
+    fewest, workers = config.cluster.min_workers, config.cluster.max_workers
+    per_worker = config.cluster.gpus_per_worker
     wants_gpu = config.cluster.use_gpu
     # `auto` asks for GPUs where somebody named them.
     gpu = wants_gpu is True or (wants_gpu == "auto" and bool(machines.gpus_per_node))

@@ -225,6 +225,8 @@ def test_every_line_is_carried_over_or_named_with_its_number(text: str, tmp_path
         ({"optim": "paged_adamw_8bit"}, {"train.optimizer": "paged_adamw_8bit"}),
         ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, {"parallel.zero_stage": 2}),
         ({"disable_gradient_checkpointing": True}, {"train.gradient_checkpointing": "none"}),
+        ({"report_to": ["wandb", "tensorboard"]}, {"tracking.trackers": ["wandb"], "tracking.tensorboard": True}),
+        ({"report_to": "swanlab"}, {}),
         ({"neftune_noise_alpha": 5}, {}),
         ({"use_galore": True, "galore_rank": 16}, {}),
         ({"optim": "sgd"}, {}),

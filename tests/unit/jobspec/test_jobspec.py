@@ -205,6 +205,21 @@ def test_gpus_are_shared_out_over_machines() -> None:
     assert "#SBATCH --gpus-per-node=a100:8" in slurm(make_spec(config, Machines(gpu_type="a100")))
 
 
+def test_workers_that_come_and_go_have_bounds_of_machines() -> None:
+    config = small(cluster__use_gpu=True, cluster__num_workers={"min": 2, "max": 8})
+    spec = make_spec(config, Machines(gpus_per_node=2))
+    assert (spec.min_nodes, spec.nodes) == (1, 4)
+    cluster = check_rayjob(rayjob(spec))[1]["spec"]["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert cluster["enableInTreeAutoscaling"] is True
+    assert (group["minReplicas"], group["maxReplicas"]) == (1, 4)
+    assert "#SBATCH --nodes=1-4" in slurm(spec)
+    with pytest.raises(ConfigError, match="Kueue"):
+        rayjob(make_spec(config, Machines(gpus_per_node=2, queue="team")))
+    halves = small(cluster__use_gpu=True, cluster__num_workers=4, cluster__gpus_per_worker=0.5)
+    assert make_spec(halves, Machines()).gpus_per_node == 2
+
+
 def test_a_queue_a_limit_and_storage_are_said_where_they_belong() -> None:
     machines = Machines(queue="team", hours=2, storage="s3://bucket/runs", claim=None, secrets=("HF_TOKEN", "WANDB"))
     spec = make_spec(small(), machines)
