@@ -17,7 +17,10 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "dolphin": [{"instruction": f"say {at}", "input": "one two", "output": f"it is {at}"} for at in range(40)],
     "rust": [{"content": f"fn one_{at}() {{ two three {at} }}"} for at in range(40)],
     "imdb": [{"text": f"one two three four {at}", "label": at % 2} for at in range(40)],
-    "sst2": [{"sentence": f"one two {'three' if at % 2 else 'four'}", "label": at % 2, "idx": at} for at in range(40)],
+    "sst2": [
+        {"sentence": f"one two {'three' if at % 2 else 'four'}", "label": "positive" if at % 2 else "negative"}
+        for at in range(40)
+    ],
 }
 # On a CPU, with one worker, in few and small steps: nothing of what the examples are about.
 SMALL: dict[str, Any] = {
@@ -44,9 +47,9 @@ SMALL: dict[str, Any] = {
     [
         ("cluster_lora", "alpaca", {}),
         ("peft_fsdp", "dolphin", {"data.eval_ratio": 0.1, "data.test_ratio": 0.1, "evaluation.every_steps": 1}),
-        ("rust_tutorial", "rust", {}),
+        ("rust_tutorial", "rust", {"data.format": "text", "data.field_mapping": {"text": "content"}}),
         ("bert_sst2", "sst2", {"data.eval_split": None, "data.eval_ratio": 0.2}),
-        ("bloomz_zero3", "imdb", {}),
+        ("bloomz_zero3", "imdb", {"data.format": "text", "data.train_on": "all"}),
     ],
 )
 def test_an_example_trains_on_a_stand_in(
