@@ -109,6 +109,8 @@ class Batcher:
         self._waiting, self._working = deque[Job](), list[Job]()
         self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
         self._is_closed = False
+        # Tokens that were written since the start.
+        self.written = 0
 
     def counts(self) -> tuple[int, int]:
         """(rows at work, rows that wait)."""
@@ -232,6 +234,7 @@ class Batcher:
         before = {number: logits_BV[number].float().log_softmax(-1) for number in wanted}
         self._engine.penalise(logits_BV, jobs)
         tokens = self._chosen(logits_BV, jobs)
+        self.written += len(tokens)
         for number, job in enumerate(jobs):
             token = tokens[number]
             if number in before:
@@ -277,6 +280,7 @@ class Batcher:
         def told(row: int, token: int) -> None:
             if job.is_dropped:
                 raise _DroppedError
+            self.written += 1
             job.stream.token(row, token)
             if job.pieces:
                 job.tell(Piece("".join(job.pieces)))

@@ -134,9 +134,13 @@ class Server:
         return None
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
-        counts = self._classifier.counts() if self._classifier is not None else self._answers().batcher.counts()
-        alive = self._thread.is_alive() or self._classifier is not None
-        content = {"status": "ok" if alive else "failed", "running": counts[0], "waiting": counts[1]}
+        if self._models is None:
+            assert self._classifier is not None
+            counts, alive, more = self._classifier.counts(), True, {}
+        else:
+            batcher = self._models.batcher
+            counts, alive, more = batcher.counts(), self._thread.is_alive(), {"tokens": batcher.written}
+        content = {"status": "ok" if alive else "failed", "running": counts[0], "waiting": counts[1], **more}
         return JSONResponse(content, 200 if alive else 500)
 
     async def _ready(self, request: Request) -> Response:

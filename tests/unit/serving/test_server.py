@@ -1,0 +1,214 @@
+"""What clients are told: refusals in OpenAI's form, streams, labels. The web application alone, without Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from finray.evaluation.artifacts import find_artifact
+from finray.evaluation.classify import classify
+from finray.models.artifacts import load_artifact
+from finray.serving.models import Settings
+from finray.serving.server import Server
+from tests.support import runs, served, tiny
+
+KEY = "a key of this test's"
+ASK = {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    return served.save_adapters(tmp_path_factory.mktemp("served"), tokenizer, ("one",))
+
+
+def serving(settings: Settings) -> Iterator[TestClient]:
+    with TestClient(Server(settings, lambda line: None).app()) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[TestClient]:
+    yield from serving(Settings(str(folder / "one"), dtype="fp32", slots=2))
+
+
+def told(answer: Any) -> str:
+    """The message of a refusal, which has OpenAI's form."""
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert answer.headers["content-type"] == "application/json"
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("chat/completions", {**ASK, "model": "none"}, 404, "`none` does not exist; there are: one, base"),
+        ("completions", {"model": "none", "prompt": "a"}, 404, "there are: one, base"),
+        ("completions", {"model": "one", "prompt": 7}, 400, "prompt"),
+        ("completions", {"model": "one", "prompt": ""}, 400, "empty prompt"),
+        ("completions", {"model": "one", "prompt": []}, 400, "empty prompt"),
+        ("completions", {"model": "one", "prompt": [1, 9999]}, 400, "token ids are from 0"),
+        ("completions", {"model": "one", "prompt": "cat " * 3000}, 400, "the server reads 512"),
+        ("completions", {"model": "one", "prompt": "a\ud800"}, 400, "D800"),
+        ("completions", {"model": "one", "prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"model": "one", "prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ("completions", {"model": "one", "prompt": "a", "temperature": 0.0001}, 400, "temperature"),
+        ("completions", {"model": "one", "prompt": "a", "presence_penalty": 0.5}, 400, "presence_penalty"),
+        ("completions", {"model": "one", "prompt": "a", "guided_json": {}}, 400, "`guided_json` is not supported"),
+        ("completions", {"model": "one", "prompt": "a", "stop": [""]}, 400, "stop"),
+        ("completions", {"prompt": "a"}, 400, "model"),
+        ("chat/completions", {**ASK, "model": "one", "messages": []}, 400, "messages"),
+        ("chat/completions", {**ASK, "model": "one", "messages": [{"role": "wizard", "content": "a"}]}, 400, "wizard"),
+        ("chat/completions", {**ASK, "model": "one", "messages": [{"role": "user"}]}, 400, "no text"),
+        ("chat/completions", {**ASK, "model": "one", "top_logprobs": 2}, 400, "logprobs"),
+        ("classify", {"model": "one", "input": "a"}, 404, "no classifier"),
+        ("adapters", {"name": "x", "path": "/no/such/place"}, 400, "exist"),
+        ("nowhere", {}, 404, "there is no POST /v1/nowhere"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_refused_in_openais_form(
+    client: TestClient, path: str, body: dict[str, Any], status: int, message: str
+) -> None:
+    content = json.dumps(body)
+    answer = client.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    assert message in told(answer)
+    assert client.get("/health").json()["waiting"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b'{"model": ', 400), (b"[1, 2]", 400), (b"\xff\xfe", 400), (b"[" * 100_000, 400), (b"x" * (2**20 + 1), 413)],
+)
+def test_a_body_that_is_no_request_is_refused(client: TestClient, body: bytes, status: int) -> None:
+    for path in ("chat/completions", "completions", "classify", "adapters"):
+        answer = client.post(f"/v1/{path}", content=body, headers={"content-type": "application/json"})
+        if path == "classify":
+            assert answer.status_code == 404
+        else:
+            assert answer.status_code == status
+        told(answer)
+    assert client.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert client.get("/v1/completions").status_code == 405
+
+
+def test_only_who_has_the_key_is_answered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FINRAY_TEST_KEY", KEY)
+    for client in serving(Settings(str(folder / "base"), dtype="fp32", key_env="FINRAY_TEST_KEY", name="mine")):
+        for headers in ({}, {"authorization": f"Bearer {KEY}x"}, {"authorization": KEY}, {"authorization": "Bearer"}):
+            answer = client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401
+            assert "API key" in told(answer)
+            assert KEY not in answer.text
+        assert client.get("/ready").status_code == client.get("/health").status_code == 200
+        answer = client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
+        assert [one["id"] for one in answer.json()["data"]] == ["mine"]
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_says_what_the_whole_answer_says(client: TestClient, n: int) -> None:
+    ask = {**ASK, "model": "one", "n": n, "seed": 5, "temperature": 1, "logprobs": True, "max_tokens": 12}
+    whole = client.post("/v1/chat/completions", json=ask).json()
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    found = events(client.post("/v1/chat/completions", json={**ask, **stream}).text)
+    assert found[-1]["choices"] == []
+    assert found[-1]["usage"] == whole["usage"]
+    texts, ends, tokens = [""] * n, [""] * n, [0] * n
+    for choice in (choice for one in found for choice in one["choices"]):
+        texts[choice["index"]] += choice["delta"].get("content") or ""
+        ends[choice["index"]] += choice["finish_reason"] or ""
+        tokens[choice["index"]] += len((choice.get("logprobs") or {}).get("content", ()))
+    assert texts == [one["message"]["content"] for one in whole["choices"]]
+    assert ends == [one["finish_reason"] for one in whole["choices"]]
+    assert tokens == [len(one["logprobs"]["content"]) for one in whole["choices"]]
+    assert len(set(texts)) == n, "each answer has random numbers of its own"
+    assert whole["usage"]["completion_tokens"] == sum(tokens)
+
+
+def test_a_model_without_a_chat_template_completes_and_refuses_conversations(tmp_path: Path, tokenizer: Any) -> None:
+    tiny.save_model("llama", tmp_path / "plain", tokenizer)
+    (tmp_path / "plain" / "chat_template.jinja").unlink()
+    for client in serving(Settings(str(tmp_path / "plain"), dtype="fp32")):
+        refused = client.post("/v1/chat/completions", json={**ASK, "model": "plain"})
+        assert refused.status_code == 400
+        assert "/v1/completions" in told(refused)
+        asked = {"model": "plain", "prompt": ["the cat", "a dog"], "max_tokens": 3, "temperature": 0}
+        answer = client.post("/v1/completions", json=asked).json()
+        assert [one["index"] for one in answer["choices"]] == [0, 1]
+        assert answer["usage"]["completion_tokens"] <= 6
+
+
+def test_where_everybody_may_ask_nobody_may_change_what_is_served(folder: Path) -> None:
+    for client in serving(Settings(str(folder / "base"), dtype="fp32", may_change=False)):
+        answer = client.post("/v1/adapters", json={"name": "x", "path": str(folder / "one")})
+        assert answer.status_code == 403
+        assert "API key" in told(answer)
+
+
+def test_adapters_come_and_go_by_either_name_of_the_paths(client: TestClient, folder: Path) -> None:
+    path = str(folder / "one")
+    assert client.post("/v1/adapters", json={"name": "two", "path": path}).json()["id"] == "two"
+    assert client.post("/v1/load_lora_adapter", json={"lora_name": "three", "lora_path": path}).json()["id"] == "three"
+    said = {
+        name: client.post("/v1/completions", json={"model": name, "prompt": "the cat", "temperature": 0}).json()
+        for name in ("one", "two", "three", "base")
+    }
+    texts = {name: one["choices"][0]["text"] for name, one in said.items()}
+    assert texts["one"] == texts["two"] == texts["three"] != texts["base"]
+    assert [one["id"] for one in client.get("/v1/adapters").json()["data"]] == ["one", "two", "three"]
+    assert client.delete("/v1/adapters/two").json()["deleted"]
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "three"}).json()["deleted"]
+    assert client.delete("/v1/adapters/two").status_code == 404
+    assert client.delete("/v1/adapters/one").status_code == 403
+    assert client.get("/v1/models/two").status_code == 404
+
+
+def test_a_classifier_gives_labels_with_their_probabilities(
+    classifier_run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    runs.run_alone(classifier_run({"train.max_steps": 2}), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoint-000002"
+    texts = ["the cat sleeps", "a tree by the river", "bread"]
+    artifact = find_artifact(folder)
+    from finray.config.schema import ModelConfig
+    from finray.pretrained.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelConfig(name=str(folder)))
+    import numpy as np
+    import torch
+
+    model = load_artifact(artifact, dtype=torch.float32)
+    rows = [(np.array(tokenizer(text)["input_ids"]), np.zeros(len(tokenizer(text)["input_ids"]))) for text in texts]
+    right = classify(model, rows, packs=False, labels=artifact.labels)
+    for client in serving(Settings(str(folder), dtype="fp32", name="kinds")):
+        found = client.post("/v1/classify", json={"model": "kinds", "input": texts}).json()
+        assert [one["label"] for one in found["data"]] == [one.label for one in right.predictions]
+        for one, other in zip(found["data"], right.predictions, strict=True):
+            assert list(one["probabilities"]) == list(right.labels.names)
+            assert list(one["probabilities"].values()) == pytest.approx(list(other.probabilities), abs=1e-5)
+        assert found["usage"]["prompt_tokens"] == sum(len(ids) for ids, _ in rows)
+        pair = client.post("/v1/classify", json={"model": "kinds", "input": [["one", "two"]]})
+        assert len(pair.json()["data"]) == 1
+        for wrong, status in (
+            ({"model": "x", "input": "a"}, 404),
+            ({"model": "kinds", "input": []}, 400),
+            ({"model": "kinds", "input": 3}, 400),
+            ({"model": "kinds", "input": "cat " * 900}, 400),
+        ):
+            answer = client.post("/v1/classify", json=wrong)
+            assert answer.status_code == status
+            told(answer)
+        refused = client.post("/v1/chat/completions", json={**ASK, "model": "kinds"})
+        assert refused.status_code == 404
+        assert "/v1/classify" in told(refused)
