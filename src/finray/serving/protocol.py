@@ -140,16 +140,11 @@ def parse(kind: type[Body], body: bytes) -> Body:
         ApiError: it is no JSON, or not what the endpoint takes.
     """
     try:
-        plain = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON that can be read") from None
-    if not isinstance(plain, Mapping):
-        raise ApiError(400, "the body is no JSON object")
-    try:
-        # JSON mode: a list may stand for a tuple.
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
+        if first["type"] == "json_invalid":
+            raise ApiError(400, f"the body is not JSON that can be read: {first['msg']}") from None
         names = [str(one) for one in first["loc"]]
         param = names[0] if names else None
         if first["type"] == "extra_forbidden":

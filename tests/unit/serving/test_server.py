@@ -54,7 +54,7 @@ def told(answer: Any) -> str:
         ("completions", {"model": "one", "prompt": []}, 400, "empty prompt"),
         ("completions", {"model": "one", "prompt": [1, 9999]}, 400, "token ids are from 0"),
         ("completions", {"model": "one", "prompt": "cat " * 3000}, 400, "the server reads 512"),
-        ("completions", {"model": "one", "prompt": "a\ud800"}, 400, "D800"),
+        ("completions", {"model": "one", "prompt": "a\ud800"}, 400, "not JSON"),
         ("completions", {"model": "one", "prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("completions", {"model": "one", "prompt": "a", "temperature": "hot"}, 400, "temperature"),
         ("completions", {"model": "one", "prompt": "a", "temperature": 0.0001}, 400, "temperature"),
