@@ -44,10 +44,11 @@ GROUPS = {
     "memory": ("Peak memory: the estimate of finray plan", ("memory",)),
     "checkpoints": ("Checkpoints behind the training", ("start",)),
     "answers": ("Answers on a CPU", ("answers",)),
+    "serving": ("Serving on a CPU", ("serving",)),
     "gpu": ("One GPU: finray's training step, and Trainer", ("gpu",)),
     "against": ("Another checkout", ("start",)),
 }
-ALL = [group for group in GROUPS if group not in ("gpu", "against")]
+ALL = [group for group in GROUPS if group not in ("gpu", "against", "serving")]
 
 
 def cases(group: str) -> list[Case]:

@@ -1,0 +1,129 @@
+"""`finray serve` beside Transformers' own `transformers serve`: streaming clients at once, on one model, on a CPU.
+
+Each client asks one question after the other over HTTP by OpenAI's client, greedily, and hears the answer as a stream.
+Both servers have the same threads and weights in fp32, and one request is answered before the clock starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from statistics import median, quantiles
+from typing import Any
+
+import case
+from case import Bench, BenchmarkError, Result, Run
+from processes import environment, run
+
+OURS, THEIRS, BATCHING = "finray serve", "transformers serve", "transformers serve, continuous batching"
+CLIENTS = (1, 16)
+REQUESTS, NEW = 32, 64
+
+
+def runner(name: str, clients: int) -> Run:
+    def measure(bench: Bench, pair: int) -> Result:
+        bench.empty_folder()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        model = str(bench.model.resolve())
+        if name == OURS:
+            command = [sys.executable, "-m", "finray.cli.main", "serve", model, "--name", "model"]
+            command += ["--port", str(port), "--dtype", "fp32"]
+        else:
+            command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--port", str(port)]
+            command += ["--dtype", "float32", *(["--continuous-batching"] if name == BATCHING else [])]
+        found: Result = {}
+
+        def is_done() -> bool:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                asked = "model" if name == OURS else model
+                found.update(asyncio.run(load(bench, asked, port, clients)))
+                return True
+            time.sleep(0.5)
+            return False
+
+        run(command, env=environment(threads=bench.threads), until=is_done)
+        return found
+
+    return measure
+
+
+async def load(bench: Bench, model: str, port: int, clients: int) -> Result:
+    """Ask everything, and say how long it took."""
+    import openai
+
+    rows = [row["messages"][:-1] for row in bench.pool][: clients if bench.quick else max(REQUESTS, 2 * clients)]
+    waiting, first, tokens = list(rows), list[float](), list[int]()
+    async with openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=1800
+    ) as client:
+
+        async def ask(messages: Any) -> None:
+            began, count = time.perf_counter(), 0
+            stream = await client.chat.completions.create(
+                model=model, messages=messages, max_tokens=8 if bench.quick else NEW, temperature=0, stream=True
+            )
+            async for event in stream:
+                if any(choice.delta.content for choice in event.choices):
+                    if not count:
+                        first.append(time.perf_counter() - began)
+                    count += 1
+            if not count:
+                raise BenchmarkError("an answer is empty")
+            tokens.append(count)
+
+        async def work() -> None:
+            while waiting:
+                await ask(waiting.pop())
+
+        await ask(rows[0])
+        first.clear()
+        tokens.clear()
+        began = time.perf_counter()
+        await asyncio.gather(*(work() for _ in range(clients)))
+        seconds = time.perf_counter() - began
+    return {
+        "requests_per_second": len(rows) / seconds,
+        "first_token": median(first),
+        "slow_first_token": quantiles(first, n=20)[-1] if len(first) > 1 else first[0],
+        "pieces_per_second": sum(tokens) / seconds,
+    }
+
+
+def blocks(bench: Bench) -> Mapping[str, Mapping[str, Run]]:
+    return {
+        f"{clients} client{'s' if clients > 1 else ''}": {
+            name: runner(name, clients) for name in (OURS, THEIRS, BATCHING)
+        }
+        for clients in CLIENTS
+    }
+
+
+CASES = [
+    case.Case(
+        group="serving",
+        name="serving",
+        title="Streaming clients at once",
+        what=f"{REQUESTS} questions, at most {NEW} tokens each, greedy, fp32; seconds to the first piece of an answer.",
+        blocks=blocks,
+        measures=[
+            case.Measure("requests/s", "requests_per_second", 2),
+            case.Measure("first token, median s", "first_token", 2),
+            case.Measure("first token, 95 % s", "slow_first_token", 2),
+            case.Measure("pieces/s", "pieces_per_second"),
+        ],
+        ratios=case.over_others,
+        aims=[
+            case.Aim(
+                "16 streaming clients: requests/s, finray ÷ `transformers serve`",
+                case.quotient(OURS, THEIRS, "requests_per_second"),
+            )
+        ],
+        most_pairs=3,
+    )
+]
