@@ -18,7 +18,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "rust": [{"content": f"fn one_{at}() {{ two three {at} }}"} for at in range(40)],
     "imdb": [{"text": f"one two three four {at}", "label": at % 2} for at in range(40)],
     "sst2": [
-        {"sentence": f"one two {'three' if at % 2 else 'four'}", "label": "positive" if at % 2 else "negative"}
+        {"sentence": f"one two {'three' if at % 2 else 'four'} {at}", "label": "positive" if at % 2 else "negative"}
         for at in range(40)
     ],
 }
