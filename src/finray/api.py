@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from finray.inspection.measure import Inspection
     from finray.models.export import Exported
     from finray.planning.plan import Plan
+    from finray.publishing.push import Pushed
     from finray.reporting.run import PreparedData, TrainResult
 
 # tqdm would ask a notebook to install ipywidgets, for bars that finray does not show.
@@ -371,6 +372,33 @@ def export(
     from finray.evaluation.artifacts import export_model
 
     return export_model(_directory(run), output, merge=merge, dtype=dtype, base=base)
+
+
+def push(
+    run: str | Path | TrainResult,
+    to: str | None = None,
+    *,
+    merged: bool | None = None,
+    public: bool | None = None,
+    dtype: str = "bf16",
+    base: str | None = None,
+) -> Pushed:
+    """Push a model to the Hugging Face Hub, with a card made from the run. The same call finishes one that was killed.
+
+    Args:
+        run: run, checkpoint or model directory, or what :func:`train` gave.
+        to: name on the Hub, ``OWNER/NAME``; None takes ``export.push_to_hub``, else the run's name, as the user's.
+        merged: merge the adapter into its base first; None is as ``export.merged`` says.
+        public: let others see it; None is as ``export.public`` says.
+        dtype: of merged weights: fp32 or bf16.
+        base: base model of an adapter: its name on the Hub, or where it is now.
+
+    Raises:
+        FinrayError: the Hub does not allow it, which is found first, or it does not answer.
+    """
+    from finray.publishing.push import push as run_push
+
+    return run_push(_directory(run), to=to, merged=merged, public=public, dtype=dtype, base=base)
 
 
 def _directory(run: str | Path | TrainResult) -> str | Path:

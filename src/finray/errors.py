@@ -84,6 +84,10 @@ class ClusterError(FinrayError):
     """The cluster cannot be reached or cannot place the run."""
 
 
+class HubError(FinrayError):
+    """The Hub does not take what is pushed, or does not answer; ``where`` is a URL."""
+
+
 class TrainingError(FinrayError):
     """Training cannot continue: the loss is not finite, or workers keep failing."""
 

@@ -34,6 +34,8 @@ from finray.records import RunSummary
 
 __all__ = ["CONFIG_FILE", "FINAL", "RESOLVED_FILE", "Earlier", "Finished", "RunDir", "open_run", "saved_config"]
 
+# Under what name the finished model is on the Hub.
+PUSHED_FILE = "pushed.json"
 # Folders of a checkpoint that only a resume reads.
 RESUME_ONLY = ("training_state", "deepspeed")
 # Ray Train keeps its own list of checkpoints here; finray's manifests are what is believed.
@@ -44,6 +46,9 @@ _RESOLVED = FileKind(ConfigError, repair="delete the file; what it says is then 
 _SUMMARY = FileKind(
     CheckpointError, repair="delete the file: the same command then finishes the run again, from its checkpoints"
 )
+
+
+_PUSHED = FileKind(CheckpointError)
 
 
 class _Summary(TypedDict):
@@ -217,6 +222,17 @@ class RunDir:
             warn(f"{error}: final/ is made again from the checkpoint of step {chosen}")
             return chosen
         return None
+
+    def pushed(self) -> dict[str, Any] | None:
+        """What :meth:`keep_pushed` was told last; None where nothing was pushed."""
+        try:
+            return _PUSHED.json(self.path / PUSHED_FILE, dict[str, Any])
+        except CheckpointError:
+            return None
+
+    def keep_pushed(self, what: dict[str, Any]) -> None:
+        """Note what was pushed where, so that it is not pushed again."""
+        replace_text(self.path / PUSHED_FILE, json.dumps(what, indent=2) + "\n")
 
     def finish(self, outcome: dict[str, Any]) -> None:
         """Write the summary, which marks the run as finished."""

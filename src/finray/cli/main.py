@@ -290,6 +290,33 @@ def sync(
         show.result(sent)
 
 
+@app.command()
+@show.command
+def push(
+    run: RunPath,
+    to: Annotated[
+        str | None,
+        typer.Option(help="Name on the Hub, OWNER/NAME (default: export.push_to_hub, else the run's name, as yours)."),
+    ] = None,
+    merged: Annotated[
+        bool | None,
+        typer.Option("--merged/--adapter", help="Merge the adapter into its base first (default: export.merged)."),
+    ] = None,
+    public: Annotated[
+        bool | None, typer.Option("--public/--private", help="Who sees it (default: export.public).")
+    ] = None,
+    dtype: Dtype = "bf16",
+    base: Annotated[
+        str | None, typer.Option(help="Base model of an adapter: its name on the Hub, or where it is now.")
+    ] = None,
+) -> None:
+    """Push a finished model to the Hugging Face Hub, with a card. The same command finishes one that was killed."""
+    from finray.publishing.push import push as run_push
+
+    say = (lambda text: None) if show.mode().quiet else show.note
+    show.result(run_push(run, to=to, merged=merged, public=public, dtype=dtype, base=base, say=say))
+
+
 @app.command("import-gguf")
 @show.command
 def import_gguf(

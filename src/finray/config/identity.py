@@ -20,6 +20,7 @@ FREE = (
     "parallel",
     "tracking",
     "checkpoint",
+    "export",
     "run.output_dir",
     "run.local_dir",
     "train.micro_batch_size",

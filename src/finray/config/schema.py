@@ -26,6 +26,7 @@ from finray.config.data_schema import PrepareConfig as PrepareConfig
 from finray.config.data_schema import SourceConfig as SourceConfig
 from finray.config.evaluation import EarlyStoppingConfig as EarlyStoppingConfig
 from finray.config.evaluation import EvaluationConfig as EvaluationConfig
+from finray.config.export import ExportConfig as ExportConfig
 from finray.config.extensions import named
 from finray.config.redact import is_secret_name, redact_text
 from finray.config.replicas import legal_name
@@ -564,6 +565,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     tracking: TrackingConfig = TrackingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    export: ExportConfig = ExportConfig()
     # What is to be said of where it came from; no part of it.
     _notes: tuple[str, ...] = PrivateAttr(())
 

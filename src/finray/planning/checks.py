@@ -25,6 +25,7 @@ from finray.evaluation.scores.base import score_named
 from finray.parallel.deepspeed import config as deepspeed_config
 from finray.planning.findings import refuse
 from finray.pretrained.weights import stored_weights
+from finray.publishing.hub import Hub, Target, public_name
 
 # Scheme of a URL to the package that reads it, and the extra that brings that.
 _STORAGE = {
@@ -69,6 +70,7 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
         deepspeed_config.check,
         check_quantization,
         check_evaluation,
+        check_export,
     ):
         try:
             check(config)
@@ -170,6 +172,29 @@ def check_evaluation(config: Config) -> None:
             )
         # Says what is not installed.
         score_named(name, evaluation.scoring or ScoringConfig())
+
+
+def check_export(config: Config) -> None:
+    """See that what is to be pushed can be loaded by who gets it.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    export = config.export
+    if export.push_to_hub is not None:
+        base = None if config.adapter.method == "none" else config.model.name
+        public_name(base, export.base_model, merged=export.merged)
+
+
+def check_push(config: Config, *, login: Callable[[], Hub] = Hub.login) -> Target | None:
+    """See that the Hub will take what is to be pushed; None where nothing is.
+
+    Raises:
+        HubError: it will not.
+    """
+    if config.export.push_to_hub is None:
+        return None
+    return login().check(config.export.push_to_hub, public=config.export.public)
 
 
 def check_quantization(config: Config) -> None:

@@ -21,7 +21,7 @@ from finray.config.tasks import task_spec
 from finray.data.sampling.order import total_steps
 from finray.errors import ClusterError, ConfigError, DataError, FinrayError
 from finray.planning.blueprint import Blueprint
-from finray.planning.checks import quick_problems
+from finray.planning.checks import check_push, quick_problems
 from finray.planning.findings import Finding, Findings, refuse
 from finray.planning.flops import SpeedPlan, plan_speed
 from finray.planning.memory import MemoryPlan, Rows, plan_memory
@@ -169,6 +169,13 @@ def make_plan(
         # A source that lies on the Hub is asked for its splits; what of it is out of reach is said with the data.
         if not (offline and _is_out_of_reach(problem)):
             found.problem(problem)
+    if offline and config.export.push_to_hub is not None:
+        found.skip("whether the Hub takes what is to be pushed", "export.push_to_hub")
+    elif not offline:
+        try:
+            check_push(config)
+        except FinrayError as error:
+            found.problem(error)
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     report = _report(config, examine, found)

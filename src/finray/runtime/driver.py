@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from finray.checkpoint import manifest
 from finray.checkpoint.rundir import RunDir, open_run
 from finray.config.environment import secrets_of
 from finray.config.identity import settled
@@ -31,7 +32,8 @@ from finray.data.dataset.prepared import PreparedDataset
 from finray.data.dataset.report import preparation_report
 from finray.data.sampling.order import total_steps
 from finray.errors import FinrayError, TrainingError, from_dict
-from finray.planning.checks import require_startable
+from finray.files import digest_of
+from finray.planning.checks import check_push, require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
 from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
 from finray.planning.steps import (
@@ -44,6 +46,7 @@ from finray.planning.steps import (
     step_note,
     step_warnings,
 )
+from finray.publishing.hub import Target
 from finray.records import Note, Record, RunHeader, RunSummary
 from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
@@ -121,6 +124,7 @@ def train(
     require_startable(config)
     for message in require_access(config.tracking):
         handle(Note(message, level="warning"))
+    target = check_push(config) if fresh or _to_push(config, RunDir.of(config)) is not None else None
     with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run, _saying_what_is_saved(run):
         if (done := run.finished()) is not None:
             handle(Note("the run is finished already; --fresh (in Python fresh=True) begins anew"))
@@ -128,6 +132,7 @@ def train(
             chosen = run.mend_final(best=_best(config), warn=lambda message: handle(Note(message, level="warning")))
             if chosen not in (None, done.chosen_step):
                 run.finish({"chosen_step": chosen, "summary": done.summary.json()})
+            _push(config, run, handle)
             return TrainResult(run.path, run.final, chosen or done.chosen_step, done.summary)
         failures.forget(run.path)
         # A converter may want a model, the check of packing and the choice of a strategy build one, and torch tells of
@@ -139,8 +144,38 @@ def train(
             start_preparation(config, hide_torch=hide_torch) as preparation,
             connect(config, run, handle) as connected,
         ):
-            fitted = fit(connected, preparation, config, run, handle)
-        return finish(connected, fitted, config, run, handle)
+            fitted = fit(connected, preparation, config, run, handle, target)
+        result = finish(connected, fitted, config, run, handle)
+        _push(config, run, handle)
+        return result
+
+
+def _to_push(config: Config, run: RunDir) -> dict[str, Any] | None:
+    """What ``pushed.json`` will say of the finished model; None where nothing is to be pushed, or was already."""
+    file = run.final / manifest.NAME
+    if (name := config.export.push_to_hub) is None:
+        return None
+    wanted = {"to": name, "merged": config.export.merged, "model": digest_of(file) if file.is_file() else None}
+    return None if run.pushed() == wanted else wanted
+
+
+def _push(config: Config, run: RunDir, handle: Handle) -> None:
+    """Push the finished model where the config says so.
+
+    Raises:
+        FinrayError: it is not pushed; the run is finished all the same.
+    """
+    if (wanted := _to_push(config, run)) is None:
+        return
+    from finray.publishing.push import push
+
+    try:
+        done = push(run.final, say=lambda text: handle(Note(text)))
+    except FinrayError as error:
+        error.message += f"; the run is finished, and its model is in {run.final}"
+        raise
+    run.keep_pushed(wanted)
+    handle(Note(f"pushed to {done.url}"))
 
 
 @contextmanager
@@ -206,8 +241,17 @@ def _early(config: Config) -> dict[str, str]:
     return {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **given, PRELOAD: ",".join(modules)}
 
 
-def fit(connected: Connected, preparation: Preparation, config: Config, run: RunDir, handle: Handle) -> Fitted:
+def fit(
+    connected: Connected,
+    preparation: Preparation,
+    config: Config,
+    run: RunDir,
+    handle: Handle,
+    target: Target | None = None,
+) -> Fitted:
     """Train under Ray Train on what a preparation comes to, from the run's newest checkpoint if there is one.
+
+    With ``export.push_every_checkpoint`` each is pushed to ``target``.
 
     On a Ray of the run's own, workers without GPUs start and load the model while the data are prepared. No GPU is held
     before it is known that the data are right, and nothing of a cluster that others could use.
@@ -270,7 +314,9 @@ def fit(connected: Connected, preparation: Preparation, config: Config, run: Run
             if is_early and not listener.is_settled and helpers.look(0):
                 listener.settle(settled_now())
 
-        trainer = _trainer(connected, known, config, run, group=group, look=look, listener=listener.address)
+        trainer = _trainer(
+            connected, known, config, run, group=group, look=look, listener=listener.address, target=target
+        )
         handle(Note(f"starting {watch.workers}"))
         with listener:
             outcome: Outcome | None = None
@@ -318,6 +364,7 @@ def _trainer(
     group: str,
     look: Callable[[], None],
     listener: Address,
+    target: Target | None,
 ) -> Trainer:
     """Ray's trainer for a run.
 
@@ -329,11 +376,12 @@ def _trainer(
         group: begin of the name of its placement group.
         look: called again and again while it is at work.
         listener: where its workers send records, and ask.
+        target: where checkpoints are pushed.
     """
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 
     from finray.runtime.trainer import Trainer
-    from finray.runtime.worker import WorkerSpec, train_worker
+    from finray.runtime.worker import Pushing, WorkerSpec, train_worker
 
     placement = connected.placement
     resolved = connected.resolved if known is None else known.resolved
@@ -347,6 +395,7 @@ def _trainer(
         listener=listener,
         evaluator=placement.resources if placement.evaluator else None,
         secrets=secrets_of(),
+        push=None if target is None or not config.export.push_every_checkpoint else Pushing.here(target),
     )
     return Trainer(
         train_worker,

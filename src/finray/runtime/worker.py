@@ -22,14 +22,35 @@ from finray.config.paths import run_path, run_url
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
-from finray.records import Record, RunSummary
+from finray.publishing.hub import Target
+from finray.records import Note, Record, RunSummary
 from finray.runtime import failures
 from finray.runtime.progress import RESIZE, Address, Sender, ask
 
 if TYPE_CHECKING:
     import torch
 
+    from finray.publishing.background import CheckpointPusher
     from finray.training.evaluator import Answering, Evaluator
+
+# How long the last checkpoint of a run may be sent after its training.
+_LAST_PUSH_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pushing:
+    """Where rank 0 pushes checkpoints, as whom: what was found where the run was started."""
+
+    target: Target
+    endpoint: str
+    token: str = field(repr=False)
+
+    @classmethod
+    def here(cls, target: Target) -> Pushing:
+        """With the token and the Hub of this process."""
+        from huggingface_hub import constants, get_token
+
+        return cls(target, constants.ENDPOINT, get_token() or "")
 
 
 # How long the end of a worker waits for Ray to have heard of its checkpoints.
@@ -51,6 +72,7 @@ class WorkerSpec:
         listener: where the driver takes records.
         secrets: of the user, for the worker's environment.
         evaluator: Ray's resources for evaluations beside the training; None where there are none.
+        push: where checkpoints are pushed; None where they are not.
     """
 
     config: dict[str, Any]
@@ -62,6 +84,7 @@ class WorkerSpec:
     shared_gpus: bool = False
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     evaluator: dict[str, float] | None = None
+    push: Pushing | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +130,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
 
     sender, reports = Sender(spec.listener), Reports(_report)
+    pusher = _pusher(config, spec.push, sender.put) if spec.push is not None and strategy.rank == 0 else None
     step = failures.LOADING
     try:
         on_all_ranks(strategy, lambda: failures.check(run_dir, failures.LOADING))
@@ -117,7 +141,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             run_dir=run_dir,
             strategy=strategy,
             notify=sender.put,
-            reported=reports.put,
+            reported=partial(_reported, reports, pusher),
             answering=_answering(config, spec),
             evaluator=partial(_evaluator, spec, sender.put),
             # What is asked for is asked of rank 0; another one might hear it at another step.
@@ -134,6 +158,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         finally:
             loop.trackers.finish(complete=is_over)
             loop.writer.follow()
+            if pusher is not None:
+                # Of a run that goes on there will be other checkpoints.
+                pusher.close(wait_s=0 if loop.stopped else _LAST_PUSH_S)
         outcome = Outcome(stopped=loop.state.step) if loop.stopped else Outcome(loop.summary())
         reports.close()
         torch.distributed.destroy_process_group()
@@ -231,6 +258,26 @@ def meet(address: tuple[str, int], listening: socket.socket | None, *, world_siz
         timeout=timeout,
         master_listen_fd=None if listening is None else listening.detach(),
     )
+
+
+def _pusher(config: Config, push: Pushing, tell: Callable[[Record], None]) -> CheckpointPusher:
+    from finray.publishing.background import CheckpointPusher
+    from finray.publishing.hub import Hub, public_name
+
+    base = None if config.adapter.method == "none" else config.model.name
+    return CheckpointPusher(
+        lambda wait: Hub(push.token, endpoint=push.endpoint, wait=wait),
+        push.target,
+        base=public_name(base, config.export.base_model, merged=True),
+        warn=lambda message, step: tell(Note(message, step, "warning")),
+    )
+
+
+def _reported(reports: Reports, pusher: CheckpointPusher | None, path: Path, metrics: dict[str, float]) -> None:
+    """Have a checkpoint pushed, before retention may delete it; and tell Ray Train, on every rank."""
+    if pusher is not None:
+        pusher.offer(path)
+    reports.put(path, metrics)
 
 
 class Reports:

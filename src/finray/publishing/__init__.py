@@ -1,0 +1,1 @@
+"""Handing a finished model on: to the Hub, with a card."""

@@ -1,0 +1,138 @@
+"""Checkpoints that are pushed while the training goes on: the newest alone, and none that the Hub does not take."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from finray.checkpoint import manifest
+from finray.config.adapter_files import NOTES, SETTINGS
+from finray.errors import FinrayError, HubError
+from finray.publishing.hub import Commit, Target
+
+FOLDER = "last-checkpoint"
+_SCRATCH = ".tmp-push-"
+# What DeepSpeed alone reads: as large as the training state, which is there.
+_LEFT_OUT = ("deepspeed",)
+
+
+class Uploads(Protocol):
+    """The part of :class:`finray.publishing.hub.Hub` that a checkpoint needs."""
+
+    def push(self, target: Target, files: dict[str, Path | bytes], *, message: str, folder: str, only: bool) -> Commit:
+        """Upload files and commit them."""
+        ...
+
+
+class CheckpointPusher:
+    """Pushes checkpoints from a thread of rank 0; nothing that it does stops the training or makes it wait.
+
+    Args:
+        login: who speaks with the Hub; called in the thread, with what sleeps and says whether nothing is to be tried
+            any more.
+        target: that was checked when the run was started.
+        base: the name of the base model on the Hub, written into an adapter's files; None leaves what is there.
+        warn: told, with the step, of a checkpoint that was not pushed.
+    """
+
+    def __init__(
+        self,
+        login: Callable[[Callable[[float], bool]], Uploads],
+        target: Target,
+        *,
+        base: str | None,
+        warn: Callable[[str, int], None],
+    ) -> None:
+        self._login, self._target, self._base, self._warn = login, target, base, warn
+        self._changed = threading.Condition()
+        self._next: Path | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="finray-push", daemon=True)
+        self._thread.start()
+
+    def offer(self, checkpoint: Path) -> None:
+        """Have a checkpoint pushed, in the place of one that waits; its files may be deleted afterwards."""
+        try:
+            linked = self._linked(checkpoint)
+        except OSError as error:
+            self._warn(f"{checkpoint.name} is not pushed: {error.strerror or error}", _step(checkpoint))
+            return
+        with self._changed:
+            superseded, self._next = self._next, linked
+            self._changed.notify()
+        if superseded is not None:
+            shutil.rmtree(superseded, ignore_errors=True)
+
+    def close(self, *, wait_s: float) -> None:
+        """End the work: what is being sent may take so long still; nothing else is begun or tried again."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify()
+        self._thread.join(wait_s)
+        # What is still being sent ends with the process, and is no commit.
+        with suppress(OSError):
+            for rest in [self._next] if self._next is not None else []:
+                shutil.rmtree(rest)
+
+    def _linked(self, checkpoint: Path) -> Path:
+        """The files of a checkpoint under another name, because retention may delete it: links, which cost nothing."""
+        scratch = checkpoint.with_name(f"{_SCRATCH}{checkpoint.name}")
+        shutil.rmtree(scratch, ignore_errors=True)
+        for one in sorted(checkpoint.rglob("*")):
+            name = one.relative_to(checkpoint)
+            if one.is_file() and name.parts[0] not in _LEFT_OUT:
+                (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+                os.link(one, scratch / name)
+        return scratch
+
+    def _work(self) -> None:
+        hub: Uploads | None = None
+        while True:
+            with self._changed:
+                while self._next is None and not self._closing.is_set():
+                    self._changed.wait()
+                if self._closing.is_set() or (folder := self._next) is None:
+                    return
+                self._next = None
+            step = _step(folder)
+            try:
+                hub = hub or self._login(self._closing.wait)
+                files = _files(folder, self._base)
+                hub.push(self._target, files, message=f"Checkpoint of step {step}", folder=FOLDER, only=True)
+            except Exception as error:
+                # Whatever it is: the training goes on.
+                said = error.message if isinstance(error, FinrayError) else f"{type(error).__name__}: {error}"
+                where = f" ({error.where})" if isinstance(error, HubError) else ""
+                if not self._closing.is_set():
+                    self._warn(f"the checkpoint of step {step} is not pushed: {said}{where}; training goes on", step)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def _files(folder: Path, base: str | None) -> dict[str, Path | bytes]:
+    """What is pushed of a checkpoint: all of it, with the base model's public name, and a manifest that says so."""
+    content = manifest.read(folder)
+    listed = [one for one in content["files"] if Path(one["path"]).parts[0] not in _LEFT_OUT]
+    for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
+        if base is None or not (folder / name).is_file():
+            continue
+        said = json.loads((folder / name).read_text(encoding="utf-8"))
+        if said.get(key) != base:
+            # A link: the checkpoint has the same file, and keeps it.
+            (folder / name).unlink()
+            (folder / name).write_text(json.dumps({**said, key: base}, indent=2) + "\n", encoding="utf-8")
+            listed = [one if one["path"] != name else manifest.entry(folder, folder / name) for one in listed]
+    if listed != content["files"]:
+        (folder / manifest.NAME).unlink()
+        manifest.write(folder, listed, step=content["step"], metrics=content["metrics"])
+    return {one: folder / one for one in (*(entry["path"] for entry in listed), manifest.NAME)}

@@ -1,0 +1,310 @@
+"""The card of a model: what it was made of and how, what it scores, how it is loaded, and how to make it again.
+
+All of it comes from files of the run. Nothing of this machine is in it: paths are shortened to names, secrets masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finray.config.paths import is_url
+from finray.config.redact import redact
+from finray.config.schema import Config
+from finray.errors import FinrayError
+from finray.evaluation.outcome import METRICS_FILE
+from finray.evaluation.subjects import files_of
+from finray.files import FileKind
+from finray.models.artifacts import Artifact, task_of
+
+_SCORES = FileKind(FinrayError, repair="run `finray evaluate` again, or delete it")
+# A licence is passed on with all that names it.
+_LICENCE = ("license", "license_name", "license_link")
+# Where a run was, and what it asked for, is nobody's business.
+_PRIVATE = ("run.output_dir", "prepare.dir", "prepare.local_dir", "cluster.address", "cluster.env", "export")
+_TAGS = {"causal_lm": "text-generation", "sequence_classification": "text-classification"}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a card is made from.
+
+    Attributes:
+        repo: name of the model.
+        artifact: its weights.
+        merged: whether they are of a whole model.
+        base: name of the base model, as anybody knows it; None where nobody does.
+        card: front matter of the base model's own card.
+        config: of the run; None where there is no run.
+        resolved: what every ``auto`` of it came to, by name.
+        summary: what the run said of itself; None where it is not finished.
+        step: the checkpoint that is pushed.
+        metrics: of the evaluation in the training, at that step.
+        scores: what `finray evaluate` has written of these weights; None where it has not.
+        version: of finray.
+    """
+
+    repo: str
+    artifact: Artifact
+    merged: bool
+    base: str | None
+    version: str
+    card: Mapping[str, Any] = field(default_factory=dict)
+    config: Config | None = None
+    resolved: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] | None = None
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, Any] | None = None
+
+
+def scores_of(run: Path, weights: Path) -> dict[str, Any] | None:
+    """What `finray evaluate` has written of weights, and not of those that were there before them.
+
+    Raises:
+        FinrayError: the file is damaged.
+    """
+    for folder in (run / "evaluation" / weights.name, run / "evaluation", weights / "evaluation"):
+        if (folder / METRICS_FILE).is_file():
+            found = _SCORES.json(folder / METRICS_FILE, dict[str, Any])
+            own = (found.get("made_by", {}).get("model") or {}).get("weights")
+            if own == files_of(str(weights)):
+                return found
+    return None
+
+
+def card(facts: Facts) -> str:
+    """The text of ``README.md``, front matter first."""
+    parts = [
+        f"# {facts.repo.rpartition('/')[2]}",
+        _what(facts),
+        _scores(facts),
+        _data(facts),
+        _training(facts),
+        _loading(facts),
+        _licence(facts),
+        _again(facts),
+    ]
+    front = yaml.safe_dump(_front(facts), sort_keys=False, allow_unicode=True)
+    return f"---\n{front}---\n\n" + "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _front(facts: Facts) -> dict[str, Any]:
+    whole = facts.merged or not facts.artifact.is_adapter
+    found: dict[str, Any] = {"library_name": "transformers" if whole else "peft"}
+    if (tag := _TAGS.get(task_of(facts.artifact.notes))) is not None:
+        found["pipeline_tag"] = tag
+    if facts.base is not None:
+        found |= {"base_model": facts.base, "base_model_relation": "finetune" if whole else "adapter"}
+    found |= {name: facts.card[name] for name in _LICENCE if facts.card.get(name)}
+    if facts.card.get("language"):
+        found["language"] = facts.card["language"]
+    if datasets := [name for name in _sources(facts.config) if _is_hub_id(name)]:
+        found["datasets"] = datasets
+    method = None if facts.config is None else facts.config.adapter.method
+    found["tags"] = [
+        "finray",
+        *([method] if method not in (None, "none") else []),
+        *(["merged"] if facts.merged else []),
+    ]
+    if facts.scores is not None and (models := facts.scores["models"]):
+        *_, scores = models.values()
+        values = [
+            {"type": score, "value": round(one["value"], 6), "name": score.replace("_", " ")}
+            for score, one in scores.items()
+            if isinstance(one, Mapping)
+        ]
+        made_of = (facts.scores["made_by"].get("data") or {}).get("source") or "held-out rows"
+        rows = {"name": _short(str(made_of)), "type": str(made_of) if _is_hub_id(str(made_of)) else "custom"}
+        task = {"type": _TAGS.get(task_of(facts.artifact.notes), "text-generation")}
+        result = {"task": task, "dataset": rows, "metrics": values}
+        found["model-index"] = [{"name": facts.repo.rpartition("/")[2], "results": [result]}]
+    return found
+
+
+def _what(facts: Facts) -> str:
+    base = f"[{facts.base}](https://huggingface.co/{facts.base})" if facts.base else "a local model"
+    config = facts.config
+    if facts.merged and facts.artifact.is_adapter:
+        kind = f"{base} with an adapter ({_method(config)}) merged into its weights"
+    elif facts.artifact.is_adapter:
+        kind = f"An adapter ({_method(config)}) for {base}, in PEFT's format"
+    else:
+        kind = f"{base}, all of whose weights were trained further"
+    step = "" if facts.step is None else f" These are the weights after step {facts.step:,}"
+    total = "" if facts.summary is None or not step else f" of {facts.summary['step']:,}"
+    return f"{kind[0].upper()}{kind[1:]}. Fine-tuned with finray {facts.version}.{step}{total}{'.' if step else ''}"
+
+
+def _method(config: Config | None) -> str:
+    return "LoRA" if config is None else f"{config.adapter.method}, rank {config.adapter.rank}"
+
+
+def _scores(facts: Facts) -> str:
+    if facts.scores is None:
+        if not facts.metrics:
+            return ""
+        rows = [[name.replace("_", " "), f"{value:.4g}"] for name, value in facts.metrics.items()]
+        return "## Evaluation\n\nOn held-out rows, in the training:\n\n" + _table(["metric", "value"], rows)
+    found = facts.scores
+    models: dict[str, dict[str, Any]] = found["models"]
+    names = list(models)
+    rows = [
+        [score.replace("_", " "), *(_interval(models[name].get(score)) for name in names)]
+        for score in models[names[-1]]
+    ]
+    lines = [f"## Evaluation\n\nOn {found['rows']:,} rows, with 95 % intervals:\n", _table(["", *names], rows)]
+    lines += [f"\n{one}" for one in found.get("says") or ()]
+    seen = found.get("in_training_data") or {}
+    if seen.get("rows"):
+        lines.append(f"\n{len(seen['rows'])} of these rows are in the training data, whole or in part.")
+    return "\n".join(lines)
+
+
+def _interval(one: Any) -> str:
+    if not isinstance(one, Mapping):
+        return "" if one is None else f"{one:.4g}"
+    ends = "" if one.get("low") is None else f" [{one['low']:.4g}, {one['high']:.4g}]"
+    return f"{one['value']:.4g}{ends}"
+
+
+def _data(facts: Facts) -> str:
+    if facts.config is None:
+        return ""
+    data = facts.config.data
+    named = (
+        f"[{one}](https://huggingface.co/datasets/{one})" if _is_hub_id(one) else f"`{_short(one)}`"
+        for one in _sources(facts.config)
+    )
+    return f"## Data\n\nTrained on {', '.join(named)}, of which rows have at most {data.max_length:,} tokens."
+
+
+def _training(facts: Facts) -> str:
+    config, resolved, done = facts.config, facts.resolved, facts.summary
+    if config is None:
+        return ""
+    train, adapter = config.train, config.adapter
+    rows = [["weights trained", "all" if adapter.method == "none" else _method(config)]]
+    if adapter.method != "none":
+        rows += [["alpha", f"{adapter.alpha:g}"], ["dropout", f"{adapter.dropout:g}"]]
+        targets = adapter.target_modules
+        rows += [["target modules", targets if isinstance(targets, str) else ", ".join(targets)]]
+    rows += [
+        ["learning rate", f"{train.learning_rate:g}"],
+        ["schedule", train.schedule],
+        ["optimizer", train.optimizer],
+        ["weight decay", f"{train.weight_decay:g}"],
+        ["batch size", str(resolved.get("global_batch_size", train.global_batch_size))],
+        ["packing", str(resolved.get("packs", config.data.packing)).lower()],
+        ["precision", str(resolved.get("precision", train.precision))],
+        ["base stored in", f"{resolved['bits']} bits" if resolved.get("bits") else "full precision"],
+        ["workers", f"{resolved.get('world_size', config.cluster.num_workers)}, {resolved.get('strategy', 'ddp')}"],
+        ["seed", str(config.run.seed)],
+    ]
+    if done is not None:
+        rows += [["steps", f"{done['step']:,}"], ["tokens", f"{done['tokens']:,}"]]
+        rows += [["training time", f"{done['train_seconds']:,.0f} s"]]
+        if done.get("final_loss") is not None:
+            rows += [["loss of the last step", f"{done['final_loss']:.4f}"]]
+    return "## Training\n\n" + _table(["", ""], rows)
+
+
+def _loading(facts: Facts) -> str:
+    notes, repo = facts.artifact.notes, facts.repo
+    auto = notes.get("auto_class", "AutoModelForCausalLM")
+    is_adapter = facts.artifact.is_adapter and not facts.merged
+    lines = ["from peft import PeftModel"] if is_adapter else []
+    lines += [f"from transformers import {auto}, AutoTokenizer", ""]
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{repo}")']
+    if is_adapter:
+        assert facts.artifact.base is not None
+        options = f', revision="{facts.artifact.base.revision}"' if facts.artifact.base.revision else ""
+        if notes.get("problem") is not None:
+            options += f", num_labels={len(notes.get('labels') or ()) or 1}"
+        lines += [f'base = {auto}.from_pretrained("{facts.base}"{options}, dtype="auto")']
+        if notes.get("new_tokens"):
+            lines += ["if len(tokenizer) > base.get_input_embeddings().weight.shape[0]:"]
+            lines += ["    base.resize_token_embeddings(len(tokenizer))"]
+        lines += [f'model = PeftModel.from_pretrained(base, "{repo}")']
+    else:
+        lines += [f'model = {auto}.from_pretrained("{repo}", dtype="auto")']
+    if notes.get("rows") == "chat":
+        system = [{"role": "system", "content": notes["system"]}] if notes.get("system") else []
+        arguments = "".join(
+            f", {name}={value!r}" for name, value in (notes.get("chat_template_arguments") or {}).items()
+        )
+        lines += [
+            "",
+            f"messages = {[*system, {'role': 'user', 'content': 'Hello'}]!r}",
+            "inputs = tokenizer.apply_chat_template(",
+            f'    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{arguments}',
+            ")",
+            "answer = model.generate(**inputs, max_new_tokens=64)",
+            'print(tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        ]
+    elif notes.get("problem") is not None:
+        lines += ["", 'logits = model(**tokenizer("a text", return_tensors="pt")).logits']
+        if names := notes.get("labels"):
+            lines += [f"names = {list(names)!r}"]
+    return "## How to load it\n\n```python\n" + "\n".join(lines) + "\n```"
+
+
+def _licence(facts: Facts) -> str:
+    if not facts.artifact.is_adapter and facts.base is None:
+        return ""
+    named = [str(facts.card[name]) for name in _LICENCE if facts.card.get(name)]
+    if named:
+        return f"## Licence\n\nThat of the base model, which goes for this one too: {', '.join(named)}."
+    return "## Licence\n\nThat of the base model goes for this one too. Its card names none that could be read."
+
+
+def _again(facts: Facts) -> str:
+    if facts.config is None:
+        return ""
+    plain = _shortened(redact(facts.config.model_dump(mode="json", exclude_defaults=True)))
+    for path in _PRIVATE:
+        section, _, name = path.partition(".")
+        if not name:
+            plain.pop(section, None)
+        elif section in plain:
+            plain[section].pop(name, None)
+    kept = yaml.safe_dump({name: one for name, one in plain.items() if one}, sort_keys=False, allow_unicode=True)
+    return (
+        "## How to make it again\n\nWith this file, whose local paths are shortened to names, and `finray train "
+        f"config.yaml`, with finray {facts.version}:\n\n```yaml\n{kept}```"
+    )
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _shortened(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_shortened(one) for one in value]
+    if isinstance(value, str) and (is_url(value) or value.startswith(("/", "~", "file://"))):
+        return _short(value)
+    return value
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([one.replace("|", "\\|").replace("\n", " ") for one in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _sources(config: Config | None) -> list[str]:
+    data = None if config is None else config.data
+    found = [] if data is None else [data.source, *(one.source for one in data.mix)]
+    return list(dict.fromkeys(one for one in found if one))
+
+
+def _is_hub_id(name: str) -> bool:
+    path = Path(name).expanduser()
+    return not (is_url(name) or path.is_absolute() or path.exists() or name.startswith(".") or name.count("/") != 1)
+
+
+def _short(name: str) -> str:
+    """A path or URL by its last part alone."""
+    return name if _is_hub_id(name) else name.rstrip("/").rpartition("/")[2].partition("?")[0]

@@ -1,0 +1,349 @@
+"""The Hub as finray uses it: who asks, what he may do, one commit of some files; tried again where that can help.
+
+`huggingface_hub` speaks with the Hub and uploads. It tries some of its requests again by itself and others not, so all
+of it runs in :meth:`Hub._tried`: what a second try may mend is tried again a few times, and anything else becomes one
+:class:`HubError` that names the URL, without what was asked of it (a signed URL is a secret) and without the token.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from finray.config.export import hub_id
+from finray.config.redact import MASK, redact_text
+from finray.errors import FinrayError, HubError, ModelError
+
+T = TypeVar("T")
+# Of one request that `huggingface_hub` has given up.
+TRIES = 5
+# Seconds: before the second try, at most before a later one, and without a byte from the Hub.
+FIRST_WAIT, LONGEST_WAIT, SILENCE = 2.0, 120.0, 60.0
+# A conflict is another commit at the same time.
+_AGAIN = {408, 409, 412, 425, 429}
+# What finray puts beside weights; a repository that has it was pushed by finray.
+MARK = "finray.json"
+# What a model is loaded from, chosen by its name: what an earlier push has left of it would be loaded with a new one.
+LOADED = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json")
+_TOKEN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write; tokens are made in the Hub's settings"
+_LATER = "the same command goes on: what is there already is not sent again"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model on the Hub that may be pushed to.
+
+    Attributes:
+        repo: ``OWNER/NAME``.
+        is_private: whether it is, or will be when it is made.
+        exists: whether it is there.
+        files: that it has.
+    """
+
+    repo: str
+    is_private: bool
+    exists: bool = False
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a push came to."""
+
+    url: str
+    oid: str
+
+
+class Hub:
+    """A Hub, and who speaks with it.
+
+    Args:
+        token: of the user.
+        endpoint: URL of the Hub; None for that of ``HF_ENDPOINT``.
+        wait: sleeps so many seconds, and is true where nothing is to be tried any more; None only sleeps.
+    """
+
+    def __init__(self, token: str, *, endpoint: str | None = None, wait: Callable[[float], bool] | None = None) -> None:
+        from huggingface_hub import HfApi
+
+        self._token, self._wait = token, wait or threading.Event().wait
+        self._api = HfApi(endpoint=endpoint, token=token, library_name="finray")
+        self.endpoint: str = self._api.endpoint
+
+    @classmethod
+    def login(cls, **options: Any) -> Hub:
+        """The Hub, as the user that ``HF_TOKEN`` or the login names.
+
+        Raises:
+            HubError: there is no token, or nothing is to be asked of a Hub.
+        """
+        from huggingface_hub import constants, get_token
+
+        if constants.is_offline_mode():
+            raise HubError(
+                "the Hub is not asked: HF_HUB_OFFLINE is set, or it has not answered before",
+                where=constants.ENDPOINT,
+                repair="unset HF_HUB_OFFLINE, or push later with `finray push`",
+            )
+        token = get_token()
+        if not token:
+            raise HubError("there is no token to push with", where=constants.ENDPOINT, repair=_TOKEN)
+        return cls(token, **options)
+
+    def check(self, name: str, *, public: bool = False) -> Target:
+        """See that a model may be pushed there, before anything is made or sent.
+
+        Args:
+            name: ``OWNER/NAME``; without an owner it is the user.
+            public: whether it is to be public.
+
+        Raises:
+            HubError: it may not: the token is refused or may only read, the name is of somebody else or of another
+                model, or the model is public and must not be.
+        """
+        user = self._tried(f"{self.endpoint}/api/whoami-v2", self._api.whoami)
+        own = str(user["name"])
+        repo = name if "/" in name else f"{own}/{name}"
+        url = f"{self.endpoint}/{repo}"
+        try:
+            hub_id(repo)
+        except ValueError as error:
+            raise HubError(str(error), where=name, repair="name it with --to OWNER/NAME") from None
+        role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
+        if role == "read":
+            raise HubError("the token may read, and not write", where=url, repair=_TOKEN)
+        roles = {one["name"]: one.get("roleInOrg") for one in user.get("orgs") or ()}
+        owner = repo.partition("/")[0]
+        if owner != own and roles.get(owner, "read") == "read":
+            known = ", ".join([own, *sorted(one for one, role in roles.items() if role != "read")])
+            why = "may only read there" if owner in roles else "is not a member of it"
+            raise HubError(
+                f"the name is taken by somebody else: {owner} is not {own}, who {why}",
+                where=url,
+                repair=f"push to a name of: {known}",
+            )
+        info = self._tried(url, lambda: self._info(repo))
+        if info is None:
+            return Target(repo, not public)
+        files = tuple(one.rfilename for one in info.siblings or ())
+        if MARK not in files and f"last-checkpoint/{MARK}" not in files and _matching(files, (*LOADED, "*.bin")):
+            raise HubError(
+                "the name is taken by a model that finray has not pushed",
+                where=url,
+                repair="push to another name, or delete that model on the Hub first",
+            )
+        if not info.private and not public:
+            raise HubError(
+                "the model is public there, and finray pushes private ones unless it is told otherwise",
+                where=url,
+                repair="push with --public (export.public: true), to another name, or make it private on the Hub",
+            )
+        return Target(repo, bool(info.private), True, files)
+
+    def _info(self, repo: str) -> Any | None:
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            return self._api.model_info(repo, timeout=SILENCE)
+        except RepositoryNotFoundError:
+            return None
+
+    def card_of(self, model: str) -> dict[str, Any]:
+        """The front matter of a model's card; empty where it has none, or cannot be asked for it."""
+        try:
+            info = self._tried(f"{self.endpoint}/{model}", lambda: self._api.model_info(model, timeout=SILENCE))
+        except FinrayError:
+            return {}
+        said: Any = None if info is None else info.card_data
+        return {} if said is None else dict(said.to_dict())
+
+    def push(
+        self,
+        target: Target,
+        files: Mapping[str, Path | bytes],
+        *,
+        message: str,
+        folder: str = "",
+        only: bool = False,
+    ) -> Commit:
+        """Upload files and commit them, all or none; the model is made where it is not there.
+
+        Args:
+            target: that was checked.
+            files: by their names in the folder.
+            message: of the commit.
+            folder: of the repository; its root where it is empty.
+            only: whether all else in the folder goes, and not only what would be loaded with these files.
+
+        Raises:
+            HubError: the Hub refuses, or does not answer.
+        """
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+        url, prefix = f"{self.endpoint}/{target.repo}", f"{folder}/" if folder else ""
+        if not target.exists:
+            private = target.is_private
+            self._tried(url, lambda: self._api.create_repo(target.repo, private=private, exist_ok=True))
+
+        def commit() -> Commit:
+            # A commit whose answer was lost is there; asked anew, the Hub says which files it has.
+            info = self._api.model_info(target.repo, timeout=SILENCE)
+            there = [one.rfilename for one in info.siblings or () if one.rfilename.startswith(prefix)]
+            names = [one.removeprefix(prefix) for one in there]
+            gone = names if only else _matching([one for one in names if "/" not in one], LOADED)
+            made: Any = self._api.create_commit(
+                target.repo,
+                [
+                    *(CommitOperationDelete(f"{prefix}{name}") for name in gone if name not in files),
+                    *(CommitOperationAdd(f"{prefix}{name}", _content(one)) for name, one in sorted(files.items())),
+                ],
+                commit_message=message,
+            )
+            return Commit(str(made.commit_url), str(made.oid))
+
+        return self._tried(url, commit)
+
+    def _tried(self, url: str, call: Callable[[], T]) -> T:
+        """The value of a call, which is made again where that may help.
+
+        Raises:
+            HubError: it failed for good.
+        """
+        from huggingface_hub import get_session
+
+        pause = FIRST_WAIT
+        for tries in range(1, TRIES + 1):
+            try:
+                with _quiet():
+                    # By itself the client waits for ever.
+                    get_session().timeout = SILENCE
+                    return call()
+            except FinrayError:
+                raise
+            except Exception as error:
+                failure = _failure(error)
+                if failure is None:
+                    raise
+                if not failure.again or tries == TRIES or self._wait(failure.wait(pause)):
+                    raise self._explained(failure, url, tries) from None
+                pause = min(2 * pause, LONGEST_WAIT)
+        raise AssertionError
+
+    def _explained(self, failure: _Failure, url: str, tries: int) -> HubError:
+        often = f", {tries} times" if tries > 1 else ""
+        said = redact_text(failure.said.replace(self._token, MASK)).strip()
+        where = failure.url or url
+        match failure.status:
+            case 401:
+                return HubError("the Hub does not know the token (401)", where=where, repair=_TOKEN)
+            case 403:
+                text = f"the token may not do that there (403){': ' + said if said else ''}"
+                return HubError(text, where=where, repair=f"push to a name of your own, or {_TOKEN}")
+            case None:
+                text = f"the Hub does not answer{often}: {said}"
+            case 0:
+                text = f"the Hub cannot take it: {said}"
+            case status:
+                text = f"the Hub refuses with {status}{often}{': ' + said if said else ''}"
+        return HubError(text, where=where, repair=_LATER if failure.again else "look at what the Hub says")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """What went wrong: the status that the Hub answered with (0 where the client refuses, None where nobody answered),
+    its words, the URL, and how many seconds it asks to wait."""
+
+    status: int | None
+    said: str
+    url: str | None = None
+    after: float | None = None
+
+    @property
+    def again(self) -> bool:
+        return self.status is None or self.status in _AGAIN or self.status >= 500
+
+    def wait(self, pause: float) -> float:
+        return min(LONGEST_WAIT, pause if self.after is None else max(pause, self.after))
+
+
+def _failure(error: BaseException) -> _Failure | None:
+    """What an exception of `huggingface_hub` means; None where it is a defect, and of no Hub."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, HfHubHTTPError):
+            answer = found.response
+            asked = urlsplit(str(answer.request.url))
+            after = answer.headers.get("Retry-After", "")
+            try:
+                seconds = float(after)
+            except ValueError:
+                seconds = math.nan
+            said = found.server_message or ""
+            url = f"{asked.scheme}://{asked.netloc.rpartition('@')[2]}{asked.path}"
+            return _Failure(answer.status_code, said, url, seconds if math.isfinite(seconds) else None)
+        # The client's own errors: `httpx`, or `httpx2` with newer versions of `huggingface_hub`.
+        if type(found).__module__.partition(".")[0].startswith("httpx") or isinstance(found, ConnectionError):
+            return _Failure(None, str(found) or type(found).__name__)
+        if isinstance(found, RuntimeError) and type(found).__module__.startswith("hf_xet"):
+            return _Failure(None, str(found))
+        found = found.__cause__ or found.__context__
+    # A README whose front matter is not valid, or a quota that is used up.
+    return _Failure(0, str(error)) if isinstance(error, ValueError) else None
+
+
+def public_name(base: str | None, named: str | None, *, merged: bool) -> str | None:
+    """The name that the base of what is pushed has on the Hub; None where it has none, and nobody needs it.
+
+    Args:
+        base: the base model as this machine knows it; None where there is none.
+        named: what the user says that it is.
+        merged: whether a whole model is pushed, which is loaded without its base.
+
+    Raises:
+        ModelError: an adapter would be pushed, and nobody could load it.
+    """
+    if named is not None and not Path(named).expanduser().is_dir():
+        return named
+    if base is None:
+        return None
+    if not Path(base).expanduser().exists() and not base.startswith(("/", "~", ".")):
+        return base
+    if not merged:
+        raise ModelError(
+            "the base model is a local directory, and who loads the adapter from the Hub does not have it",
+            where=f"base model {base}",
+            repair="name the base on the Hub (--base OWNER/NAME, export.base_model), or push with --merged "
+            "(export.merged: true)",
+        )
+    return None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the client's warnings: they hold signed URLs, and every one that is not mended becomes an error here."""
+    logger = logging.getLogger("huggingface_hub")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _content(one: Path | bytes) -> str | bytes:
+    return one if isinstance(one, bytes) else os.fspath(one)
+
+
+def _matching(names: Collection[str], patterns: Collection[str]) -> list[str]:
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]

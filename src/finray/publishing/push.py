@@ -1,0 +1,211 @@
+"""Pushing a run, a checkpoint or a model directory to the Hub."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from finray.checkpoint import manifest
+from finray.checkpoint.rundir import RunDir, saved_config
+from finray.config.adapter_files import NOTES, SETTINGS, WEIGHTS
+from finray.config.export import hub_id
+from finray.config.schema import Config
+from finray.errors import HubError
+from finray.evaluation.artifacts import export_model, find_artifact
+from finray.files import digest_of, require_writable
+from finray.models.artifacts import Artifact
+from finray.publishing.card import Facts, card, scores_of
+from finray.publishing.hub import MARK, Hub, Target, public_name
+from finray.results import Result
+
+Say = Callable[[str], None]
+# What a model directory is made of. All else that lies there, of which nobody knows what it is, stays.
+PUSHED = (
+    *("*.safetensors", "*.safetensors.index.json", "*.gguf", "config.json", "generation_config.json", SETTINGS, NOTES),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja"),
+    *("additional_chat_templates/*.jinja", "Modelfile", "README.md", "LICENSE*", "NOTICE*", "preprocessor_config.json"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed(Result):
+    """What was pushed.
+
+    Attributes:
+        url: of the model.
+        repo: its name, ``OWNER/NAME``.
+        commit: that it is in.
+        private: whether others see it.
+        merged: whether an adapter was merged for it.
+        files: number of files.
+        bytes: of them all.
+    """
+
+    url: str
+    repo: str
+    commit: str
+    private: bool
+    merged: bool
+    files: int
+    bytes: int
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self)
+
+    def print(self, console: Console) -> None:
+        """Where it is."""
+        seen = "private" if self.private else "public"
+        text = (
+            f"pushed {self.files} files ({self.bytes / 1e6:,.1f} MB) to {self.url} ({seen}), commit {self.commit[:12]}"
+        )
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def push(
+    path: str | Path,
+    *,
+    to: str | None = None,
+    merged: bool | None = None,
+    public: bool | None = None,
+    dtype: str = "bf16",
+    base: str | None = None,
+    say: Say = lambda text: None,
+    login: Callable[[], Hub] = Hub.login,
+) -> Pushed:
+    """Push the weights that a directory stands for, with a card. The same call finishes one that was killed.
+
+    Args:
+        path: a run, checkpoint or model directory.
+        to: name of the model on the Hub; without an owner it is the user. None takes ``export.push_to_hub``, else the
+            name of the run or directory.
+        merged: fold an adapter into its base; None is as ``export.merged`` says.
+        public: let others see it; None is as ``export.public`` says.
+        dtype: of merged weights, fp32 or bf16.
+        base: the base model's name on the Hub, or where it is now; None takes ``export.base_model``.
+        say: told what is being done.
+        login: who speaks with the Hub.
+
+    Raises:
+        FinrayError: the Hub does not allow it, which is found before anything is merged or sent; or it does not answer.
+    """
+    folder = Path(path).expanduser()
+    artifact = find_artifact(folder)
+    config = _config_of(artifact.folder)
+    export = None if config is None else config.export
+    merged = bool(export and export.merged) if merged is None else merged
+    public = bool(export and export.public) if public is None else public
+    own = artifact.folder.name if config is None else config.run.name
+    name = to or (export and export.push_to_hub) or own
+    try:
+        hub_id(name)
+    except ValueError as error:
+        raise HubError(str(error), where="--to" if to else name, repair="name it with --to OWNER/NAME") from None
+    known = base_name(artifact, base or (None if export is None else export.base_model), merged=merged)
+    hub = login()
+    target = hub.check(name, public=public)
+    if public and target.is_private:
+        say(f"{target.repo} is private on the Hub, and stays so; its settings there make it public")
+    facts = _facts(artifact, config, target, merged=merged, base=known, hub=hub)
+    whole, files = None, model_files(artifact.folder)
+    if merged:
+        local = base if base is not None and Path(base).expanduser().is_dir() else None
+        whole = _merged(artifact, dtype=dtype, base=local, say=say)
+        files = model_files(whole)
+    elif artifact.base is not None and known is not None:
+        files |= renamed(artifact, known)
+    files.setdefault(MARK, (json.dumps(artifact.notes, indent=2) + "\n").encode())
+    if "README.md" not in files or config is not None:
+        files["README.md"] = card(facts).encode()
+    size = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for one in files.values())
+    say(f"pushing {len(files)} files ({size / 1e6:,.1f} MB) to {hub.endpoint}/{target.repo}")
+    step = "" if facts.step is None else f" of step {facts.step}"
+    commit = hub.push(
+        target, files, message=f"{'Merged model' if merged else 'Model'}{step} from finray {version('finray')}"
+    )
+    if whole is not None:
+        shutil.rmtree(whole, ignore_errors=True)
+    return Pushed(f"{hub.endpoint}/{target.repo}", target.repo, commit.oid, target.is_private, merged, len(files), size)
+
+
+def base_name(artifact: Artifact, named: str | None, *, merged: bool) -> str | None:
+    """The name of an adapter's base on the Hub; None where it is a local directory, and nobody needs it.
+
+    Raises:
+        ModelError: the adapter alone would be pushed, and nobody could load it.
+    """
+    return public_name(None if artifact.base is None else artifact.base.name, named, merged=merged)
+
+
+def model_files(folder: Path) -> dict[str, Path | bytes]:
+    """The files of a model directory that are pushed, by their names in it."""
+    found = {one for pattern in PUSHED for one in folder.glob(pattern) if one.is_file()}
+    return {one.relative_to(folder).as_posix(): one for one in sorted(found)}
+
+
+def renamed(artifact: Artifact, base: str) -> dict[str, Path | bytes]:
+    """The files of an adapter that name its base, with the name that it has on the Hub."""
+    changed: dict[str, Path | bytes] = {}
+    for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
+        if (file := artifact.folder / name).is_file():
+            content = json.loads(file.read_text(encoding="utf-8"))
+            if content.get(key) != base:
+                changed[name] = (json.dumps({**content, key: base}, indent=2) + "\n").encode()
+    return changed
+
+
+def _config_of(weights: Path) -> Config | None:
+    """The config of the run that weights are of; None where they are of none."""
+    run = RunDir(weights.parent)
+    is_of_a_run = run.config_file.is_file() and (weights / manifest.NAME).is_file()
+    return saved_config(run) if is_of_a_run else None
+
+
+def _facts(
+    artifact: Artifact, config: Config | None, target: Target, *, merged: bool, base: str | None, hub: Hub
+) -> Facts:
+    folder = artifact.folder
+    known: dict[str, Any] = {}
+    if config is not None:
+        run = RunDir(folder.parent)
+        content, done, resolved = manifest.read(folder), run.finished(), run.resolved()
+        known = {
+            "config": config,
+            "resolved": {} if resolved is None else asdict(resolved),
+            "summary": None if done is None else done.summary.json(),
+            "step": content["step"],
+            "metrics": content["metrics"],
+        }
+        if artifact.base is None:
+            base = base or public_name(config.model.name, None, merged=True)
+    return Facts(
+        target.repo,
+        artifact,
+        merged,
+        base,
+        version("finray"),
+        card={} if base is None else hub.card_of(base),
+        scores=scores_of(folder.parent if config is not None else folder, folder),
+        **known,
+    )
+
+
+def _merged(artifact: Artifact, *, dtype: str, base: str | None, say: Say) -> Path:
+    """The model that is pushed with ``--merged``. It is kept until it is pushed: after a kill it is not made again."""
+    name = digest_of(artifact.folder / WEIGHTS)[:12] if artifact.is_adapter else artifact.folder.name
+    output = artifact.folder.parent / f".push-{name}-{dtype}"
+    if artifact.is_adapter and output.is_dir():
+        say(f"the merged model of an earlier push is in {output}")
+        return output
+    shutil.rmtree(output, ignore_errors=True)
+    require_writable(output.parent)
+    say("merging the adapter into its base" if artifact.is_adapter else f"writing the weights in {dtype}")
+    export_model(artifact.folder, output, dtype=dtype, base=base)
+    return output

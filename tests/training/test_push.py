@@ -1,0 +1,447 @@
+"""`finray push` to a Hub over HTTP: what gets there, what is refused before anything is sent, and what is tried again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants, snapshot_download
+
+from finray.config.adapter_files import WEIGHTS
+from finray.errors import FinrayError, HubError, ModelError
+from finray.publishing.background import CheckpointPusher
+from finray.publishing.hub import LONGEST_WAIT, TRIES, Hub
+from finray.publishing.push import Pushed, push
+from tests.support import evaluated, runs
+from tests.support import hub as hubs
+
+BASE = "acme/tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = evaluated.train(tiny_model_dir, tmp_path_factory.mktemp("push"), **{"data.system": "Be brief."})
+    evaluated.evaluate(run)
+    return run
+
+
+@pytest.fixture
+def slept() -> list[float]:
+    """What finray has waited between two tries."""
+    return []
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> Iterator[hubs.Hub]:
+    with hubs.serve() as found:
+        hubs.use(found, tmp_path / "home", monkeypatch)
+        base = {path.name: path.read_bytes() for path in tiny_model_dir.iterdir()}
+        base["README.md"] = b"---\nlicense: other\nlicense_name: acme-1\nlicense_link: LICENSE\n---\nA base.\n"
+        found.repos[BASE] = hubs.Repo(False, base)
+        yield found
+
+
+@pytest.fixture
+def pushed_as(slept: list[float]) -> Any:
+    """Pushes, and sleeps nowhere."""
+
+    def wait(seconds: float) -> bool:
+        slept.append(seconds)
+        return False
+
+    def do(path: Path, **options: Any) -> Pushed:
+        return push(path, **{"base": BASE, "login": lambda: Hub.login(wait=wait), **options})
+
+    return do
+
+
+def block(card: str, kind: str) -> str:
+    return re.findall(rf"^```{kind}\n(.*?)^```", card, re.MULTILINE | re.DOTALL)[0]
+
+
+def test_an_adapter_is_private_and_loads_as_its_card_says(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = pushed_as(trained, to="ada/poems")
+    repo = hub.repos["ada/poems"]
+    assert repo.private
+    assert (done.url, done.commit, done.private) == (f"{hub.url}/ada/poems", repo.sha, True)
+    assert repo.files[WEIGHTS] == (trained / "final" / WEIGHTS).read_bytes()
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "finray.json", "README.md"} <= set(
+        repo.files
+    )
+    assert not any(name.startswith("training_state") or name == "manifest.json" for name in repo.files)
+    assert json.loads(repo.files["adapter_config.json"])["base_model_name_or_path"] == BASE
+    # The lines of the card, as somebody else would run them.
+    names: dict[str, Any] = {}
+    exec(block(repo.files["README.md"].decode(), "python"), names)
+    assert capsys.readouterr().out.strip()
+    loaded = {name: one for name, one in names["model"].named_parameters() if "lora" in name}
+    stored = runs.adapter_weights(trained / "final")
+    assert len(loaded) == len(stored) > 0
+    for name, one in loaded.items():
+        assert torch.equal(one.detach().float(), stored[name.replace(".default", "")]), name
+
+
+def test_a_merged_model_loads_in_plain_transformers(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from finray.evaluation.artifacts import load_trained
+
+    # The name had the adapter before, which Transformers would load.
+    pushed_as(trained, to="ada/whole")
+    done = pushed_as(trained, to="ada/whole", merged=True, dtype="fp32")
+    assert done.merged
+    files = hub.repos["ada/whole"].files
+    assert {"model.safetensors", "config.json"} <= set(files)
+    assert not {"adapter_config.json", WEIGHTS} & set(files)
+    model = AutoModelForCausalLM.from_pretrained(snapshot_download("ada/whole"))
+    tokens = torch.arange(5, 25)[None]
+    tuned, _ = load_trained(trained)
+    with torch.no_grad():
+        expected, found = tuned(input_ids=tokens).logits, model(input_ids=tokens).logits
+    assert float((expected - found).abs().max()) < 1e-4 * float(expected.std())
+    # Nothing of a model's size is left.
+    assert not list(trained.glob(".push-*"))
+
+
+def test_the_card_says_what_was_trained_on_what_and_how_well(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    pushed_as(trained, to="ada/poems")
+    text = hub.repos["ada/poems"].files["README.md"].decode()
+    data = ModelCard(text).data
+    assert (data.base_model, data.license, data.license_name) == (BASE, "other", "acme-1")
+    assert (data.library_name, data.pipeline_tag) == ("peft", "text-generation")
+    scores = json.loads((trained / "evaluation" / "metrics.json").read_text())["models"]["tuned"]
+    found = {one.metric_type: one.metric_value for one in data.eval_results}
+    assert found["loss"] == pytest.approx(scores["loss"]["value"], abs=1e-6)
+    interval = f"{scores['loss']['value']:.4g} [{scores['loss']['low']:.4g}, {scores['loss']['high']:.4g}]"
+    assert interval in text
+    assert "| learning rate | 0.05 |" in text
+    # To make it again: the file is a config, and nothing of this machine is in it.
+    config = runs.yaml.safe_load(block(text, "yaml"))
+    assert config["data"]["source"] == "rows.jsonl"
+    assert config["train"]["learning_rate"] == 0.05
+    assert str(trained.parent.parent) not in text
+    assert "output_dir" not in text
+    assert b"/tmp" not in b"".join(one for name, one in hub.repos["ada/poems"].files.items() if name.endswith("json"))
+
+
+def test_scores_of_other_weights_are_not_in_the_card(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (copy / "final" / WEIGHTS).touch()
+    pushed_as(copy, to="ada/poems")
+    assert "95 % intervals" not in hub.repos["ada/poems"].files["README.md"].decode()
+
+
+def test_a_second_push_sends_nothing_and_commits_nothing(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    first = pushed_as(trained, to="ada/poems")
+    sent, commits = hub.sent, list(hub.repos["ada/poems"].commits)
+    assert pushed_as(trained, to="ada/poems").commit == first.commit
+    assert (hub.sent, hub.repos["ada/poems"].commits) == (sent, commits)
+
+
+# --- refused before anything is merged or sent ----------------------------------------------------------------------
+
+
+def refused(pushed_as: Any, hub: hubs.Hub, path: Path, **options: Any) -> FinrayError:
+    with pytest.raises(FinrayError) as found:
+        pushed_as(path, **options)
+    assert hub.sent == 0
+    assert hub.count("POST", "commit|create") == 0
+    assert hub.token not in str(found.value)
+    assert found.value.repair
+    return found.value
+
+
+def test_no_token(trained: Path, hub: hubs.Hub, pushed_as: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    error = refused(pushed_as, hub, trained, to="ada/poems")
+    assert "no token" in error.message
+    assert "hf auth login" in str(error.repair)
+    # That of `hf auth login` is taken.
+    token = Path(constants.HF_TOKEN_PATH)
+    token.parent.mkdir(parents=True, exist_ok=True)
+    token.write_text(hub.token)
+    assert pushed_as(trained, to="ada/poems").repo == "ada/poems"
+
+
+def test_a_token_that_the_hub_does_not_know(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    hub.token = "hf_AnotherTokenOfNobody000000000000"
+    error = refused(pushed_as, hub, trained, to="ada/poems", merged=True)
+    assert "does not know the token (401)" in error.message
+    assert hubs.TOKEN not in str(error)
+
+
+def test_a_token_that_may_only_read(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    hub.role = "read"
+    assert "may read, and not write" in refused(pushed_as, hub, trained, to="ada/poems").message
+
+
+@pytest.mark.parametrize("orgs", [{}, {"acme": "read"}])
+def test_a_name_of_somebody_else(trained: Path, hub: hubs.Hub, pushed_as: Any, orgs: dict[str, str]) -> None:
+    hub.orgs = orgs
+    error = refused(pushed_as, hub, trained, to="acme/poems")
+    assert "taken by somebody else" in error.message
+    assert error.where == f"{hub.url}/acme/poems"
+    hub.orgs = {"acme": "write"}
+    assert pushed_as(trained, to="acme/poems").repo == "acme/poems"
+
+
+def test_a_name_that_has_another_model(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    hub.repos["ada/poems"] = hubs.Repo(True, {"model.safetensors": b"weights"})
+    assert "a model that finray has not pushed" in refused(pushed_as, hub, trained, to="ada/poems").message
+    assert hub.repos["ada/poems"].files == {"model.safetensors": b"weights"}
+    # One that was made by hand, and holds no model yet, is taken.
+    hub.repos["ada/poems"] = hubs.Repo(True, {".gitattributes": b"", "README.md": b"mine"})
+    assert pushed_as(trained, to="ada/poems").private
+
+
+def test_a_public_model_is_pushed_to_only_where_that_is_said(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    hub.repos["ada/poems"] = hubs.Repo(False)
+    assert "public" in refused(pushed_as, hub, trained, to="ada/poems").message
+    assert not pushed_as(trained, to="ada/poems", public=True).private
+    # Negative control of private by default: made public where asked.
+    assert not pushed_as(trained, to="ada/other", public=True).private
+    assert not hub.repos["ada/other"].private
+
+
+def test_an_adapter_whose_base_nobody_else_has(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    error = refused(pushed_as, hub, trained, to="ada/poems", base=None)
+    assert isinstance(error, ModelError)
+    assert "--merged" in str(error.repair)
+
+
+def test_a_name_that_is_none(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    for name in ("a/b/c", "ada/-poems", "ada/po--ems", "ada/po ems", ""):
+        if name:
+            assert "OWNER/NAME" in str(refused(pushed_as, hub, trained, to=name))
+
+
+def test_offline(trained: Path, hub: hubs.Hub, pushed_as: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in str(refused(pushed_as, hub, trained, to="ada/poems").repair)
+
+
+# --- tried again ----------------------------------------------------------------------------------------------------
+
+# Each request that a push needs.
+REQUESTS = [
+    ("GET", "whoami"),
+    ("GET", "/api/models/ada/poems"),
+    ("POST", "repos/create"),
+    ("POST", "validate-yaml"),
+    ("POST", "preupload"),
+    ("POST", "objects/batch"),
+    ("PUT", "^/lfs/"),
+    ("POST", "commit"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), REQUESTS)
+@pytest.mark.parametrize("kind", ["429", "500", "broken"])
+def test_what_passes_is_tried_again(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, slept: list[float], method: str, path: str, kind: str
+) -> None:
+    options: dict[str, Any] = {"429": {"status": 429, "headers": {"Retry-After": "7"}}, "500": {"status": 500}}.get(
+        kind, {}
+    )
+    hub.fail(method, path, times=2, **options)
+    pushed_as(trained, to="ada/poems")
+    repo = hub.repos["ada/poems"]
+    assert repo.files[WEIGHTS] == (trained / "final" / WEIGHTS).read_bytes()
+    assert len(repo.commits) == 2, "made, and pushed once"
+    if kind == "429" and slept:
+        assert min(slept) == 7
+
+
+def test_a_commit_whose_answer_was_lost_is_not_made_twice(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    hub.fail("POST", "commit", done=True)
+    done = pushed_as(trained, to="ada/poems")
+    assert hub.repos["ada/poems"].commits == ["first", hub.repos["ada/poems"].commits[1]]
+    assert done.commit == hub.repos["ada/poems"].sha
+
+
+def test_a_conflict_with_another_commit_is_tried_again(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    hub.fail("POST", "commit", status=412, said="A commit has happened since. Please refresh and try again.")
+    assert pushed_as(trained, to="ada/poems").commit == hub.repos["ada/poems"].sha
+
+
+def test_a_hub_that_stays_down_is_an_error_with_its_url_and_then_the_same_command_goes_on(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, slept: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    fault = hub.fail("POST", "commit", times=10**6, status=503, said="back soon", headers={"Retry-After": "86400"})
+    with pytest.raises(HubError) as found:
+        pushed_as(trained, to="ada/poems")
+    assert f"refuses with 503, {TRIES} times: back soon" in found.value.message
+    assert found.value.where == f"{hub.url}/api/models/ada/poems/commit/main"
+    assert "the same command goes on" in str(found.value.repair)
+    assert slept == [LONGEST_WAIT] * (TRIES - 1), "no server makes it wait for a day"
+    assert hub.repos["ada/poems"].commits == ["first"]
+    fault.times, sent = 0, hub.sent
+    pushed_as(trained, to="ada/poems")
+    assert hub.sent == sent, "the weights are there already"
+    assert len(hub.repos["ada/poems"].commits) == 2
+
+
+def test_what_another_try_cannot_mend_is_not_tried_again(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    hub.fail("POST", "commit", times=10**6, status=403, said=f"{hub.token} may not write to ada/poems")
+    with pytest.raises(HubError, match=r"may not do that there \(403\)") as found:
+        pushed_as(trained, to="ada/poems")
+    assert hub.count("POST", "commit") == 1
+    assert hub.token not in str(found.value)
+
+
+def test_neither_token_nor_signed_url_is_said(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.fail("PUT", "^/lfs/", times=10**6, status=500)
+    with pytest.raises(HubError) as found:
+        pushed_as(trained, to="ada/poems")
+    assert str(found.value.where).startswith(f"{hub.url}/lfs/")
+    said = str(found.value) + caplog.text + "".join(capfd.readouterr())
+    assert hubs.SIGNATURE not in said
+    assert hub.token not in said
+    # The negative control: the client itself would have said it.
+    from huggingface_hub import HfApi
+
+    with pytest.raises(Exception, match=""):
+        HfApi(endpoint=hub.url).upload_file(
+            repo_id="ada/poems", path_or_fileobj=b"weights", path_in_repo="model.safetensors"
+        )
+    assert hubs.SIGNATURE in caplog.text + "".join(capfd.readouterr())
+
+
+def test_a_merged_model_is_not_merged_again_after_a_failed_push(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
+    fault = hub.fail("PUT", "^/lfs/", times=10**6, status=500)
+    with pytest.raises(HubError):
+        pushed_as(trained, to="ada/whole", merged=True)
+    (kept,) = trained.glob(".push-*")
+    before = (kept / "model.safetensors").stat().st_mtime_ns
+    fault.times = 0
+    told: list[str] = []
+    pushed_as(trained, to="ada/whole", merged=True, say=told.append)
+    assert any(str(kept) in one for one in told)
+    assert not any("merging" in one for one in told)
+    assert not kept.exists()
+    assert before
+
+
+def test_the_command(trained: Path, hub: hubs.Hub) -> None:
+    code, out, err = runs.finray("push", trained, "--to", "ada/poems", "--base", BASE)
+    assert code == 0, out + err
+    assert f"to {hub.url}/ada/poems (private), commit {hub.repos['ada/poems'].sha[:12]}" in out
+    code, out, err = runs.finray("push", trained, "--to", "acme/poems", "--base", BASE, "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["kind"] == "HubError"
+    assert "Traceback" not in err
+
+
+# --- checkpoints in the background ----------------------------------------------------------------------------------
+
+
+class Told(list[tuple[str, int]]):
+    def __call__(self, message: str, step: int) -> None:
+        self.append((message, step))
+
+
+def pusher(hub: hubs.Hub, warn: Told, **options: Any) -> CheckpointPusher:
+    target = Hub(hub.token, endpoint=hub.url).check("ada/poems")
+    return CheckpointPusher(
+        lambda wait: Hub(hub.token, endpoint=hub.url, wait=wait), target, base=BASE, warn=warn, **options
+    )
+
+
+def test_each_checkpoint_replaces_the_one_before_and_can_be_gone_on_from(
+    trained: Path, hub: hubs.Hub, tmp_path: Path
+) -> None:
+    from finray.checkpoint import manifest
+
+    warn = Told()
+    copies = [
+        shutil.copytree(trained / f"checkpoint-00000{step}", tmp_path / f"checkpoint-00000{step}") for step in (1, 2)
+    ]
+    (copies[0] / "extra.json").write_text("{}")
+    for copy in copies:
+        one = pusher(hub, warn)
+        one.offer(copy)
+        # Retention deletes it while it is being pushed.
+        shutil.rmtree(copy)
+        one._thread.join(0)
+        while f"Checkpoint of step {copy.name[-1]}" not in hub.repos.get("ada/poems", hubs.Repo(True)).commits:
+            assert one._thread.is_alive()
+        one.close(wait_s=120)
+    assert not warn
+    assert not list(tmp_path.glob(".tmp-push-*"))
+    snapshot = Path(snapshot_download("ada/poems")) / "last-checkpoint"
+    content = manifest.verify(snapshot)
+    assert content["step"] == 2
+    assert (snapshot / "training_state" / "state.json").is_file()
+    assert not (snapshot / "extra.json").exists()
+    assert (snapshot / WEIGHTS).read_bytes() == (trained / "checkpoint-000002" / WEIGHTS).read_bytes()
+    # And the finished model goes beside it.
+    push(trained, to="ada/poems", base=BASE)
+    assert {"README.md", WEIGHTS, f"last-checkpoint/{WEIGHTS}"} <= set(hub.repos["ada/poems"].files)
+
+
+def test_nobody_waits_for_a_hub_that_hangs_and_what_waits_is_superseded(
+    trained: Path, hub: hubs.Hub, tmp_path: Path
+) -> None:
+    warn, go = Told(), threading.Event()
+    hub.fail("PUT", "^/lfs/", hold=go)
+    one = pusher(hub, warn)
+    copies = [
+        shutil.copytree(trained / "checkpoint-000002", tmp_path / f"checkpoint-00000{step}") for step in (1, 2, 3)
+    ]
+    one.offer(copies[0])
+    while not hub.count("PUT", "^/lfs/"):
+        assert one._thread.is_alive()
+    for copy in copies[1:]:
+        one.offer(copy)
+    assert "ada/poems" in hub.repos
+    assert len(hub.repos["ada/poems"].commits) == 1, "the first still hangs"
+    go.set()
+    while len(hub.repos["ada/poems"].commits) < 3:
+        assert one._thread.is_alive()
+    one.close(wait_s=120)
+    assert hub.repos["ada/poems"].commits[1:] == ["Checkpoint of step 1", "Checkpoint of step 3"]
+    assert not warn
+
+
+def test_a_failure_in_the_background_is_said_and_the_next_checkpoint_is_tried(
+    trained: Path, hub: hubs.Hub, tmp_path: Path
+) -> None:
+    warn = Told()
+    one = pusher(hub, warn)
+    fault = hub.fail("POST", "repos/create", times=10**6, status=403, said="not you")
+    one.offer(trained / "checkpoint-000001")
+    while not warn:
+        assert one._thread.is_alive()
+    assert warn[0][1] == 1
+    assert "the checkpoint of step 1 is not pushed: the token may not do that there (403): not you" in warn[0][0]
+    fault.times = 0
+    one.offer(trained / "checkpoint-000002")
+    while not hub.repos.get("ada/poems", hubs.Repo(True)).commits[1:]:
+        assert one._thread.is_alive()
+    one.close(wait_s=120)
+    assert len(warn) == 1
+
+
+def test_closing_ends_what_is_tried_again(trained: Path, hub: hubs.Hub) -> None:
+    warn = Told()
+    one = pusher(hub, warn)
+    hub.fail("POST", "repos/create", times=10**6, status=503, headers={"Retry-After": "100000"})
+    one.offer(trained / "checkpoint-000001")
+    while not hub.count("POST", "repos/create"):
+        assert one._thread.is_alive()
+    one.close(wait_s=120)
+    assert not one._thread.is_alive()
+    assert not warn, "the run is over; that is no failure"
