@@ -1,7 +1,9 @@
-"""A Hub of our own over real HTTP, which the real `huggingface_hub` talks to: a small part of the Hub's API, and faults.
+"""A Hub of our own over real HTTP, which the real `huggingface_hub` talks to: a part of the Hub's API, and faults.
 
-It takes what the client sends to make a model, to upload large files (git LFS, basic) and to commit, keeps it in memory,
-and gives it back to whoever downloads. :meth:`Hub.fail` has requests fail as a network or an overloaded server does.
+It takes what the client sends to make a model, to upload large files (git LFS, basic) and to commit, keeps it in
+memory, and gives it back to whoever downloads.
+
+:meth:`Hub.fail` has requests fail as a network or an overloaded server does.
 """
 
 from __future__ import annotations
@@ -354,7 +356,7 @@ def environment(hub: Hub, home: Path) -> dict[str, str]:
 
 
 def use(hub: Hub, home: Path, patch: pytest.MonkeyPatch) -> list[float]:
-    """Make it the Hub of this process, whose client has read its environment already; what the client would have slept."""
+    """Make it the Hub of this process, whose client has read its environment; what the client would have slept."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
