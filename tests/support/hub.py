@@ -106,9 +106,9 @@ class Hub:
 class Refused(Exception):
     """An answer that is an error."""
 
-    def __init__(self, status: int, said: str, code: str = "") -> None:
+    def __init__(self, status: int, said: str, code: str = "", **more: str) -> None:
         super().__init__(said)
-        self.status, self.said, self.code = status, said, code
+        self.status, self.said, self.code, self.more = status, said, code, more
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -148,7 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
                 content, headers = self._do(method, path, parse_qs(parts.query), body)
         except Refused as error:
             code = {"X-Error-Code": error.code} if error.code else {}
-            return self._answer(error.status, {"error": error.said}, {**code, "X-Error-Message": error.said})
+            return self._answer(
+                error.status, {"error": error.said, **error.more}, {**code, "X-Error-Message": error.said}
+            )
         if fault is not None and fault.done:
             return self._hang_up()
         return self._answer(200, content, headers)
@@ -205,7 +207,7 @@ def _create(hub: Hub, body: bytes) -> Any:
     asked = json.loads(body)
     name = f"{asked.get('organization') or USER}/{asked['name']}"
     if name in hub.repos:
-        raise Refused(409, "You already created this model repo")
+        raise Refused(409, "You already created this model repo", url=f"{hub.url}/{name}")
     private = asked["visibility"] == "private" if "visibility" in asked else bool(asked.get("private"))
     hub.repos[name] = Repo(private, {".gitattributes": b""}, ["first"])
     return {"url": f"{hub.url}/{name}"}, {}

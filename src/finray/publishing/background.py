@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -105,6 +106,7 @@ class CheckpointPusher:
                 hub = hub or self._login(self._closing.wait)
                 files = _files(folder, self._base)
                 hub.push(self._target, files, message=f"Checkpoint of step {step}", folder=FOLDER, only=True)
+                self._target = replace(self._target, exists=True)
             except Exception as error:
                 # Whatever it is: the training goes on.
                 said = error.message if isinstance(error, FinrayError) else f"{type(error).__name__}: {error}"
