@@ -49,7 +49,9 @@ def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
         return
     where = "tracking.trackers: wandb"
     offline = "tracking.wandb_mode=offline needs no key"
-    key = os.environ.get(wandb.KEY) or _in_netrc(urlsplit(wandb.address()).hostname or "")
+    address = wandb.address()
+    # `wandb login` writes one of them.
+    key = os.environ.get(wandb.KEY) or _in_netrc(urlsplit(address).hostname or "") or _in_netrc("api.wandb.ai")
     if not key:
         if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
             return
@@ -58,10 +60,10 @@ def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
         )
     asked = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
     headers = {"Content-Type": "application/json", **_basic("api", key)}
-    answer = _ask(f"{wandb.address()}/graphql", asked, headers, timeout_s)
+    answer = _ask(f"{address}/graphql", asked, headers, timeout_s)
     if answer is None or (isinstance(answer, dict) and (answer.get("data") or {}).get("viewer", "?") is None):
         raise ConfigError(
-            f"{wandb.address()} refuses the key",
+            f"{address} refuses the key",
             where=where,
             repair=f"run `wandb login --relogin`, or correct {wandb.KEY}; {offline}",
         )

@@ -21,8 +21,12 @@ def mode_of(tracking: Mapping[str, Any]) -> str:
 
 
 def address() -> str:
-    """The service's address."""
-    return (os.environ.get(ADDRESS) or "https://api.wandb.ai").rstrip("/")
+    """The service's address: the environment's, else the one that its client has."""
+    if not (found := os.environ.get(ADDRESS)):
+        import wandb
+
+        found = str(wandb.Settings().base_url)
+    return found.rstrip("/")
 
 
 class WandbService(Service):
@@ -65,12 +69,15 @@ class WandbService(Service):
             # No other run of this process is concerned.
             reinit="create_new",
             settings=wandb.Settings(
+                # Else what it read when it was first used in this process.
+                base_url=address(),
                 silent=True,
                 console="off",
                 save_code=False,
                 disable_git=True,
                 disable_code=True,
-                # The command line and the machine's name are nobody's business; the machine's numbers are records.
+                # The command line is nobody's business, and the machine's numbers are records.
+                program="finray",
                 x_disable_meta=True,
                 x_disable_stats=True,
                 x_save_requirements=False,
