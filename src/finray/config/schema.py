@@ -383,6 +383,11 @@ class CheckpointConfig(Section):
         100, description="Optimizer steps between checkpoints. The last step is always saved."
     )
     keep_last: PositiveInt = Field(2, description="How many of the newest checkpoints are kept.")
+    in_memory_every: PositiveInt | None = Field(
+        None,
+        description="Optimizer steps between checkpoints that are kept in memory only: each worker's part on its own "
+        "node and on another. A restart prefers one that is newer than what is stored. null keeps none.",
+    )
     asynchronous: bool = Field(
         True,
         description="Write checkpoints in the background, from a copy in CPU memory, while training continues. An "

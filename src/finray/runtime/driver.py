@@ -51,6 +51,7 @@ from finray.records import Note, Record, RunHeader, RunSummary
 from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
+from finray.runtime.keepers import Keepers
 from finray.runtime.preload import PRELOAD
 from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
@@ -309,8 +310,16 @@ def fit(
         listener = Listener(host, watch.heard, watch.resize)
         watch.listener = listener
 
+        keepers = None
+        if config.checkpoint.in_memory_every is not None:
+            keepers = Keepers(connected.ray, group)
+            stack.callback(keepers.close)
+            keepers.look()
+
         def look() -> None:
             watch.look()
+            if keepers is not None:
+                keepers.look()
             if is_early and not listener.is_settled and helpers.look(0):
                 listener.settle(settled_now())
 
@@ -390,6 +399,7 @@ def _trainer(
         resolved=resolved,
         prepared=None if known is None else known.prepared,
         run_dir=str(run.path),
+        memory=group if config.checkpoint.in_memory_every is not None else None,
         threads=placement.cpus_per_worker,
         shared_gpus=placement.gpus_per_worker < 1,
         listener=listener,

@@ -30,8 +30,10 @@ from finray.runtime.progress import RESIZE, Address, Sender, ask
 if TYPE_CHECKING:
     import torch
 
+    from finray.parallel.base import Strategy
     from finray.publishing.background import CheckpointPusher
     from finray.training.evaluator import Answering, Evaluator
+    from finray.training.memory import Memory
 
 # How long the last checkpoint of a run may be sent after its training.
 _LAST_PUSH_S = 120.0
@@ -71,6 +73,7 @@ class WorkerSpec:
         shared_gpus: whether several workers may share a GPU.
         listener: where the driver takes records.
         secrets: of the user, for the worker's environment.
+        memory: begin of the names of those who keep checkpoints in memory; None where nobody does.
         evaluator: Ray's resources for evaluations beside the training; None where there are none.
         push: where checkpoints are pushed; None where they are not.
     """
@@ -84,6 +87,7 @@ class WorkerSpec:
     shared_gpus: bool = False
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     evaluator: dict[str, float] | None = None
+    memory: str | None = None
     push: Pushing | None = None
 
 
@@ -144,6 +148,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             reported=partial(_reported, reports, pusher),
             answering=_answering(config, spec),
             evaluator=partial(_evaluator, spec, sender.put),
+            memory=_memory(spec, strategy),
             # What is asked for is asked of rank 0; another one might hear it at another step.
             asked=sender.is_asked if strategy.rank == 0 else lambda: False,
             wish=sender.take_wish,
@@ -188,6 +193,18 @@ def _answering(config: Config, spec: WorkerSpec) -> Answering | None:
     from finray.evaluation.during import Answers
 
     return Answers(config, spec.resolved.precision)
+
+
+def _memory(spec: WorkerSpec, strategy: Strategy) -> Memory | None:
+    """Who keeps this worker's parts of checkpoints in memory; a collective."""
+    if spec.memory is None:
+        return None
+    import ray
+
+    from finray.runtime.keepers import RayMemory
+
+    nodes = strategy.all_gather_object(ray.get_runtime_context().get_node_id())
+    return RayMemory(spec.memory, nodes, strategy.rank)
 
 
 def _evaluator(spec: WorkerSpec, tell: Callable[[Record], None], known: Settled) -> Evaluator:

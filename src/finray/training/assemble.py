@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 import uuid
@@ -49,6 +50,7 @@ from finray.training.cpu_checks import refusals_on_cpu
 from finray.training.evaluator import Answering, Evaluated, Evaluator
 from finray.training.loader import EvalLoader, StepLoader
 from finray.training.loop import Loop
+from finray.training.memory import Memory, MemoryWriter, fetch_newest
 from finray.training.optim.optimizer import Optimizer, warnings_of
 from finray.training.profile import Profiler
 from finray.training.state import TrainState
@@ -80,6 +82,7 @@ def assemble(
     reported: Callable[[Path, dict[str, float]], None] = lambda path, metrics: None,
     answering: Answering | None = None,
     evaluator: Callable[[Settled], Evaluator] | None = None,
+    memory: Memory | None = None,
     asked: Callable[[], bool] = lambda: False,
     wish: Callable[[], str] = lambda: "stop",
     clock: Callable[[], float] = time.perf_counter,
@@ -95,6 +98,7 @@ def assemble(
         reported: called on every rank after each checkpoint.
         answering: lets the model answer prompts at evaluations, where ``evaluation.generate_rows`` asks for that.
         evaluator: makes what evaluates checkpoints on other resources, with ``evaluation.mode: async``.
+        memory: keeps checkpoints between those on storage, with ``checkpoint.in_memory_every``.
         asked: whether this rank has been asked for something.
         wish: what rank 0 was asked for; see :class:`finray.training.loop.Loop`.
         clock: seconds, monotonic.
@@ -133,7 +137,9 @@ def assemble(
     answered = None
     if held_out is not None and answering is not None and (count := config.evaluation.generate_rows) is not None:
         answered = partial(answering, task, held_out.sample(count, seed=config.run.seed), strategy)
-    state, steps, said = _resume(config, task, optimizer, loader, dataset, steps, store, strategy, warn)
+    every = config.checkpoint.in_memory_every
+    memory = None if every is None else memory
+    state, steps, said = _resume(config, task, optimizer, loader, dataset, steps, store, strategy, warn, memory)
     state.total_steps = steps
     if dataset.folder.is_remote:
         loader.split.prefetch(loader.rows_from(state.position))
@@ -153,6 +159,10 @@ def assemble(
             _extras(config, dataset, resolved) if first else lambda folder: None,
         ),
     )
+    writer = None
+    if memory is not None and every is not None:
+        attempt = strategy.broadcast_object(uuid.uuid4().hex)
+        writer = MemoryWriter(memory, strategy, run_dir, every, warn, attempt, records=run_url(config) is not None)
     best = task.spec.chosen(config.evaluation)
     beside, come = None, []
     if first and evaluation is not None:
@@ -179,6 +189,7 @@ def assemble(
         clock=clock,
         asked=asked,
         wish=wish,
+        memory=writer,
         profiler=Profiler(config.train.profile, run_dir, strategy, tell=lambda text: notify(Note(text))),
     )
     loop.phases["load"] = clock() - started - max(0.0, data_at - model_at)
@@ -306,21 +317,32 @@ def _resume(
     store: CheckpointStore,
     strategy: Strategy,
     warn: Warn,
+    memory: Memory | None,
 ) -> tuple[TrainState, int, list[str]]:
     """Where the run stands: its newest valid checkpoint, restored, or its begin; its steps, and what is to be said."""
     first = strategy.rank == 0
     candidates = extending.by_preference(store, loader, dataset.content) if first else []
-    found = find_latest(store, strategy, warn, steps=candidates)
+    newest = strategy.broadcast_object(max(candidates, default=0))
+    kept = None if memory is None else fetch_newest(memory, strategy, store.run_dir, after=newest, warn=warn)
+    found = kept or find_latest(store, strategy, warn, steps=candidates)
+    if memory is not None and found is not None and kept is None and found.step < newest:
+        # What is stored was damaged.
+        kept = fetch_newest(memory, strategy, store.run_dir, after=found.step, warn=warn)
+        found = kept or found
     if found is None:
         return TrainState(random_key=derive_key(config.run.seed, "dropout"), data=dataset.content), steps, []
     state = on_all_ranks(strategy, lambda: restore(found, task.layout, optimizer))
+    if kept is not None:
+        shutil.rmtree(kept.path, ignore_errors=True)
     on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
-    newest = strategy.broadcast_object(max(store.steps()) if first else 0)
+    newest = strategy.broadcast_object(max([state.step, *store.steps()]) if first else 0)
     steps, said = on_all_ranks(
         strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
     )
     if first:
         store.drop_after(state.step)
+    if kept is not None:
+        said = [f"the checkpoint of step {state.step} was taken from the memory of the cluster", *said]
     return state, steps, said
 
 

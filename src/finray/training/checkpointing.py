@@ -182,18 +182,7 @@ def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> Checkpoint
             fence.take()
         return CheckpointStore(run_dir, fence=fence.check)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
-    mark = run_dir / f".tmp-rank-{attempt[:8]}-{strategy.rank}"
-
-    def leave_mark() -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        mark.mkdir()
-
-    on_all_ranks(strategy, leave_mark)
-    # Names of hosts say little of disks: who sees whose file shares one.
-    names = [f".tmp-rank-{attempt[:8]}-{rank}" for rank in range(strategy.world_size)]
-    here = [rank for rank, name in enumerate(names) if rank == strategy.rank or (run_dir / name).exists()]
-    strategy.all_gather_object(None)
-    mark.rmdir()
+    here = ranks_here(strategy, run_dir)
     objects = on_all_ranks(strategy, lambda: Objects(url))
     share = here.index(strategy.rank), len(here)
     store = RemoteStore(run_dir, objects, attempt=attempt, first=first, share=share)
@@ -204,6 +193,22 @@ def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> Checkpoint
 
     on_all_ranks(strategy, take if first else lambda: None)
     return store
+
+
+def ranks_here(strategy: Strategy, folder: Path) -> list[int]:
+    """The ranks that see the same directory of this name, which is made where there is none; a collective.
+
+    Names of hosts say little of disks: who sees whose file shares one.
+    """
+    name = strategy.broadcast_object(f".tmp-rank-{uuid.uuid4().hex[:8]}")
+    mark = folder / f"{name}-{strategy.rank}"
+    mark.mkdir(parents=True)
+    strategy.all_gather_object(None)
+    ranks = range(strategy.world_size)
+    here = [rank for rank in ranks if rank == strategy.rank or (folder / f"{name}-{rank}").exists()]
+    strategy.all_gather_object(None)
+    mark.rmdir()
+    return here
 
 
 # --- writing --------------------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from finray.errors import TrainingError
 from finray.parallel.base import NamedOptimizer, Strategy
 from finray.records import EvalRecord, Note, RunSummary, TrainRecord
 from finray.tracking.base import Trackers
-from finray.training.checkpointing import CheckpointWriter, take_snapshot
+from finray.training.checkpointing import CheckpointWriter, Snapshot, take_snapshot
 from finray.training.evaluator import MOST_OUT, Evaluated, Evaluator
 from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
+from finray.training.memory import MemoryWriter
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Profiler
 from finray.training.schedule import learning_rate
@@ -53,6 +54,7 @@ class Loop:
         asked: whether this rank has been asked for something; the ranks do it together where rank 0 has.
         wish: what rank 0 was asked for: ``stop`` and ``resize`` save a checkpoint and end, ``save`` saves one.
         last_metrics: of the evaluation after this step, if there was one.
+        memory: keeps checkpoints in memory, between those on storage.
         stopped: it ended before its time, with a checkpoint, because that was asked for.
         ended_by: the wish that ended it.
     """
@@ -87,6 +89,7 @@ class Loop:
     final_loss: float | None = None
     stopped: bool = False
     ended_by: str = ""
+    memory: MemoryWriter | None = None
 
     def __post_init__(self) -> None:
         self._window = _Window()
@@ -118,6 +121,8 @@ class Loop:
             self._wait_for_evaluations(0)
         finally:
             self.writer.close()
+            if self.memory is not None:
+                self.memory.close()
             if self.evaluator is not None:
                 self.evaluator.close()
 
@@ -128,6 +133,8 @@ class Loop:
         data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
         # Numbers are read from the device at these intervals; between such steps nothing waits for it.
         reading = [config.tracking.log_every, config.checkpoint.every_steps]
+        if self.memory is not None:
+            reading.append(self.memory.every)
         if self.evaluation is not None and config.evaluation.every_steps is not None:
             reading.append(config.evaluation.every_steps)
         try:
@@ -219,18 +226,26 @@ class Loop:
             self._log_step(data, rate, numbers)
         due = state.step % config.checkpoint.every_steps == 0 or is_wanted or wish == "save"
         if not (last or due or self.stopped):
+            if self.memory is not None and state.step % self.memory.every == 0:
+                started = self.clock()
+                self.memory.wait()
+                self.memory.begin(self._snapshot(self.memory.buffers), state.step)
+                self.phases["checkpoint"] += self.clock() - started
             return
         started = self.clock()
         self._finish_saving()
         behind = config.checkpoint.asynchronous and not (last or self.stopped or wish == "save")
-        buffers = self._copies if behind else None
-        snapshot = take_snapshot(
-            self.task.layout, self.optimizer, state, self.strategy, others=self.save_extras, buffers=buffers
-        )
+        snapshot = self._snapshot(self._copies if behind else None)
         self.writer.begin(snapshot, step=state.step, metrics=self.last_metrics)
         if not behind:
             self._finish_saving()
         self.phases["checkpoint"] += self.clock() - started
+
+    def _snapshot(self, buffers: dict[str, torch.Tensor] | None) -> Snapshot:
+        """What a checkpoint of now holds of this rank; a collective."""
+        return take_snapshot(
+            self.task.layout, self.optimizer, self.state, self.strategy, others=self.save_extras, buffers=buffers
+        )
 
     def _log_step(self, data: StepData, rate: float, numbers: _Numbers) -> None:
         window, self._window = self._window, _Window()

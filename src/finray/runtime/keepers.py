@@ -1,0 +1,149 @@
+"""Who keeps checkpoints in memory: an actor on every node, owned by the driver, so that it outlives the workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from finray.errors import ClusterError
+
+if TYPE_CHECKING:
+    from finray.training.memory import Part
+
+# Steps of which parts are kept: the newest may not be whole yet.
+STEPS = 2
+# How long a machine may take to answer whether it has something. One that is gone is not waited for longer.
+_ANSWER_S = 20.0
+_PUT_S = 300.0
+_LOOK_EVERY_S = 2.0
+
+
+class Keeper:
+    """The actor. It keeps bytes and knows nothing of what they are."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[str, int, int], tuple[dict[str, Any], Mapping[str, bytes]]] = {}
+
+    def put(self, header: dict[str, Any], files: Mapping[str, bytes]) -> None:
+        """Keep a part, and let go of those of older steps, and of steps that another attempt had and that are done
+        again."""
+        attempt, step, _ = _key(header)
+        self._parts = {key: part for key, part in self._parts.items() if key[0] == attempt or key[1] < step}
+        self._parts[_key(header)] = header, files
+        newest = sorted({key[1] for key in self._parts})[-STEPS:]
+        self._parts = {key: part for key, part in self._parts.items() if key[1] in newest}
+
+    def headers(self) -> list[dict[str, Any]]:
+        """What is kept."""
+        return [header for header, _ in self._parts.values()]
+
+    def get(self, key: tuple[str, int, int]) -> Mapping[str, bytes] | None:
+        """The files of a part, if it is there."""
+        found = self._parts.get(tuple(key))  # type: ignore[arg-type]
+        return None if found is None else found[1]
+
+
+def _key(header: Mapping[str, Any]) -> tuple[str, int, int]:
+    return header["attempt"], header["step"], header["rank"]
+
+
+def name_of(group: str, node: str) -> str:
+    """The name of a node's actor."""
+    return f"{group} memory {node}"
+
+
+class Keepers:
+    """The driver's: one actor on every node that is there or comes, gone with the run.
+
+    Args:
+        ray: connected.
+        group: begin of the names of what belongs to the run.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, ray: Any, group: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ray, self._group, self._clock = ray, group, clock
+        self._actors: dict[str, Any] = {}
+        self._next = clock()
+
+    def look(self) -> None:
+        """Start one where there is none; called again and again."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if self._clock() < self._next:
+            return
+        self._next = self._clock() + _LOOK_EVERY_S
+        alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU")}
+        for node in alive - self._actors.keys():
+            options = {"num_cpus": 0, "name": name_of(self._group, node), "max_concurrency": 4}
+            here = NodeAffinitySchedulingStrategy(node, soft=False)
+            self._actors[node] = self._ray.remote(Keeper).options(scheduling_strategy=here, **options).remote()
+        for node in self._actors.keys() - alive:
+            del self._actors[node]
+
+    def close(self) -> None:
+        """End them all."""
+        for actor in self._actors.values():
+            with suppress(Exception):
+                self._ray.kill(actor)
+        self._actors = {}
+
+
+class RayMemory:
+    """A worker's; see :class:`finray.training.memory.Memory`.
+
+    Args:
+        group: as :class:`Keepers` has it.
+        nodes: of all ranks, by rank.
+        rank: of this worker.
+    """
+
+    def __init__(self, group: str, nodes: Sequence[str], rank: int) -> None:
+        ring = list(dict.fromkeys(nodes))
+        own = ring.index(nodes[rank])
+        # On one node alone there is no other: what is kept outlives the workers, not the node.
+        self._group, self._mine = group, list(dict.fromkeys([ring[own], ring[(own + 1) % len(ring)]]))
+
+    def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+        """Keep a part on this node and the next one; raises where neither can."""
+        import ray
+
+        header = {name: getattr(part, name) for name in ("attempt", "step", "rank", "world_size", "size")}
+        header["digests"] = dict(part.digests)
+        reference = ray.put(files)
+        puts = [self._keeper(node).put.remote(header, reference) for node in self._mine]
+        ray.get(puts, timeout=_PUT_S)
+
+    def parts(self) -> list[Part]:
+        """What is kept on any node that answers."""
+        from finray.training.memory import Part
+
+        found = {}
+        for headers in self._asked(lambda keeper: keeper.headers.remote()):
+            found.update({_key(header): Part(**header) for header in headers})
+        return list(found.values())
+
+    def get(self, part: Part) -> Mapping[str, bytes] | None:
+        """The files of a part, from the first node that has it."""
+        key = part.attempt, part.step, part.rank
+        return next((one for one in self._asked(lambda keeper: keeper.get.remote(key)) if one is not None), None)
+
+    def _asked(self, ask: Callable[[Any], Any]) -> list[Any]:
+        import ray
+
+        answers = []
+        for node in [node["NodeID"] for node in ray.nodes() if node["Alive"]]:
+            # A node may have gone, or may be new.
+            with suppress(Exception):
+                answers.append(ray.get(ask(self._keeper(node)), timeout=_ANSWER_S))
+        return answers
+
+    def _keeper(self, node: str) -> Any:
+        import ray
+
+        try:
+            return ray.get_actor(name_of(self._group, node))
+        except ValueError:
+            raise ClusterError(f"nobody keeps checkpoints in memory on node {node[:8]}") from None

@@ -1,0 +1,205 @@
+"""Checkpoints in memory, between those on storage: every rank's part is kept on its own machine and on another.
+
+The format is that of any checkpoint, so any number of ranks goes on from one. It counts when the parts of all ranks of
+one step are there, as they were written; nothing has to be agreed upon while training. Who keeps the parts, and
+outlives the workers, is handed in: see ``runtime/keepers.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from finray.checkpoint import Checkpoint
+from finray.errors import CheckpointError
+from finray.files import FileKind
+from finray.parallel.base import Strategy, on_all_ranks
+from finray.sharding import bytes_of
+from finray.training.checkpointing import Snapshot, ranks_here
+
+RECORDS = "metrics.jsonl"
+_FILES = FileKind(CheckpointError)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank holds of a checkpoint: its files, by their paths, with their SHA-256.
+
+    Attributes:
+        attempt: of the group of ranks; parts of two do not belong together.
+        size: bytes of the files.
+    """
+
+    attempt: str
+    step: int
+    rank: int
+    world_size: int
+    digests: Mapping[str, str]
+    size: int
+
+
+class Memory(Protocol):
+    """Keeps parts while workers come and go; the newest two steps."""
+
+    def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+        """Keep a part on this machine and on another; raises where that fails."""
+
+    def parts(self) -> Sequence[Part]:
+        """What is kept anywhere."""
+
+    def get(self, part: Part) -> Mapping[str, bytes] | None:
+        """The files of a part; None where nobody has it any more."""
+
+
+def _scratch_root(size: int) -> Path:
+    """A directory in memory, where the system has one with that much room (a container's has 64 MB), or on disk."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() and shutil.disk_usage(memory).free > 2 * size else Path(tempfile.gettempdir())
+
+
+def _prefix(run_dir: Path) -> str:
+    """What names of directories made for a run begin with."""
+    return f"finray-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}-"
+
+
+def _clean(run_dir: Path) -> None:
+    """Remove what workers left that were killed: it takes memory."""
+    for root in {_scratch_root(0), Path(tempfile.gettempdir())}:
+        for rest in root.glob(f"{_prefix(run_dir)}*"):
+            shutil.rmtree(rest, ignore_errors=True)
+
+
+@dataclass
+class MemoryWriter:
+    """Gives one rank's part of a checkpoint to who keeps it, behind the training.
+
+    Attributes:
+        memory: who keeps it.
+        run_dir: the run directory.
+        records: keep the run's records beside the part of rank 0, because the next start may be without them.
+        warn: told once where it fails: training goes on, and checkpoints on storage are what is left.
+        buffers: where tensors are copied to.
+    """
+
+    memory: Memory
+    strategy: Strategy
+    run_dir: Path
+    every: int
+    warn: Callable[[str], None]
+    attempt: str
+    records: bool = False
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-memory")
+        self._pending: Future[None] | None = None
+        self._has_failed = False
+
+    def wait(self) -> None:
+        """Wait for the part before, whose buffers are used again."""
+        if self._pending is not None:
+            try:
+                self._pending.result()
+            except Exception as error:
+                # Ray has many errors for a process or machine that is gone.
+                if not self._has_failed:
+                    self.warn(f"a checkpoint could not be kept in memory: {type(error).__name__}")
+                self._has_failed = True
+            self._pending = None
+
+    def begin(self, snapshot: Snapshot, step: int) -> None:
+        """Keep a snapshot that was taken into :attr:`buffers`."""
+        self._pending = self._pool.submit(self._keep, snapshot, step)
+
+    def _keep(self, snapshot: Snapshot, step: int) -> None:
+        tensors = [tensor for own in snapshot.weights.values() for tensor in own.values()]
+        size = sum(map(bytes_of, [*tensors, *(piece.tensor for piece in snapshot.moments)]))
+        prefix, root = _prefix(self.run_dir), _scratch_root(size)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=root) as scratch:
+            folder = Path(scratch)
+            snapshot.write(folder)
+            files = {
+                path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+            }
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        size = sum(map(len, files.values()))
+        if self.records and self.strategy.rank == 0:
+            files[RECORDS] = (self.run_dir / RECORDS).read_bytes()
+        part = Part(self.attempt, step, self.strategy.rank, self.strategy.world_size, digests, size)
+        self.memory.put(part, files)
+
+    def close(self) -> None:
+        """Give the thread back."""
+        self.wait()
+        self._pool.shutdown(wait=False)
+
+
+def newest_whole(parts: Iterable[Part]) -> list[Part]:
+    """The parts of the newest step of which those of all ranks of one attempt are there, by rank; or none."""
+    found: dict[tuple[int, str], dict[int, Part]] = {}
+    for part in parts:
+        found.setdefault((part.step, part.attempt), {})[part.rank] = part
+    for key in sorted(found, reverse=True):
+        held = found[key]
+        if len(held) == next(iter(held.values())).world_size:
+            return [held[rank] for rank in sorted(held)]
+    return []
+
+
+def fetch_newest(
+    memory: Memory, strategy: Strategy, run_dir: Path, *, after: int, warn: Callable[[str], None]
+) -> Checkpoint | None:
+    """The newest whole checkpoint in memory, as a directory that the caller removes; None where none is newer than the
+    step ``after``. A collective; ranks on one machine share the work and the directory.
+    """
+    first = strategy.rank == 0
+    _clean(run_dir)
+    strategy.all_gather_object(None)
+    wanted: list[Part] = strategy.broadcast_object(newest_whole(memory.parts()) if first else [])
+    if not wanted or wanted[0].step <= after:
+        return None
+    step, name = wanted[0].step, strategy.broadcast_object(f"{_prefix(run_dir)}{uuid.uuid4().hex[:8]}")
+    # On one machine all decide alike, once none of them has written.
+    folder = _scratch_root(sum(part.size for part in wanted)) / name
+    strategy.all_gather_object(None)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    here = ranks_here(strategy, folder)
+
+    def fetch() -> None:
+        for part in wanted[here.index(strategy.rank) :: len(here)]:
+            files = memory.get(part)
+            if files is None:
+                raise CheckpointError(f"the part of rank {part.rank} is gone", where=f"step {step} in memory")
+            for file, digest in part.digests.items():
+                path, content = _FILES.inside(folder, file, where=folder), files.get(file, b"")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+                if hashlib.sha256(content).hexdigest() != digest:
+                    raise CheckpointError("has other bytes than were written", where=f"{file} of step {step} in memory")
+            # Records since the last checkpoint on storage may have been lost with a machine.
+            if first and part.rank == 0 and RECORDS in files:
+                _bring_records(run_dir / RECORDS, files[RECORDS])
+
+    try:
+        on_all_ranks(strategy, fetch)
+    except CheckpointError as error:
+        if first:
+            warn(f"a checkpoint in memory was passed over: {error}")
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return Checkpoint(folder, step, tuple(file for part in wanted for file in part.digests))
+
+
+def _bring_records(path: Path, content: bytes) -> None:
+    known = path.read_bytes() if path.is_file() else b""
+    if content.startswith(known) and content != known:
+        path.write_bytes(content)

@@ -1,0 +1,58 @@
+"""A worker that dies between two checkpoints on storage: the run goes on from the memory of the cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from finray.records import Note, Record, RunHeader, TrainRecord
+from finray.runtime import driver
+from tests.support import runs
+
+KILL_AT = 6
+
+
+class KillsOnce:
+    """A tracker that kills the other worker after a step."""
+
+    def start(self, run: Any) -> None:
+        self._run_dir = Path(run.run_dir)
+
+    def log(self, record: Any) -> None:
+        mark = self._run_dir / "killed"
+        if isinstance(record, TrainRecord) and record.step >= KILL_AT and not mark.exists():
+            mark.touch()
+            workers = json.loads((self._run_dir / "workers.json").read_text(encoding="utf-8"))
+            os.kill(workers[1]["pid"], signal.SIGKILL)
+
+    def finish(self) -> None: ...
+
+
+def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_in_memory(
+    tiny_run: Callable[..., runs.Plain], ray_cluster: str
+) -> None:
+    changes = {"train.max_steps": 40, "checkpoint": {"every_steps": 100, "in_memory_every": 1}}
+    changes |= {"cluster": {"num_workers": 2, "max_failures": 2}}
+    plain = tiny_run(changes | {"tracking.trackers": [f"{__name__}:KillsOnce"]})
+    told: list[Record] = []
+    result = driver.train(runs.config_of(plain), handle=told.append)
+    _, second = (place for place, one in enumerate(told) if isinstance(one, RunHeader))
+    header = told[second]
+    reached = max(one.step for one in told[:second] if isinstance(one, TrainRecord))
+    assert reached >= KILL_AT
+    # One may have been on its way.
+    assert reached - 2 <= header.step <= reached + 1
+    assert any(isinstance(one, Note) and "from the memory of the cluster" in one.message for one in told)
+    undisturbed = runs.changed(plain, {"tracking.trackers": [], "run.name": "undisturbed"})
+    assert runs.trace(driver.train(runs.config_of(undisturbed)).run_dir) == runs.trace(result.run_dir)
+
+    import ray
+
+    from finray.runtime import cluster as clusters
+
+    with clusters.connected(runs.config_of(plain).cluster):
+        assert [name for name in ray.util.list_named_actors(all_namespaces=False) if " memory " in name] == []

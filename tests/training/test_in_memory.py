@@ -1,0 +1,149 @@
+"""Checkpoints in memory, between those on storage: preferred where they are newer and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from finray.records import Note, Record
+from finray.runtime.keepers import STEPS, Keeper
+from finray.training.memory import Part, newest_whole
+from tests.support import runs
+
+
+class Kept:
+    """Keeps parts in this process."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, int, int], tuple[Part, dict[str, bytes]]] = {}
+
+    def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+        self.held[part.attempt, part.step, part.rank] = part, dict(files)
+
+    def parts(self) -> Sequence[Part]:
+        return [part for part, _ in self.held.values()]
+
+    def get(self, part: Part) -> Mapping[str, bytes] | None:
+        found = self.held.get((part.attempt, part.step, part.rank))
+        return None if found is None else found[1]
+
+
+class Killed(Exception):
+    """Stands for a kill."""
+
+
+@pytest.fixture
+def plain(tiny_run: Callable[..., runs.Plain], dropout_model: Path) -> runs.Plain:
+    """Eight steps, stored after the fourth, in memory after every second."""
+    changes = {"adapter.dropout": 0.2, "checkpoint": {"every_steps": 4, "in_memory_every": 2}}
+    return tiny_run(changes, model=dropout_model)
+
+
+def killed_at(plain: runs.Plain, run_dir: Path, step: int, memory: Kept) -> None:
+    """Train with a memory, and end without a word at a step."""
+
+    def notify(record: Record) -> None:
+        if record.step > step and not isinstance(record, Note):
+            raise Killed
+
+    with pytest.raises(Killed):
+        runs.run_alone(plain, run_dir, memory=memory, notify=notify)
+
+
+def test_a_run_goes_on_from_memory_as_if_nothing_had_been(plain: runs.Plain, tmp_path: Path) -> None:
+    memory, told = Kept(), list[Record]()
+    runs.run_alone(plain, tmp_path / "undisturbed")
+    killed_at(plain, tmp_path / "run", 7, memory)
+    # What is stored is not kept in memory, too.
+    assert [part.step for part in memory.parts()] == [2, 6]
+    loop = runs.run_alone(plain, tmp_path / "run", memory=memory, notify=told.append).loop
+    assert loop.first_step == 7
+    assert [one.message for one in told if isinstance(one, Note) and "from the memory" in one.message] == [
+        "the checkpoint of step 6 was taken from the memory of the cluster"
+    ]
+    assert runs.trace(tmp_path / "run") == runs.trace(tmp_path / "undisturbed")
+    for name in ("adapter_model.safetensors", "training_state/optimizer-00001-of-00001.safetensors"):
+        one, other = (tmp_path / run / "checkpoint-000008" / name for run in ("run", "undisturbed"))
+        assert one.read_bytes() == other.read_bytes()
+    # Negative control: without a memory it goes on from what is stored.
+    runs.keep_until(tmp_path / "run", 4)
+    assert runs.assemble_alone(plain, tmp_path / "run").loop.state.step == 4
+
+
+def test_what_is_stored_is_taken_where_it_is_newer(plain: runs.Plain, tmp_path: Path) -> None:
+    memory = Kept()
+    killed_at(plain, tmp_path / "run", 5, memory)
+    assert [part.step for part in memory.parts()] == [2]
+    assert runs.assemble_alone(plain, tmp_path / "run", memory=memory).loop.state.step == 4
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "truncated", "flipped", "gone"])
+def test_damage_in_memory_is_passed_over_and_named(plain: runs.Plain, tmp_path: Path, kind: str) -> None:
+    memory, told = Kept(), list[Record]()
+    killed_at(plain, tmp_path / "run", 7, memory)
+    files = next(held[1] for key, held in memory.held.items() if key[1] == 6)
+    name = "training_state/optimizer-00001-of-00001.safetensors"
+    content = files[name]
+    if kind == "gone":
+        memory.get = lambda part: None  # type: ignore[method-assign]
+    elif kind == "missing":
+        del files[name]
+    else:
+        files[name] = {"empty": b"", "truncated": content[:-1], "flipped": content[:-1] + bytes([content[-1] ^ 1])}[
+            kind
+        ]
+    loop = runs.assemble_alone(plain, tmp_path / "run", memory=memory, notify=told.append).loop
+    assert loop.state.step == 4
+    (warning,) = (one.message for one in told if isinstance(one, Note) and one.level == "warning")
+    assert "a checkpoint in memory was passed over" in warning
+    assert ("rank 0 is gone" if kind == "gone" else name) in warning
+
+
+def test_memory_that_fails_does_not_end_a_run(plain: runs.Plain, tmp_path: Path) -> None:
+    class Failing(Kept):
+        def put(self, part: Part, files: Mapping[str, bytes]) -> None:
+            raise RuntimeError("the node is gone")
+
+    told: list[Record] = []
+    loop = runs.run_alone(plain, tmp_path / "run", memory=Failing(), notify=told.append).loop
+    assert loop.state.step == 8
+    warnings = [one.message for one in told if isinstance(one, Note) and one.level == "warning"]
+    assert warnings == ["a checkpoint could not be kept in memory: RuntimeError"]
+
+
+def part(step: int, rank: int, *, attempt: str = "a", world_size: int = 2) -> Part:
+    return Part(attempt, step, rank, world_size, {}, 0)
+
+
+def test_parts_of_all_ranks_of_one_attempt_make_a_checkpoint() -> None:
+    assert newest_whole([]) == []
+    assert newest_whole([part(2, 1), part(2, 0), part(4, 0)]) == [part(2, 0), part(2, 1)]
+    assert newest_whole([part(4, 0), part(4, 1, attempt="b"), part(2, 0), part(2, 1)]) == [part(2, 0), part(2, 1)]
+    assert newest_whole([part(4, 0, attempt="b", world_size=1), part(2, 0), part(2, 1)]) == [
+        part(4, 0, attempt="b", world_size=1)
+    ]
+
+
+def test_a_keeper_keeps_the_newest_steps_and_forgets_what_is_done_again() -> None:
+    keeper = Keeper()
+
+    def put(attempt: str, step: int, rank: int = 0) -> None:
+        keeper.put({"attempt": attempt, "step": step, "rank": rank}, {"file": f"{attempt}{step}{rank}".encode()})
+
+    def held() -> list[tuple[str, int, int]]:
+        return sorted((one["attempt"], one["step"], one["rank"]) for one in keeper.headers())
+
+    for step in (2, 4, 6):
+        for rank in (0, 1):
+            put("a", step, rank)
+    assert STEPS == 2
+    assert held() == [("a", 4, 0), ("a", 4, 1), ("a", 6, 0), ("a", 6, 1)]
+    assert keeper.get(("a", 4, 1)) == {"file": b"a41"}
+    assert keeper.get(("a", 2, 1)) is None
+    # From step 4 on, another attempt does them again.
+    put("b", 6)
+    assert held() == [("a", 4, 0), ("a", 4, 1), ("b", 6, 0)]
+    put("b", 3)
+    assert held() == [("b", 3, 0), ("b", 6, 0)]
