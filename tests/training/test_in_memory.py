@@ -91,9 +91,8 @@ def test_damage_in_memory_is_passed_over_and_named(plain: runs.Plain, tmp_path: 
     elif kind == "missing":
         del files[name]
     else:
-        files[name] = {"empty": b"", "truncated": content[:-1], "flipped": content[:-1] + bytes([content[-1] ^ 1])}[
-            kind
-        ]
+        flipped = content[:-1] + bytes([content[-1] ^ 1])
+        files[name] = {"empty": b"", "truncated": content[:-1], "flipped": flipped}[kind]
     loop = runs.assemble_alone(plain, tmp_path / "run", memory=memory, notify=told.append).loop
     assert loop.state.step == 4
     (warning,) = (one.message for one in told if isinstance(one, Note) and one.level == "warning")
