@@ -30,8 +30,8 @@ class Kept:
         return None if found is None else found[1]
 
 
-class Killed(Exception):
-    """Stands for a kill."""
+class Killed(BaseException):
+    """Stands for a kill; what a tracker raises else is caught."""
 
 
 @pytest.fixture

@@ -130,6 +130,7 @@ def check_extras(
             wanted[name] = (package, "tracking.trackers")
     data = config.data
     urls = [("data.source", data.source), ("data.eval_source", data.eval_source), ("prepare.dir", config.prepare.dir)]
+    urls.append(("run.output_dir", config.run.output_dir))
     urls += [(f"data.mix.{index}.source", one.source) for index, one in enumerate(data.mix)]
     for where, url in urls:
         if url is not None and is_url(url) and url.split("://", 1)[0] in _STORAGE:

@@ -483,6 +483,8 @@ def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, ha
     Raises:
         CheckpointError: every checkpoint is damaged.
     """
+    # Rank 0 may have written the records on another machine.
+    run.pull()
     chosen = run.make_final(
         best=_best(config),
         warn=lambda message: handle(Note(message, level="warning")),

@@ -321,7 +321,9 @@ def _resume(
 ) -> tuple[TrainState, int, list[str]]:
     """Where the run stands: its newest valid checkpoint, restored, or its begin; its steps, and what is to be said."""
     first = strategy.rank == 0
-    candidates = extending.by_preference(store, loader, dataset.content) if first else []
+    candidates = on_all_ranks(
+        strategy, lambda: extending.by_preference(store, loader, dataset.content) if first else []
+    )
     newest = strategy.broadcast_object(max(candidates, default=0))
     kept = None if memory is None else fetch_newest(memory, strategy, store.run_dir, after=newest, warn=warn)
     found = kept or find_latest(store, strategy, warn, steps=candidates)
@@ -339,8 +341,7 @@ def _resume(
     steps, said = on_all_ranks(
         strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
     )
-    if first:
-        store.drop_after(state.step)
+    on_all_ranks(strategy, lambda: store.drop_after(state.step) if first else None)
     if kept is not None:
         said = [f"the checkpoint of step {state.step} was taken from the memory of the cluster", *said]
     return state, steps, said
