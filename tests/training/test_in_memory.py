@@ -36,8 +36,8 @@ class Killed(BaseException):
 
 @pytest.fixture
 def plain(tiny_run: Callable[..., runs.Plain], dropout_model: Path) -> runs.Plain:
-    """Eight steps, stored after the fourth, in memory after every second."""
-    changes = {"adapter.dropout": 0.2, "checkpoint": {"every_steps": 4, "in_memory_every": 2}}
+    """Eight steps, stored after the fourth before the fifth begins, in memory after every second."""
+    changes = {"adapter.dropout": 0.2, "checkpoint": {"every_steps": 4, "in_memory_every": 2, "asynchronous": False}}
     return tiny_run(changes, model=dropout_model)
 
 
