@@ -14,7 +14,7 @@ from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.copies import local_copy
 from finray.checkpoint.objects import Objects
 from finray.checkpoint.remote import INDEX, RemoteStore
-from finray.checkpoint.rundir import RunDir, open_run
+from finray.checkpoint.rundir import RunDir, check_output, open_run
 from finray.config.paths import with_absolute_paths
 from finray.errors import CheckpointError, StorageError
 from finray.records import Note, Record
@@ -218,6 +218,17 @@ def test_a_run_that_lost_its_config_or_all_of_it_is_not_begun_anew(
         pass
     with open_run(config, fresh=True, say=print) as run:
         assert run.store().steps() == []
+
+
+def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Plain, s3_server: s3.Server) -> None:
+    for url, said in (
+        ("s3://finray-tests-of-nobody/runs", "nothing can be written there"),
+        ("nfs4://x/y", "`nfs4://`"),
+    ):
+        config = with_absolute_paths(runs.config_of(runs.changed(tiny_on_s3, {"run.output_dir": url})))
+        with pytest.raises(StorageError, match=said) as caught:
+            check_output(config)
+        assert caught.value.repair
 
 
 def test_an_earlier_run_is_moved_aside_behind_the_url(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:

@@ -112,9 +112,15 @@ class RayMemory:
 
         header = {name: getattr(part, name) for name in ("attempt", "step", "rank", "world_size", "size")}
         header["digests"] = dict(part.digests)
-        reference = ray.put(files)
-        puts = [self._keeper(node).put.remote(header, reference) for node in self._mine]
-        ray.get(puts, timeout=_PUT_S)
+        reference, failures = ray.put(files), list[Exception]()
+        for node in self._mine:
+            # One of the two may have gone.
+            try:
+                ray.get(self._keeper(node).put.remote(header, reference), timeout=_PUT_S)
+            except Exception as error:
+                failures.append(error)
+        if len(failures) == len(self._mine):
+            raise failures[0]
 
     def parts(self) -> list[Part]:
         """What is kept on any node that answers."""

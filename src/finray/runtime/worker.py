@@ -6,10 +6,12 @@ import json
 import os
 import queue
 import socket
+import struct
 import sys
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -57,6 +59,8 @@ class Pushing:
 
 # How long the end of a worker waits for Ray to have heard of its checkpoints.
 _REPORTS_S = 5.0
+# Linux's request for the address of an interface.
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +237,10 @@ def _join_group(*, shared_gpus: bool) -> torch.device:
     on_one_machine = context.get_local_world_size() == context.get_world_size()
     listening = listen("127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()) if rank == 0 else None
     address = broadcast_from_rank_zero(list(listening.getsockname()[:2]) if listening is not None else None)
-    if on_one_machine and sys.platform == "linux":
-        # Else gloo would take the interface that the host's name belongs to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Else gloo would take the interface that the host's name belongs to, which Debian puts at 127.0.1.1.
+    interface = "lo" if on_one_machine else interface_of(ray.util.get_node_ip_address())
+    if interface is not None and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ |= {
         "MASTER_ADDR": address[0],
         "MASTER_PORT": str(address[1]),
@@ -255,6 +260,20 @@ def _join_group(*, shared_gpus: bool) -> torch.device:
     store = meet((address[0], address[1]), listening, world_size=world_size, timeout=timeout)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return device
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address; None where none is found."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            # An interface without an address answers with an error.
+            with suppress(OSError):
+                found = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def listen(host: str) -> socket.socket:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from finray.runtime.worker import listen, meet
+from finray.runtime.worker import interface_of, listen, meet
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -21,3 +21,9 @@ def test_the_workers_store_listens_where_it_is_told_to_and_nowhere_else(host: st
     assert store.get("key") == b"value"
     listens = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     assert [one.ip for one in listens if one.port == address[1]] == [host]
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    # Of nobody: documentation only.
+    assert interface_of("192.0.2.1") is None
