@@ -223,7 +223,7 @@ def test_a_run_that_lost_its_config_or_all_of_it_is_not_begun_anew(
 def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Plain, s3_server: s3.Server) -> None:
     for url, said in (
         ("s3://finray-tests-of-nobody/runs", "nothing can be written there"),
-        ("nfs4://x/y", "`nfs4://`"),
+        ("nfs4://x/y", "cannot be used"),
     ):
         config = with_absolute_paths(runs.config_of(runs.changed(tiny_on_s3, {"run.output_dir": url})))
         with pytest.raises(StorageError, match=said) as caught:

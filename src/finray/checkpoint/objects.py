@@ -57,7 +57,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec library for `{scheme}://`"
         raise StorageError(f"nothing installed can write `{scheme}://`", where=url, repair=line) from None
     except (ValueError, OSError) as error:
-        raise StorageError(f"the URL cannot be used: {first_line(error)}", where=url) from None
+        repair = "name a directory, or a URL such as s3://bucket/path"
+        raise StorageError(f"the URL cannot be used: {first_line(error)}", where=url, repair=repair) from None
     if scheme == "s3":
         fs.retries = 1
     return fs, path.rstrip("/")
