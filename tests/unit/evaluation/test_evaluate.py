@@ -18,6 +18,7 @@ from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.compare import JUDGES
 from finray.evaluation.engines import Answer
 from finray.evaluation.engines.transformers import TransformersEngine
+from finray.hardware import cpu_has_bf16
 from tests.support import tiny
 from tests.support.evaluated import conversation, evaluate, write
 
@@ -101,7 +102,10 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
         with torch.no_grad():
             logits = plain(ids).logits[0].double().log_softmax(-1)
         losses += [-float(logits[place - 1, ids[0, place]]) for span in spans for place in range(*span)]
-    assert first.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    # Without a run that says otherwise, a CPU that multiplies bf16 computes in it.
+    in_fp32 = found.made_by["dtype"] == "float32"
+    assert in_fp32 or (kind != "checkpoint" and cpu_has_bf16())
+    assert first.loss == pytest.approx(sum(losses) / len(losses), rel=1e-4 if in_fp32 else 2e-3)
     if kind == "model":
         assert found.compared == ()
         assert any("training data is not known" in note for note in found.notes)
