@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow import MlflowClient
 
 from finray.tracking.jsonl import read_records
 from finray.tracking.mlflow import MlflowService
 from tests.services.conftest import Server
 from tests.support import runs
+
+mlflow = pytest.importorskip("mlflow", reason="`make test-services` runs these in an environment of their own")
 
 EXPERIMENT = "tests"
 
@@ -24,8 +25,8 @@ def config(tiny_run: Callable[..., dict[str, Any]], server: Server, **changes: A
     return tiny_run({**own, **changes}, rows=24)
 
 
-def the_run(server: Server) -> tuple[MlflowClient, Any]:
-    client = MlflowClient(tracking_uri=server.url)
+def the_run(server: Server) -> tuple[Any, Any]:
+    client = mlflow.MlflowClient(tracking_uri=server.url)
     (experiment,) = client.search_experiments(filter_string=f"name = '{EXPERIMENT}'")
     (found,) = client.search_runs([experiment.experiment_id])
     return client, found

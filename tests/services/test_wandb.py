@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wandb.proto import wandb_internal_pb2
 
 from finray.tracking.jsonl import read_records
 from tests.services.handing_over import RUN_ID, sending, write
 from tests.services.standin import Standin
 from tests.support import runs
 
+pytest.importorskip("wandb", reason="`make test-services` runs these in an environment of their own")
+
 ROOT = Path(__file__).parents[2]
 
 
 def records_of(path: Path) -> Iterator[Any]:
     """Records of a `.wandb` file: blocks of 32 KiB with pieces of protobuf messages, as LevelDB's log has them."""
+    from wandb.proto import wandb_internal_pb2
+
     content, at, whole = path.read_bytes(), 7, b""
     while at + 7 <= len(content):
         if 2**15 - at % 2**15 < 7:
