@@ -220,6 +220,8 @@ class Server:
         self, identity: str, write: Callable[[str], None], *, pause: Callable[[float], None] = time.sleep
     ) -> Job:
         """Write what a job prints, until it has ended; gives the job as it ended then."""
+        import aiohttp
+
         written = 0
 
         async def tail() -> None:
@@ -234,7 +236,7 @@ class Server:
                     write(fresh)
 
         while not (job := self.job(identity)).has_ended:
-            with suppress(OSError, RuntimeError, asyncio.TimeoutError):
+            with suppress(OSError, RuntimeError, TimeoutError, aiohttp.ClientError):
                 asyncio.run(tail())
             pause(0.5)
         rest = self.logs(identity)[written:]

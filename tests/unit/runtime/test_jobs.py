@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finray.config.load import load_config
 from finray.errors import ConfigError
-from finray.runtime.jobs import DEFAULT_ADDRESS, address_of, require_no_secret, secrets_named
+from finray.runtime.jobs import CONFIG, DEFAULT_ADDRESS, SECRETS, Server, address_of, require_no_secret, secrets_named
 
 
 @pytest.mark.parametrize(
@@ -57,3 +61,85 @@ def test_secrets_are_named_and_come_from_the_environment() -> None:
 )
 def test_the_address_of_the_server(given: str | None, environ: dict[str, str], expected: str) -> None:
     assert address_of(given, environ) == expected
+
+
+class Client:
+    """What Ray's client is asked, and what it answers: a log in pieces, over connections that break."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, SimpleNamespace] = {}
+        self.sent: list[dict[str, Any]] = []
+        self.files: list[dict[str, str]] = []
+        self.connections: list[list[str]] = []
+        self.log = ""
+
+    def list_jobs(self) -> list[SimpleNamespace]:
+        return list(self.jobs.values())
+
+    def submit_job(self, **named: Any) -> None:
+        folder = Path(named["runtime_env"]["working_dir"])
+        self.files.append({file.name: file.read_text() for file in folder.iterdir()})
+        self.sent.append(named)
+        self.jobs[named["submission_id"]] = SimpleNamespace(
+            submission_id=named["submission_id"],
+            metadata=named["metadata"],
+            status="RUNNING",
+            start_time=None,
+            driver_exit_code=None,
+            message=None,
+        )
+
+    def get_job_info(self, identity: str) -> SimpleNamespace:
+        return self.jobs[identity]
+
+    def get_job_logs(self, identity: str) -> str:
+        return self.log
+
+    async def tail_job_logs(self, identity: str) -> AsyncIterator[str]:
+        for piece in self.connections.pop(0):
+            yield piece
+        if not self.connections:
+            self.jobs[identity].status = "SUCCEEDED"
+        raise OSError("the connection is lost")
+
+
+@pytest.fixture
+def server() -> Server:
+    found = Server.__new__(Server)
+    found.address, found._client = "http://head:8265", Client()
+    return found
+
+
+def test_the_config_and_the_secrets_are_sent_and_no_secret_is_in_the_environment_of_the_job(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").touch()
+    client: Any = server._client
+    config = load_config("smollm2-lora", {"data.source": "rows.jsonl", "cluster.address": "10.0.0.1:6379"})
+    job = server.submit(config, ("MY_TOKEN",), {"MY_TOKEN": "very-secret", "OTHER": "x"})
+    (sent,), (files,) = client.sent, client.files
+    assert json.loads(files[SECRETS]) == {"MY_TOKEN": "very-secret"}
+    assert "very-secret" not in files[CONFIG] + json.dumps({**sent, "runtime_env": sent["runtime_env"]["env_vars"]})
+    assert not Path(sent["runtime_env"]["working_dir"]).exists()
+    # Paths of this machine, and no address: Ray gives it to a job.
+    assert f"source: {Path.cwd()}/rows.jsonl" in files[CONFIG]
+    assert "10.0.0.1" not in files[CONFIG]
+    assert job.run == f"{Path.cwd()}/runs/run"
+    # A job of the same run that is at work is found; one that has ended is gone on with by another.
+    assert server.submit(config).id == job.id
+    client.jobs[job.id].status = "STOPPED"
+    assert server.submit(config).id != job.id
+    # What Ray keeps by its digest is never the same: the secrets in it are deleted.
+    assert client.files[0][CONFIG] != client.files[1][CONFIG]
+
+
+def test_a_log_is_followed_over_connections_that_break(server: Server) -> None:
+    client: Any = server._client
+    identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
+    client.connections = [["one\n", "tw"], [], ["one\ntwo\n", "three\n"]]
+    client.log = "one\ntwo\nthree\nfour\n"
+    said: list[str] = []
+    job = server.follow(identity, said.append, pause=lambda seconds: None)
+    assert job.status == "succeeded"
+    assert "".join(said) == client.log
