@@ -4,7 +4,7 @@
 (() => {
   const section = document.getElementById("answers");
   if (!section) return;
-  const PAGE = 10;
+  const PAGE = 5;
   const { texts, models, sets } = JSON.parse(document.getElementById("answers-data").textContent);
   const part = (name) => section.querySelector(`[data-part=${name}]`);
   const [which, left, right, score, outcome, text, list, status] =

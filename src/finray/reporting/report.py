@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -105,7 +106,7 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
     """What was trained on what, as names and values."""
     config, start = run.config, run.starts[-1].header if run.starts else None
     found = [
-        ("Model", str(config.get("model", {}).get("name", "") or (start.model if start else ""))),
+        ("Model", _place(config.get("model", {}).get("name", "") or (start.model if start else ""))),
         ("Data", _sources(config.get("data", {}))),
         ("Method", start.method if start else str(config.get("adapter", {}).get("method", ""))),
     ]
@@ -422,7 +423,13 @@ def when(seconds: float) -> str:
 def _sources(data: Mapping[str, Any]) -> str:
     mixed = data.get("mix")
     named = [one.get("source") for one in mixed if isinstance(one, dict)] if isinstance(mixed, list) else []
-    return ", ".join(str(one) for one in (data.get("source"), *named) if one)
+    return ", ".join(_place(one) for one in (data.get("source"), *named) if one)
+
+
+def _place(name: object) -> str:
+    """What a model or a source is called: of a local path the last two parts; the config on the page has all of it."""
+    path = Path(str(name))
+    return str(Path(*path.parts[-2:])) if path.is_absolute() else str(name)
 
 
 def _short(value: float | None) -> float | None:
