@@ -152,9 +152,8 @@ def thinned(series: Series, most: int) -> Series:
     kept = {0, count - 1}
     for number in range(stretches):
         first, end = number * count // stretches, (number + 1) * count // stretches
-        known = [at for at in range(first, end) if _finite(series.y[at]) is not None] or [first]
-        kept.add(min(known, key=lambda at: series.y[at] or 0.0))
-        kept.add(max(known, key=lambda at: series.y[at] or 0.0))
+        known = [(y, at) for at, y in enumerate(series.y[first:end], first) if y is not None and math.isfinite(y)]
+        kept |= {min(known)[1], max(known)[1]} if known else {first}
     places = sorted(kept)
     return replace(series, x=[series.x[at] for at in places], y=[series.y[at] for at in places])
 

@@ -26,7 +26,7 @@ from finray.reporting.scored import Evaluation, Scored
 from finray.tracking.console import duration
 
 # Points of all curves of a plot together; of each curve at least, and at most.
-_POINTS, _FEWEST, _MOST = 40_000, 1_000, 20_000
+_POINTS, _FEWEST, _MOST = 16_000, 600, 16_000
 # Classes of a confusion matrix that are shown, the largest first.
 _CLASSES = 30
 # Files whose checksums are listed.
