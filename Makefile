@@ -141,7 +141,7 @@ docs: $(VENV)/.dev
 	$(BIN)/finray config docs > docs/reference/config.md
 	$(BIN)/mkdocs build --strict --site-dir build/site
 
-# The screenshots in docs/guide/images.
+# The screenshots in docs/guide/images; the report is that of the last `make quickstart`.
 pictures: $(VENV)/.dev .models/SmolLM2-135M-Instruct browser
 	$(BIN)/python -m tools.pictures
 

@@ -1,7 +1,8 @@
 """Take the pictures of docs/guide/images from the pages that finray writes: `make pictures`.
 
-They show the data of the quickstart, with a limit that cuts some rows off, and with a template whose generation prompt
-differs from what is trained. The command runs in the root of the repository.
+They show the run of the quickstart, which `make quickstart` has to leave in `runs/quickstart` first, and its data: with
+a limit that cuts some rows off, and with a template whose generation prompt differs from what is trained. The command
+runs in the root of the repository.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from finray.config.load import build_config
 from finray.inspection.inspect import inspect
 from finray.inspection.page import page
 from finray.reporting.page import write
+from finray.reporting.recorded import read_run
+from finray.reporting.report import page as report_page
 
 IMAGES = Path("docs/guide/images")
+RUN = Path("runs/quickstart")
 MODEL = Path(".models/SmolLM2-135M-Instruct")
 WIDTH = 1000
 MARGIN = 14
@@ -58,12 +62,20 @@ def main() -> None:
     own = (MODEL / "chat_template.jinja").read_text(encoding="utf-8")
     opens_reasoning = own.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
     assert opens_reasoning != own
+    assert (RUN / "evaluation" / "metrics.json").is_file(), "run `make quickstart` first"
     with tempfile.TemporaryDirectory() as scratch, chromium() as browser:
         whole = inspection_page(Path(scratch), "whole", max_length=120, eval_ratio=0.1, test_ratio=0.1)
         refused = inspection_page(Path(scratch), "refused", template=opens_reasoning)
         with opened(browser, whole, width=WIDTH) as found:
             shoot(found.page, "inspect", "header", "#examples")
             shoot(found.page, "inspect-lengths", "#lengths figure")
+        report = Path(scratch) / "report.html"
+        write(report_page([read_run(RUN)]), report)
+        with opened(browser, report, width=WIDTH) as found:
+            shoot(found.page, "report", "header", ".curves figure:nth-child(2)")
+        with opened(browser, report, width=WIDTH) as found:
+            found.page.get_by_role("radio", name="wins").check()
+            shoot(found.page, "report-answers", "#answers", "#answers article:nth-child(2)")
         with opened(browser, refused, width=WIDTH) as found:
             shoot(found.page, "inspect-serving", "#serving")
 

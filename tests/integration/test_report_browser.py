@@ -287,6 +287,21 @@ def test_models_of_two_runs_are_put_side_by_side(browser: Browser, several: Path
         assert "summary.json" in page.inner_text("#findings")
 
 
+@pytest.mark.parametrize(("scheme", "card"), [("light", 1.0), ("dark", 0.011)])
+def test_every_colour_of_a_curve_can_be_seen(browser: Browser, several: Path, scheme: str, card: float) -> None:
+    """Contrast of 3 with the card that it is drawn on (WCAG 2.2, level AA); and no two are the same."""
+    style = "getComputedStyle(document.documentElement)"
+    values = f"[...Array(24).keys()].map((at) => {style}.getPropertyValue(`--plot-${{at + 1}}`))"
+    with opened(browser, several, scheme=scheme) as found:
+        colours = [one.strip() for one in found.page.evaluate(values)]
+    assert len(set(colours)) == 24
+    for colour in colours:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        assert (max(light, card) + 0.05) / (min(light, card) + 0.05) >= 3, colour
+
+
 def test_a_curve_is_hidden_by_its_name_from_the_keyboard(browser: Browser, several: Path) -> None:
     shown = "document.querySelector('figure.plot').plot.series.map(one => one.show)"
     with opened(browser, several) as found:

@@ -17,7 +17,7 @@ class Series:
     """Values by x, ascending in x. A value that is None or not finite is a gap in the curve.
 
     Attributes:
-        colour: number of the colour and the dashes; None for the place among the series of the plot.
+        colour: number of the colour; None for the place among the series of the plot.
     """
 
     label: str
