@@ -1,0 +1,287 @@
+"""`finray serve` as a user starts it, and OpenAI's own client against it: one server for all tests of this file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support import runs, served
+from tests.support.tiny import WORDS
+
+KEY = "a-key-of-this-test"
+SLOTS, QUEUE, CLIENTS = 8, 64, 40
+# Generous: how long it takes says more of the machine than of the code.
+WAIT_S = 300.0
+NAMES = ("one", "two", "three")
+PROMPTS = [" ".join(WORDS[at : at + 3 + at % 5]) for at in range(0, 24, 6)]
+# A request that keeps the server busy: some 17,000 tokens. Of one that is given up, fewer than so many are written.
+MANY: Any = {"model": "two", "prompt": "the cat", "n": 64, "max_tokens": 480, "temperature": 1, "seed": 1}
+MOST = 7_000
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[str]
+    port: int
+    folder: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+
+    def both(self, function: Callable[[openai.AsyncOpenAI], Awaitable[Any]]) -> Any:
+        """Call a function with a client for many requests at once."""
+
+        async def call() -> Any:
+            options: Any = {"api_key": KEY, "max_retries": 0, "timeout": WAIT_S}
+            async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", **options) as client:
+                return await function(client)
+
+        return asyncio.run(call())
+
+    def health(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=WAIT_S) as answer:
+            found: dict[str, Any] = json.load(answer)
+            return found
+
+    def until(self, fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait for the server to be in a state."""
+        end = time.monotonic() + WAIT_S
+        while not fits(found := self.health()):
+            assert time.monotonic() < end, found
+            time.sleep(0.05)
+        return found
+
+    def post(self, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+        request = urllib.request.Request(f"{self.url}{path}", body, {"Content-Type": "application/json", **headers})
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+
+def is_idle(health: dict[str, Any]) -> bool:
+    return health["running"] == health["waiting"] == 0
+
+
+def start(folder: Path) -> Running:
+    # A port that is free now may be another's a moment later: then once more.
+    for _ in range(5):
+        with socket.socket() as trial:
+            trial.bind(("127.0.0.1", 0))
+            port = trial.getsockname()[1]
+        adapters = [word for name in NAMES[1:] for word in ("--adapter", f"{name}={folder / name}")]
+        options = ["--slots", SLOTS, "--max-queue", QUEUE, "--dtype", "fp32", "--grace", int(WAIT_S)]
+        process = runs.start_cli(
+            *("serve", str(folder / "one"), *adapters, *map(str, options), "--port", str(port)),
+            *("--api-key-env", "FINRAY_TEST_KEY"),
+            env={"FINRAY_TEST_KEY": KEY, "RAY_ADDRESS": None, "RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None},
+        )
+        end = time.monotonic() + WAIT_S
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10):
+                return Running(process, port, folder)
+            time.sleep(0.2)
+        process.kill()
+        out, err = process.communicate()
+        if "another process listens there" not in err:
+            raise AssertionError(f"{out}\n{err}")
+    raise AssertionError("no port is free")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Iterator[Running]:
+    running = start(served.save_adapters(tmp_path_factory.mktemp("served"), tokenizer, NAMES))
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            # What belongs to its Ray ends with it.
+            running.process.send_signal(signal.SIGINT)
+            running.process.send_signal(signal.SIGINT)
+            try:
+                running.process.communicate(timeout=WAIT_S)
+            finally:
+                running.process.kill()
+
+
+def generated(folder: Path, name: str, patch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What `finray generate` says to the prompts, in fp32 as the server."""
+    patch.setattr("finray.evaluation.artifacts.cpu_has_bf16", lambda: False)
+    output = tmp_path / f"{name}.jsonl"
+    words = ("--engine", "transformers", "--max-new-tokens", 8, "--output", output)
+    code, out, err = runs.finray("generate", folder / name, *PROMPTS, *words)
+    assert code == 0, out + err
+    return [json.loads(line)["answer"] for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def test_base_and_adapters_answer_as_finray_generate_does_all_at_once(
+    server: Running, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert [one.id for one in server.client().models.list()] == ["one", "base", *NAMES[1:]]
+    asked = [(name, prompt) for prompt in PROMPTS for name in ("base", *NAMES)]
+
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        return await asyncio.gather(
+            *(
+                client.chat.completions.create(
+                    model=name, messages=[{"role": "user", "content": prompt}], temperature=0, max_tokens=8
+                )
+                for name, prompt in asked
+            )
+        )
+
+    found = {one: answer.choices[0].message.content for one, answer in zip(asked, server.both(ask), strict=True)}
+    for name in ("base", *NAMES):
+        right = generated(server.folder, name, monkeypatch, tmp_path)
+        assert [found[name, prompt] for prompt in PROMPTS] == right, name
+    assert len(set(found.values())) > len(found) // 2, "models and prompts matter"
+
+
+def test_many_clients_stream_at_once_and_none_meets_an_error(server: Running) -> None:
+    """More than there are slots; each hears the same as when it asks alone."""
+    names = ("base", *NAMES)
+
+    async def stream(client: openai.AsyncOpenAI, number: int) -> tuple[str, str | None, int]:
+        text, reason, tokens = "", None, 0
+        events = await client.chat.completions.create(
+            model=names[number % 4],
+            messages=[{"role": "user", "content": PROMPTS[number % 3]}],
+            max_tokens=24,
+            temperature=0.9,
+            seed=number % 12,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for event in events:
+            for choice in event.choices:
+                text += choice.delta.content or ""
+                reason = choice.finish_reason or reason
+            tokens = event.usage.completion_tokens if event.usage else tokens
+        return text, reason, tokens
+
+    async def all_of_them(client: openai.AsyncOpenAI) -> Any:
+        return await asyncio.gather(*(stream(client, number) for number in range(CLIENTS)))
+
+    found = server.both(all_of_them)
+    for number, (_, reason, tokens) in enumerate(found):
+        assert reason in ("stop", "length")
+        assert tokens <= 24
+        # Same model, prompt and seed: the number modulo 12 decides all of them.
+        assert found[number] == found[number % 12]
+    assert len({text for text, _, _ in found[:12]}) == 12
+    server.until(is_idle)
+
+
+def test_a_full_queue_is_a_429_and_a_client_that_goes_away_frees_what_it_held(server: Running) -> None:
+    client = server.client()
+    before = server.until(is_idle)["tokens"]
+    stream = client.completions.create(**MANY, stream=True)
+    next(iter(stream))
+    server.until(lambda one: one["waiting"] >= 40)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**MANY)
+    assert caught.value.response.headers["retry-after"] == "1"
+    stream.close()
+    after = server.until(is_idle)["tokens"]
+    assert after - before < MOST, "most of it was never computed"
+    assert client.completions.create(model="base", prompt="the cat", max_tokens=2).choices[0].finish_reason
+
+
+def test_a_client_that_waits_for_a_whole_answer_may_go_away_too(server: Running) -> None:
+    before = server.until(is_idle)["tokens"]
+    body = json.dumps(MANY).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as plain:
+        plain.sendall(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        server.until(lambda one: one["waiting"] >= 40)
+    assert server.until(is_idle)["tokens"] - before < MOST
+
+
+def test_no_key_no_answer(server: Running) -> None:
+    with pytest.raises(openai.AuthenticationError):
+        server.client("another-key").models.list()
+    status, body = server.post("/v1/chat/completions", b"{}")
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_a_request_that_cannot_be_answered_is_the_clients_error_and_the_server_goes_on(server: Running) -> None:
+    client = server.client()
+    with pytest.raises(openai.NotFoundError, match="there are: one, base, two, three"):
+        client.completions.create(model="none", prompt="a")
+    with pytest.raises(openai.APIStatusError) as long:
+        client.completions.create(model="one", prompt="cat " * 2**18)
+    assert long.value.status_code == 413
+    with pytest.raises(openai.BadRequestError, match="the server reads 512"):
+        client.completions.create(model="one", prompt="cat " * 2**14)
+    for body in (b'{"model": "one", "prompt"', b'{"model": "one", "prompt": {"a": 1}}'):
+        status, refusal = server.post("/v1/completions", body, Authorization=f"Bearer {KEY}")
+        assert status == 400
+        assert refusal["error"]["type"] == "invalid_request_error"
+    assert server.health()["status"] == "ok"
+
+
+def test_adapters_come_and_go_while_it_runs(server: Running) -> None:
+    authorised = {"Authorization": f"Bearer {KEY}"}
+    client = server.client()
+    asked: Any = {"prompt": PROMPTS[0], "max_tokens": 6, "temperature": 0}
+    body = json.dumps({"name": "late", "path": str(server.folder / "three")}).encode()
+    assert server.post("/v1/adapters", body, **authorised)[0] == 200
+    late = client.completions.create(model="late", **asked)
+    assert late.choices[0].text == client.completions.create(model="three", **asked).choices[0].text
+    request = urllib.request.Request(f"{server.url}/v1/adapters/late", method="DELETE", headers=authorised)
+    with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+        assert json.load(answer)["deleted"]
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="late", **asked)
+    body = json.dumps({"name": "late", "path": str(server.folder / "base")}).encode()
+    assert server.post("/v1/adapters", body, **authorised)[0] == 400
+
+
+def test_sigterm_lets_answers_come_to_their_end(server: Running) -> None:
+    """The last test of this file: the server is gone after it."""
+    reason, text = [None], [""]
+    has_begun = threading.Event()
+
+    def listen() -> None:
+        events = server.client().completions.create(
+            model="one", prompt="the cat", max_tokens=400, temperature=1, seed=3, stream=True
+        )
+        for event in events:
+            text[0] += event.choices[0].text
+            reason[0] = event.choices[0].finish_reason or reason[0]  # type: ignore[assignment]
+            has_begun.set()
+
+    listening = threading.Thread(target=listen)
+    listening.start()
+    assert has_begun.wait(WAIT_S)
+    os.kill(server.process.pid, signal.SIGTERM)
+    out, err = server.process.communicate(timeout=WAIT_S)
+    listening.join(WAIT_S)
+    assert server.process.returncode == 128 + signal.SIGTERM, err
+    assert reason[0] in ("stop", "length")
+    assert text[0]
+    assert out.startswith("serving one, base, two, three at http://127.0.0.1")
+    assert "stopping" in err
+    assert "Traceback" not in err
+    assert KEY not in out + err
