@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from finray.cli import chat, convert, data, failure, jobs, jobspec, look, runs, show
+from finray.cli import chat, cluster, convert, data, failure, jobs, jobspec, look, runs, show
 from finray.cli import config as config_commands
 from finray.cli import serve as serving
 from finray.config.load import suggest_owner
@@ -66,6 +66,7 @@ app.add_typer(runs.app, name="runs")
 app.command("watch")(show.command(runs.watch))
 app.command("serve")(show.command(serving.serve))
 app.add_typer(data.cache, name="cache")
+app.add_typer(cluster.app, name="cluster")
 
 _INTERRUPTED = 130
 

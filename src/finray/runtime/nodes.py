@@ -1,0 +1,438 @@
+"""This machine as a node of a cluster: `finray cluster up`, `join` and `down`, thin over `ray start`.
+
+A node is one process, `ray start --block`, whose children are Ray's. What was started is kept in a file of this machine
+and user, with the time at which each process started, so that no other process is ever ended for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from finray.errors import ClusterError
+from finray.runtime import watch
+from finray.runtime.cluster import require_alive
+
+HEAD_PORT = 6379
+# Fixed, so that a firewall can be written: those of Ray's processes on each node, and of its workers.
+PORTS = {
+    "node-manager-port": 6380,
+    "object-manager-port": 6381,
+    "dashboard-agent-grpc-port": 6382,
+    "dashboard-agent-listen-port": 6383,
+    "runtime-env-agent-port": 6384,
+    "metrics-export-port": 6385,
+    "min-worker-port": 11000,
+    "max-worker-port": 11999,
+}
+# A token is asked for, nothing is reported to anybody, and no figures are served, which would be without a token.
+NODE_ENV = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "false",
+    "RAY_START_HOOK": "finray.runtime.nodes.without_client_server",
+}
+# What nodes must have in common. A build of torch for other hardware (2.13.0+cu128) is no other version.
+COMPARED = ("python", "ray", "torch", "transformers", "finray")
+_LABEL, _NODE = "finray/", "finray/node"
+_START_S, _ASK_S, _END_S = 120.0, 8.0, 20.0
+
+
+# --- versions --------------------------------------------------------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    """What is installed here; nothing of it is imported."""
+    found = {"python": platform.python_version()}
+    for name in COMPARED[1:]:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def differences(here: Mapping[str, str], head: Mapping[str, str]) -> list[str]:
+    """What a node has in another version than the head: ``torch 2.11.0 (the head has 2.13.0)``."""
+    pairs = [(name, here.get(name, "none"), head[name]) for name in COMPARED if name in head]
+    return [f"{name} {mine} (the head has {its})" for name, mine, its in pairs if _release(name, mine, its)]
+
+
+def _release(name: str, mine: str, its: str) -> bool:
+    """Whether two versions are two releases."""
+    if name == "python":
+        return mine.split(".")[:2] != its.split(".")[:2]
+    return mine.partition("+")[0] != its.partition("+")[0]
+
+
+def labels_of(found: Mapping[str, str]) -> str:
+    """Versions as labels of a Ray node, which know no `+`."""
+    return ",".join(f"{_LABEL}{name}={version.replace('+', '__')}" for name, version in found.items())
+
+
+def versions_in(labels: Mapping[str, str]) -> dict[str, str]:
+    """The versions that :func:`labels_of` wrote; empty for a node that finray did not start."""
+    own = {name.removeprefix(_LABEL): value for name, value in labels.items() if name.startswith(_LABEL)}
+    return {name: own[name].replace("__", "+") for name in COMPARED if name in own}
+
+
+# --- the token -------------------------------------------------------------------------------------------------------
+
+
+def token_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where the token of this user's clusters is; None where a variable holds the token itself."""
+    if environ.get("RAY_AUTH_TOKEN"):
+        return None
+    return Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
+def require_token(*, where: str, create: bool) -> bool:
+    """See that there is a token that nobody else can read; whether it was made.
+
+    Raises:
+        ClusterError: there is none and none is to be made, or others can read it.
+    """
+    file = token_file()
+    if file is None:
+        return False
+    try:
+        mode = file.stat().st_mode
+        if not file.read_text(encoding="utf-8").strip():
+            raise ClusterError(f"the token file {file} is empty", where=where, repair="delete it, or copy the head's")
+    except FileNotFoundError:
+        if not create:
+            raise ClusterError(
+                f"the cluster asks for a token, and there is none in {file}",
+                where=where,
+                repair="copy the file ~/.ray/auth_token of the head's machine to this one (mode 600), or set "
+                "RAY_AUTH_TOKEN to what it holds",
+            ) from None
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write(secrets.token_hex(32))
+        return True
+    if mode & 0o077:
+        raise ClusterError(
+            f"others on this machine can read the token in {file} (mode {mode & 0o777:o})",
+            where=where,
+            repair=f"chmod 600 {file}; if somebody else may have read it, delete it on all machines and start anew",
+        )
+    return False
+
+
+# --- what runs here --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What `up` or `join` started on this machine.
+
+    Attributes:
+        address: of the cluster's head.
+        ip: of this machine in the cluster.
+        is_head: it was `up`.
+        processes: each with the time of its start, the first one's being `ray start`.
+        log: what Ray said.
+    """
+
+    address: str
+    ip: str
+    is_head: bool
+    processes: list[tuple[int, float]]
+    log: str
+
+
+def state_dir() -> Path:
+    """Where this machine keeps what this user started on it. (A home directory may be that of many machines.)
+
+    Raises:
+        ClusterError: somebody else made it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"finray-cluster-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
+        raise ClusterError("this directory is not yours alone", where=str(folder), repair="delete it")
+    return folder
+
+
+def running() -> Running | None:
+    """What `up` or `join` started here and has not ended; None where that is nothing."""
+    try:
+        plain = json.loads((state_dir() / "node.json").read_text(encoding="utf-8"))
+        found = Running(**{**plain, "processes": [(int(pid), float(at)) for pid, at in plain["processes"]]})
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+    return found if _alive(found.processes) else None
+
+
+def _alive(processes: Sequence[tuple[int, float]]) -> list[Any]:
+    """Those that still run; a process that has got the number of one that ended started at another time."""
+    import psutil
+
+    found = []
+    for pid, started in processes:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if abs(process.create_time() - started) < 1 and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _family(processes: Sequence[Any]) -> list[Any]:
+    """Processes and all that they started, each once."""
+    import psutil
+
+    found = {process.pid: process for process in processes}
+    for process in processes:
+        with suppress(psutil.Error):
+            found |= {child.pid: child for child in process.children(recursive=True)}
+    return list(found.values())
+
+
+# --- up, join, down --------------------------------------------------------------------------------------------------
+
+
+def up(*, host: str | None = None, dashboard_host: str = "127.0.0.1", options: Sequence[str] = ()) -> tuple[Running, bool]:
+    """Start a cluster, of which this machine is the head; whether a token was made for it.
+
+    Args:
+        host: address of this machine that the others reach; None is that of the default route.
+        dashboard_host: where Ray's dashboard listens.
+        options: further ones of `ray start`.
+
+    Raises:
+        ClusterError: something runs here already, or Ray does not start.
+    """
+    where = "finray cluster up"
+    _require_none(where)
+    made = require_token(where=where, create=True)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    ip = host or _own_address(None)
+    address = _joined(ip, HEAD_PORT)
+    _require_free(ip, HEAD_PORT)
+    own = ["--head", f"--port={HEAD_PORT}", "--include-dashboard=true", f"--dashboard-host={dashboard_host}"]
+    own += ["--no-monitor"]
+    return _start(address, ip, own, options, where=where, is_head=True), made
+
+
+def join(
+    address: str, *, host: str | None = None, any_version: bool = False, options: Sequence[str] = ()
+) -> tuple[Running, list[str]]:
+    """Make this machine a node of a cluster; what of it has another version than the head's.
+
+    Args:
+        address: of the head, as `up` said it; the port may be left out.
+        host: address of this machine that the others reach; None is that of the route to the head.
+        any_version: join with other versions than the head's.
+        options: further ones of `ray start`.
+
+    Raises:
+        ClusterError: something runs here already, the head does not answer or has other versions, or Ray does not
+            start.
+    """
+    address = with_port(address)
+    where = f"finray cluster join {address}"
+    _require_none(where)
+    require_token(where=where, create=False)
+    head = [node for node in gcs_nodes(address, where=where) if node["is_head"] and node["alive"]]
+    known = versions_in(head[0]["labels"]) if head else {}
+    other = differences(versions(), known)
+    if other and not any_version:
+        raise ClusterError(
+            "this machine has other versions than the head of the cluster",
+            where=where,
+            repair="install the head's versions here: "
+            + " ".join(f"{name}=={version.partition('+')[0]}" for name, version in known.items() if name != "python")
+            + f", in Python {known['python']}; or --any-version, if you know that they work together",
+            problems=tuple(other),
+        )
+    return _start(address, host or _own_address(address), [f"--address={address}"], options, where=where), other
+
+
+def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001
+    """What `ray start` calls before it starts: finray needs no Ray client, and `ray start` has no option for that."""
+    parameters.ray_client_server_port = None
+
+
+def down() -> int:
+    """End what `up` or `join` started here, and nothing else; the number of processes."""
+    found = running()
+    if found is None:
+        with suppress(FileNotFoundError):
+            (state_dir() / "node.json").unlink()
+        return 0
+    count = _end(_alive(found.processes))
+    (state_dir() / "node.json").unlink()
+    return count
+
+
+def _end(processes: Sequence[Any]) -> int:
+    """End processes with all that they started: in order, and after a while without."""
+    import psutil
+
+    family = _family(processes)
+    for process in processes[:1]:
+        with suppress(psutil.Error):
+            process.terminate()
+    _, left = psutil.wait_procs(family, timeout=_END_S)
+    # What was started since, too.
+    for process in _family(left):
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=_END_S)
+    return len(family)
+
+
+def _start(
+    address: str, ip: str, own: Sequence[str], options: Sequence[str], *, where: str, is_head: bool = False
+) -> Running:
+    """Run `ray start` until the node is known to the head."""
+    import ray  # noqa: F401, whose directory has psutil
+    import psutil
+
+    mark = secrets.token_hex(8)
+    words = [*own, f"--node-ip-address={ip}", *(f"--{name}={port}" for name, port in PORTS.items())]
+    words += [f"--labels={labels_of(versions())},{_NODE}={mark}", *options, "--block"]
+    folder = state_dir()
+    log = folder / "ray.log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            env={**{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}, **NODE_ENV},
+            # Ctrl-C in the terminal is not meant for it.
+            start_new_session=True,
+        )
+    me = psutil.Process(process.pid)
+    try:
+        deadline = time.monotonic() + _START_S
+        while not _is_known(address, mark):
+            if process.poll() is not None or time.monotonic() > deadline:
+                why = "Ray did not start" if process.poll() is not None else f"Ray did not start in {_START_S:g} s"
+                raise ClusterError(f"{why}: {_last_words(log)}", where=where, repair=f"see {log}")
+            time.sleep(0.2)
+    except BaseException:
+        _end([me])
+        process.wait()
+        raise
+    family = [me, *(one for one in _family([me]) if one.pid != me.pid)]
+    kept = []
+    for one in family:
+        with suppress(psutil.Error):
+            kept.append((one.pid, one.create_time()))
+    found = Running(address, ip, is_head, kept, str(log))
+    (folder / "node.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
+    return found
+
+
+def _is_known(address: str, mark: str) -> bool:
+    """Whether the head knows the node that has this mark."""
+    with suppress(ClusterError):
+        return any(node["alive"] and node["labels"].get(_NODE) == mark for node in gcs_nodes(address, where=""))
+    return False
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    return next((line for line in reversed(lines) if line), "it said nothing")
+
+
+def _require_none(where: str) -> None:
+    if (found := running()) is not None:
+        what = "the head of a cluster" if found.is_head else f"a node of the cluster at {found.address}"
+        raise ClusterError(f"this machine is {what} already", where=where, repair="end it first: finray cluster down")
+
+
+def _require_free(host: str, port: int) -> None:
+    """See that nobody has a port."""
+    if watch.refusal(_joined(host, port)) is None:
+        raise ClusterError(
+            f"somebody listens at {_joined(host, port)} already",
+            where="finray cluster up",
+            repair="end what was started there: `finray cluster down`, or `ray stop` for a Ray of somebody else",
+        )
+
+
+def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
+    """The nodes that a head knows, asked without joining it: address, labels, whether alive and whether the head.
+
+    Raises:
+        ClusterError: it does not answer, or wants another token.
+    """
+    # Where there is a token of this user, it is shown.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    try:
+        require_alive(address, where=where)
+    except ClusterError as error:
+        repair = (
+            "copy the file ~/.ray/auth_token of the head's machine to this one (mode 600), or set RAY_AUTH_TOKEN"
+            if "token" in error.message
+            else f"run `finray cluster up` on that machine; between the two, ports {HEAD_PORT}-{HEAD_PORT + 6} and "
+            f"{PORTS['min-worker-port']}-{PORTS['max-worker-port']} must be open"
+        )
+        raise ClusterError(error.message, where=where, repair=repair) from None
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray.core.generated import gcs_pb2, gcs_service_pb2, gcs_service_pb2_grpc
+
+    channel = init_grpc_channel(address)
+    try:
+        service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        reply = service.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=_ASK_S)
+    except grpc.RpcError as error:
+        raise ClusterError(f"the head does not say its nodes ({error.code().name.lower()})", where=where) from None
+    finally:
+        channel.close()
+    return [
+        {
+            "ip": node.node_manager_address,
+            "name": node.node_manager_hostname,
+            "labels": dict(node.labels),
+            "alive": node.state == gcs_pb2.GcsNodeInfo.ALIVE,
+            "is_head": node.is_head_node,
+        }
+        for node in reply.node_info_list
+    ]
+
+
+def _own_address(other: str | None) -> str:
+    """The address of this machine that is on the route to another one, or on the default route."""
+    from ray._private.services import get_node_ip_address
+
+    found: str = get_node_ip_address(*([] if other is None else [other]))
+    return found
+
+
+def no_cluster() -> ClusterError:
+    """No cluster is named, and none was started or joined on this machine."""
+    return ClusterError(
+        "no cluster was started or joined on this machine",
+        where="finray cluster",
+        repair="finray cluster up, finray cluster join ADDRESS, or name the address of one",
+    )
+
+
+def with_port(address: str) -> str:
+    """An address of a head: with its port, and without what is written before it."""
+    plain = address.removeprefix("ray://")
+    has_port = plain.rpartition("]")[2].count(":") == 1
+    return plain if has_port else _joined(plain.strip("[]"), HEAD_PORT)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,172 @@
+"""`finray cluster status`: the nodes of a cluster, what they have and what runs on them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finray.config.schema import ClusterConfig
+from finray.results import Result
+from finray.runtime import nodes
+from finray.runtime.cluster import address_of, connected
+
+_RUN = re.compile("finray (.+) [0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node, as the head knows it.
+
+    Attributes:
+        name: of the machine.
+        ip: its address in the cluster.
+        is_head: it has the head's processes.
+        total, free: resources, as Ray names them; memory in bytes.
+        versions: of what must be the same everywhere; empty where finray did not start the node.
+        runs: what is at work there: runs and how many of their workers, and actors of others.
+    """
+
+    name: str
+    ip: str
+    is_head: bool
+    total: dict[str, float]
+    free: dict[str, float]
+    versions: dict[str, str]
+    runs: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus(Result):
+    """A cluster.
+
+    Attributes:
+        address: of its head.
+        nodes: those that are alive, the head first.
+        lost: names of those that were.
+        complaints: what is wrong.
+    """
+
+    address: str
+    nodes: list[Node]
+    lost: list[str]
+    complaints: list[str]
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as JSON types."""
+        return asdict(self)
+
+    def print(self, console: Console) -> None:
+        """As a table, and what is wrong below it."""
+        table = Table(title_justify="left")
+        for column in ("node", "address", "CPUs", "GPUs", "memory", "what runs"):
+            table.add_column(column, justify="right" if column in ("CPUs", "GPUs", "memory") else "left")
+        for node in self.nodes:
+            used = {kind: node.total.get(kind, 0) - node.free.get(kind, 0) for kind in ("CPU", "GPU")}
+            table.add_row(
+                node.name + (" (head)" if node.is_head else ""),
+                node.ip,
+                *(f"{used[kind]:g} of {node.total.get(kind, 0):g}" for kind in ("CPU", "GPU")),
+                f"{node.total.get('memory', 0) / 2**30:.1f} GiB",
+                ", ".join(f"{what} ({count})" if count > 1 else what for what, count in node.runs.items()) or "nothing",
+            )
+        console.print(table)
+        totals = [f"{sum(node.total.get(kind, 0) for node in self.nodes):g} {kind}s" for kind in ("CPU", "GPU")]
+        console.print(f"{len(self.nodes)} nodes with {', '.join(totals)} at {self.address}", highlight=False)
+        for complaint in self.complaints:
+            console.print(f"! {complaint}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def status(address: str | None = None) -> ClusterStatus:
+    """Look at a cluster: the one named, that of this machine's `up` or `join`, or that of ``RAY_ADDRESS``.
+
+    Raises:
+        ClusterError: there is none, or it cannot be reached.
+    """
+    config = cluster_here(address)
+    with connected(config) as ray:
+        from ray._private.state import available_resources_per_node, state
+        from ray.core.generated import gcs_pb2
+
+        free = available_resources_per_node()
+        groups = {identity: group["name"] for identity, group in ray.util.placement_group_table().items()}
+        actors = []
+        for plain in state._connect_and_get_accessor().get_actor_table(None, "ALIVE"):
+            actor = gcs_pb2.ActorTableData.FromString(plain)
+            group = groups.get(actor.placement_group_id.hex(), "")
+            actors.append((actor.address.node_id.hex(), group or actor.name or actor.class_name))
+        return told(address_of(config) or "", ray.nodes(), free, actors)
+
+
+def cluster_here(address: str | None) -> ClusterConfig:
+    """The cluster that a command without a config is about.
+
+    Raises:
+        ClusterError: none is named and none was started or joined here.
+    """
+    found = nodes.running()
+    named = address or (None if found is None else found.address)
+    config = ClusterConfig(address=None if named is None else nodes.with_port(named))
+    if address_of(config) is None:
+        raise nodes.no_cluster()
+    return config
+
+
+def told(
+    address: str,
+    known: Sequence[Mapping[str, Any]],
+    free: Mapping[str, Mapping[str, float]],
+    actors: Sequence[tuple[str, str]],
+) -> ClusterStatus:
+    """What Ray's tables come to.
+
+    Args:
+        address: of the head.
+        known: `ray.nodes()`.
+        free: resources by node id.
+        actors: node id, and the placement group or the name.
+    """
+    found, lost, complaints = [], [], []
+    for one in sorted(known, key=lambda one: ("node:__internal_head__" not in one["Resources"], one["NodeName"])):
+        labels = one.get("Labels", {})
+        if not one["Alive"]:
+            lost.append(f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})")
+            continue
+        runs = Counter(_what(what) for where, what in actors if where == one["NodeID"])
+        found.append(
+            Node(
+                name=one["NodeManagerHostname"],
+                ip=one["NodeManagerAddress"],
+                is_head="node:__internal_head__" in one["Resources"],
+                total=_amounts(one["Resources"]),
+                free=_amounts(free.get(one["NodeID"], {})),
+                versions=nodes.versions_in(labels),
+                runs=dict(runs),
+            )
+        )
+    head = next((node.versions for node in found if node.is_head and node.versions), {})
+    for node in found:
+        if not node.versions:
+            complaints.append(f"{node.name} was not started by finray: its versions are not known")
+        elif other := nodes.differences(node.versions, head):
+            complaints.append(f"{node.name} has {', '.join(other)}")
+    # A node that came back is another one to Ray.
+    back = {f"{node.name} ({node.ip})" for node in found}
+    lost = [one for one in dict.fromkeys(lost) if one not in back]
+    complaints += [f"{one} was lost or has left" for one in lost]
+    return ClusterStatus(address, found, lost, complaints)
+
+
+def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
+    return {kind: float(resources[kind]) for kind in ("CPU", "GPU", "memory") if kind in resources}
+
+
+def _what(name: str) -> str:
+    """A run by its name, where it is one."""
+    found = _RUN.fullmatch(name)
+    return name if found is None else f"run {found[1]}"
