@@ -37,11 +37,13 @@ PORTS = {
     "min-worker-port": 11000,
     "max-worker-port": 11999,
 }
-# A token is asked for, nothing is reported to anybody, and no figures are served, which would be without a token.
+# A token is asked for, nothing is reported to anybody, and no figures are served, which would be without a token: there
+# is no such port as -1.
 NODE_ENV = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "false",
+    "DASHBOARD_METRIC_PORT": "-1",
     "RAY_START_HOOK": "finray.runtime.nodes.without_client_server",
 }
 # What nodes must have in common. A build of torch for other hardware (2.13.0+cu128) is no other version.
@@ -205,7 +207,9 @@ def _family(processes: Sequence[Any]) -> list[Any]:
 # --- up, join, down --------------------------------------------------------------------------------------------------
 
 
-def up(*, host: str | None = None, dashboard_host: str = "127.0.0.1", options: Sequence[str] = ()) -> tuple[Running, bool]:
+def up(
+    *, host: str | None = None, dashboard_host: str = "127.0.0.1", options: Sequence[str] = ()
+) -> tuple[Running, bool]:
     """Start a cluster, of which this machine is the head; whether a token was made for it.
 
     Args:
@@ -300,7 +304,6 @@ def _start(
     address: str, ip: str, own: Sequence[str], options: Sequence[str], *, where: str, is_head: bool = False
 ) -> Running:
     """Run `ray start` until the node is known to the head."""
-    import ray  # noqa: F401, whose directory has psutil
     import psutil
 
     mark = secrets.token_hex(8)

@@ -1,0 +1,190 @@
+"""`finray cluster` on three hosts: up, join, status, a training over all of them, every socket, down."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import hosts, runs, tiny
+
+TOKEN = "/tmp/home/.ray/auth_token"
+# What a small node needs; the rest is as a user has it.
+SMALL = ("--", "--num-cpus=1", "--object-store-memory=100000000")
+UP = ("cluster", "up", *SMALL)
+
+
+@pytest.fixture(scope="module")
+def cluster(bed: hosts.Bed) -> Iterator[list[hosts.Host]]:
+    """Three hosts of one cluster; the first is its head."""
+    made = [bed.host() for _ in range(3)]
+    bystander = made[0].start("sleep", "4005")
+    done = made[0].finray(*UP)
+    assert done.code == 0, done.out + done.err
+    assert f"finray cluster join {made[0].ip}:6379" in done.out
+    for one in made[1:]:
+        one.write(TOKEN, made[0].read(TOKEN), mode=0o600)
+        done = one.finray("cluster", "join", made[0].ip, *SMALL)
+        assert done.code == 0, done.out + done.err
+    yield made
+    assert bystander.poll() is None
+
+
+def status(host: hosts.Host) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(host.check(sys.executable, "-m", "finray", "cluster", "status", "--json"))
+    return found
+
+
+def test_the_token_is_made_and_is_the_users_alone(cluster: list[hosts.Host]) -> None:
+    assert cluster[0].check("stat", "--format=%a", TOKEN) == "600\n"
+    token = cluster[0].read(TOKEN).decode()
+    assert len(token) == 64
+    for host in cluster:
+        for process in host.processes():
+            assert token not in " ".join(process.cmdline())
+        assert token not in host.check("cat", "/tmp/finray-cluster-0/ray.log", "/tmp/finray-cluster-0/node.json")
+
+
+def test_the_status_says_what_the_nodes_are(cluster: list[hosts.Host]) -> None:
+    found = status(cluster[1])
+    assert [node["name"] for node in found["nodes"]] == ["h1", "h2", "h3"]
+    assert [node["ip"] for node in found["nodes"]] == [host.ip for host in cluster]
+    assert [node["is_head"] for node in found["nodes"]] == [True, False, False]
+    assert [node["total"]["CPU"] for node in found["nodes"]] == [1, 1, 1]
+    assert len({json.dumps(node["versions"]) for node in found["nodes"]}) == 1
+    assert found["complaints"] == []
+    done = cluster[2].finray("cluster", "status")
+    assert "3 nodes with 3 CPUs, 0 GPUs at 10.77.0.11:6379" in done.out
+    again = cluster[0].finray(*UP)
+    assert again.code == 2
+    assert "this machine is the head of a cluster already" in again.out + again.err
+
+
+PROBE = """
+import json, sys, urllib.error, urllib.request
+import grpc
+GRPC = {6379: "NodeInfoGcsService/GetAllNodeInfo", 6380: "NodeManagerService/GetNodeStats"}
+GRPC |= {6381: "ObjectManagerService/Pull", 6382: "ReporterService/GetTraceback"}
+found = []
+for ip, port, tokens in json.loads(sys.argv[1]):
+    for token in tokens:
+        said = {} if token is None else {"authorization": f"Bearer {token}"}
+        if port in (6383, 6384):
+            try:
+                answer = urllib.request.urlopen(urllib.request.Request(f"http://{ip}:{port}/", headers=said), timeout=30)
+                found.append([ip, port, token, str(answer.status)])
+            except urllib.error.HTTPError as error:
+                found.append([ip, port, token, str(error.code)])
+            continue
+        method = GRPC.get(port, "CoreWorkerService/GetCoreWorkerStats" if 11000 <= port <= 11999 else "nothing")
+        with grpc.insecure_channel(f"{ip}:{port}") as channel:
+            call = channel.unary_unary(f"/ray.rpc.{method}", None, None)
+            try:
+                call(b"", metadata=list(said.items()), timeout=30)
+                found.append([ip, port, token, "answered"])
+            except grpc.RpcError as error:
+                found.append([ip, port, token, error.code().name])
+print(json.dumps(found))
+"""
+
+
+def test_every_socket_is_on_loopback_or_refuses_without_the_token(cluster: list[hosts.Host]) -> None:
+    asked: list[Any] = []
+    for host in cluster:
+        open_to_all = set()
+        for line in host.check("ss", "-Hltn").splitlines():
+            address, _, port = line.split()[3].rpartition(":")
+            if not address.startswith("127."):
+                open_to_all.add(int(port))
+        named = {*range(6379, 6385), *range(11000, 12000)}
+        assert open_to_all <= named, f"{host.name} listens where nobody said"
+        assert open_to_all >= {6380, 6381, 6382, 6383, 6384}
+        asked += [[host.ip, port, [None, "0" * 64]] for port in sorted(open_to_all)]
+    # The negative control: with the token, the same questions are answered.
+    right = cluster[0].read(TOKEN).decode()
+    asked += [[cluster[0].ip, port, [right]] for port in (6379, 6380, 6384)]
+    answers = json.loads(cluster[1].check(sys.executable, "-c", PROBE, json.dumps(asked)))
+    refused = {"401", "403", "UNAUTHENTICATED"}
+    assert [one for one in answers if one[2] != right and one[3] not in refused] == []
+    assert [one for one in answers if one[2] == right and one[3] in refused] == []
+
+
+def test_one_config_trains_on_one_machine_and_on_three(
+    cluster: list[hosts.Host], bed: hosts.Bed, tiny_model_dir: Path, tokenizer: object
+) -> None:
+    head = cluster[0]
+    tiny.save_model("llama", bed.shared / "model", tokenizer)
+    rows = tiny.write_chat_rows(bed.shared, 24)
+    changes = {"train.max_steps": 4, "train.global_batch_size": 6, "checkpoint.every_steps": 2}
+    plain = runs.tiny_run(bed.shared / "model", rows, bed.shared / "alone", changes)
+    runs.run_alone(plain, bed.shared / "alone" / "run")
+    for strategy in ("ddp", "fsdp2"):
+        output = bed.shared / strategy
+        own = {"run.output_dir": str(output), "parallel.strategy": strategy, "cluster.num_workers": 3}
+        own["cluster.address"] = f"{head.ip}:6379"
+        runs.write_config(runs.changed(plain, own), bed.shared / f"{strategy}.yaml")
+        done = head.finray("train", bed.shared / f"{strategy}.yaml", timeout=500)
+        assert done.code == 0, done.out + done.err
+        assert {one["host"] for one in runs.read_workers(output / "run")} == {"h1", "h2", "h3"}
+        runs.assert_same_curve(output / "run", bed.shared / "alone" / "run", rel=1e-5)
+
+
+def test_down_ends_what_was_started_here_and_nothing_else(cluster: list[hosts.Host]) -> None:
+    h1, h2, h3 = cluster
+    # Somebody else's process looks like Ray's.
+    other = h3.start("bash", "-c", "exec -a raylet sleep 4006")
+    assert h3.processes("/raylet")
+    done = h3.finray("cluster", "down")
+    assert done.code == 0, done.out + done.err
+    assert [" ".join(one.cmdline()) for one in h3.processes()] == ["raylet 4006"]
+    assert other.poll() is None
+    assert h3.finray("cluster", "down").out == "nothing that `finray cluster` started runs on this machine\n"
+    lost = hosts.wait_until(lambda: (found := status(h1))["lost"] and found, "the head knows")
+    assert [node["name"] for node in lost["nodes"]] == ["h1", "h2"]
+    assert any("h3 (10.77.0.13) was lost or has left" in one for one in lost["complaints"])
+
+
+def test_a_node_that_cannot_join_says_why(cluster: list[hosts.Host]) -> None:
+    h1, _, h3 = cluster
+    assert not h3.processes("ray.scripts")
+    joined = ("cluster", "join", h1.ip, *SMALL)
+    # Another torch: found by its metadata, as pip finds it.
+    h3.write("/tmp/home/other/torch-1.0.0.dist-info/METADATA", b"Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
+    path = f"/tmp/home/other:{hosts._pythonpath()}"
+    done = h3.finray(*joined, env={"PYTHONPATH": path})
+    assert done.code == 2
+    assert "torch 1.0.0 (the head has 2." in done.out + done.err
+    assert "install the head's versions here" in done.out + done.err
+    token = h3.read(TOKEN)
+    h3.write(TOKEN, b"0" * 64, mode=0o600)
+    done = h3.finray(*joined)
+    assert done.code == 2
+    assert "the one that is shown is another" in done.out + done.err
+    h3.check("rm", TOKEN)
+    done = h3.finray(*joined)
+    assert done.code == 2
+    assert f"there is none in {TOKEN}" in done.out + done.err
+    h3.write(TOKEN, token, mode=0o644)
+    done = h3.finray(*joined)
+    assert done.code == 2
+    assert f"chmod 600 {TOKEN}" in done.out + done.err
+    h3.write(TOKEN, token, mode=0o600)
+    done = h3.finray("cluster", "join", "10.77.0.99")
+    assert done.code == 2
+    assert "nobody answers at 10.77.0.99:6379" in done.out + done.err
+    # And one that joins with other versions all the same is complained of.
+    done = h3.finray("cluster", "join", h1.ip, "--any-version", *SMALL, env={"PYTHONPATH": path})
+    assert done.code == 0, done.out + done.err
+    assert "h3 has torch 1.0.0" in " ".join(status(h1)["complaints"])
+
+
+def test_no_process_is_left_when_all_are_down(cluster: list[hosts.Host]) -> None:
+    for host in reversed(cluster):
+        done = host.finray("cluster", "down")
+        assert done.code == 0, done.out + done.err
+    left = [" ".join(one.cmdline()) for host in cluster for one in host.processes()]
+    assert sorted(left) == ["raylet 4006", "sleep 4005"]
