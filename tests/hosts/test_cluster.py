@@ -75,7 +75,8 @@ for ip, port, tokens in json.loads(sys.argv[1]):
         said = {} if token is None else {"authorization": f"Bearer {token}"}
         if port in (6383, 6384):
             try:
-                answer = urllib.request.urlopen(urllib.request.Request(f"http://{ip}:{port}/", headers=said), timeout=30)
+                request = urllib.request.Request(f"http://{ip}:{port}/", headers=said)
+                answer = urllib.request.urlopen(request, timeout=30)
                 found.append([ip, port, token, str(answer.status)])
             except urllib.error.HTTPError as error:
                 found.append([ip, port, token, str(error.code)])
@@ -134,7 +135,7 @@ def test_one_config_trains_on_one_machine_and_on_three(
 
 
 def test_down_ends_what_was_started_here_and_nothing_else(cluster: list[hosts.Host]) -> None:
-    h1, h2, h3 = cluster
+    h1, _, h3 = cluster
     # Somebody else's process looks like Ray's.
     other = h3.start("bash", "-c", "exec -a raylet sleep 4006")
     assert h3.processes("/raylet")

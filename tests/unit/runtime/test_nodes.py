@@ -1,0 +1,138 @@
+"""What `finray cluster` decides, without a cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from finray.errors import ClusterError
+from finray.hardware import interface_of
+from finray.runtime import nodes, status
+
+HEAD = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu", "transformers": "5.23.0", "finray": "0.1.0"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({}, []),
+        ({"torch": "2.13.0+cu128", "python": "3.11.2"}, []),
+        ({"torch": "2.12.0+cpu"}, ["torch 2.12.0+cpu (the head has 2.13.0+cpu)"]),
+        ({"python": "3.12.7"}, ["python 3.12.7 (the head has 3.11.7)"]),
+        (
+            {"ray": "2.59.0", "finray": "none"},
+            ["ray 2.59.0 (the head has 2.60.0)", "finray none (the head has 0.1.0)"],
+        ),
+    ],
+)
+def test_versions_differ_where_releases_do(changed: dict[str, str], said: list[str]) -> None:
+    assert nodes.differences({**HEAD, **changed}, HEAD) == said
+
+
+def test_versions_survive_rays_labels() -> None:
+    from ray._private.label_utils import parse_node_labels_string
+
+    assert nodes.versions_in(parse_node_labels_string(nodes.labels_of(HEAD))) == HEAD
+    assert nodes.versions()["torch"].startswith("2.")
+    assert nodes.versions_in({"of": "others"}) == {}
+
+
+def test_a_token_is_made_once_and_must_be_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "of" / "ray" / "token"
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    with pytest.raises(ClusterError, match="there is none in"):
+        nodes.require_token(where="join", create=False)
+    assert nodes.require_token(where="up", create=True)
+    assert file.stat().st_mode & 0o777 == 0o600
+    token = file.read_text()
+    assert len(token) == 64
+    assert not nodes.require_token(where="up", create=True)
+    assert file.read_text() == token
+    file.chmod(0o640)
+    with pytest.raises(ClusterError, match="others on this machine can read the token"):
+        nodes.require_token(where="up", create=True)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "x")
+    assert not nodes.require_token(where="join", create=False)
+
+
+def test_a_process_is_known_by_when_it_started() -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        started = psutil.Process(other.pid).create_time()
+        assert [one.pid for one in nodes._alive([(other.pid, started)])] == [other.pid]
+        # The number of a process that ended before another one got it.
+        assert nodes._alive([(other.pid, started - 60)]) == []
+        other.kill()
+    assert nodes._alive([(other.pid, started)]) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("10.0.0.1", "10.0.0.1:6379"),
+        ("head", "head:6379"),
+        ("head:7000", "head:7000"),
+        ("[::1]:7000", "[::1]:7000"),
+        ("[::1]", "[::1]:6379"),
+    ],
+)
+def test_the_port_of_a_head_may_be_left_out(given: str, address: str) -> None:
+    assert nodes.with_port(given) == address
+
+
+def node(number: int, *, alive: bool = True, **labels: str) -> dict[str, Any]:
+    head = {"node:__internal_head__": 1.0} if number == 1 else {}
+    return {
+        "NodeID": f"id{number}",
+        "Alive": alive,
+        "NodeName": f"10.0.0.{number}",
+        "NodeManagerAddress": f"10.0.0.{number}",
+        "NodeManagerHostname": f"m{number}",
+        "Resources": {"CPU": 8.0, "memory": 2.0**34, "object_store_memory": 1.0, **head},
+        "Labels": labels,
+    }
+
+
+def labels(changed: dict[str, str] | None = None) -> dict[str, str]:
+    return {f"finray/{name}": value.replace("+", "__") for name, value in {**HEAD, **(changed or {})}.items()}
+
+
+def test_a_status_says_who_is_where_and_what_is_wrong() -> None:
+    known = [node(3), node(2, **labels({"torch": "2.12.0+cpu"})), node(1, **labels()), node(4, alive=False)]
+    # Node 2 was gone for a while: to Ray, it is another one.
+    known.append({**node(2, alive=False), "NodeID": "before"})
+    actors = [("id2", "finray my run 0123abcd"), ("id2", "finray my run 0123abcd"), ("id1", "Somebody")]
+    found = status.told("m1:6379", known, {"id1": {"CPU": 6.0}, "id2": {}, "id3": {"CPU": 8.0}}, actors)
+    assert [(one.name, one.is_head, one.runs) for one in found.nodes] == [
+        ("m1", True, {"Somebody": 1}),
+        ("m2", False, {"run my run": 2}),
+        ("m3", False, {}),
+    ]
+    assert found.lost == ["m4 (10.0.0.4)"]
+    assert found.complaints == [
+        "m2 has torch 2.12.0+cpu (the head has 2.13.0+cpu)",
+        "m3 was not started by finray: its versions are not known",
+        "m4 (10.0.0.4) was lost or has left",
+    ]
+    shown = found._repr_mimebundle_()["text/plain"]
+    assert "run my run (2)" in shown
+    assert "2 of 8" in shown
+    assert "3 nodes with 24 CPUs, 0 GPUs at m1:6379" in shown
+
+
+def test_the_interface_of_an_address_is_found() -> None:
+    assert interface_of("127.0.0.1") == ("lo0" if os.uname().sysname == "Darwin" else "lo")
+    assert interface_of("192.0.2.1") is None
+
+
+def test_a_directory_that_others_could_have_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert nodes.running() is None
+    nodes.state_dir().chmod(0o755)
+    with pytest.raises(ClusterError, match="not yours alone"):
+        nodes.running()
