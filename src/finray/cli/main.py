@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from finray.cli import chat, cluster, convert, data, failure, jobs, jobspec, look, runs, show
 from finray.cli import config as config_commands
+from finray.cli import doctor as doctor_command
 from finray.cli import serve as serving
 from finray.config.load import suggest_owner
 from finray.config.redact import redact_text
@@ -67,6 +68,7 @@ app.command("watch")(show.command(runs.watch))
 app.command("serve")(show.command(serving.serve))
 app.add_typer(data.cache, name="cache")
 app.add_typer(cluster.app, name="cluster")
+app.command("doctor")(show.command(doctor_command.doctor))
 
 _INTERRUPTED = 130
 

@@ -225,7 +225,7 @@ def up(
     made = require_token(where=where, create=True)
     os.environ["RAY_AUTH_MODE"] = "token"
     ip = host or _own_address(None)
-    address = _joined(ip, HEAD_PORT)
+    address = joined(ip, HEAD_PORT)
     _require_free(ip, HEAD_PORT)
     own = ["--head", f"--port={HEAD_PORT}", "--include-dashboard=true", f"--dashboard-host={dashboard_host}"]
     own += ["--no-monitor"]
@@ -363,9 +363,9 @@ def _require_none(where: str) -> None:
 
 def _require_free(host: str, port: int) -> None:
     """See that nobody has a port."""
-    if watch.refusal(_joined(host, port)) is None:
+    if watch.refusal(joined(host, port)) is None:
         raise ClusterError(
-            f"somebody listens at {_joined(host, port)} already",
+            f"somebody listens at {joined(host, port)} already",
             where="finray cluster up",
             repair="end what was started there: `finray cluster down`, or `ray stop` for a Ray of somebody else",
         )
@@ -434,8 +434,8 @@ def with_port(address: str) -> str:
     """An address of a head: with its port, and without what is written before it."""
     plain = address.removeprefix("ray://")
     has_port = plain.rpartition("]")[2].count(":") == 1
-    return plain if has_port else _joined(plain.strip("[]"), HEAD_PORT)
+    return plain if has_port else joined(plain.strip("[]"), HEAD_PORT)
 
 
-def _joined(host: str, port: int) -> str:
+def joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

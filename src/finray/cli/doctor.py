@@ -1,0 +1,80 @@
+"""``finray doctor``: whether this machine, or every node of a cluster, is fit; and a bug report."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from finray.cli import show
+from finray.config.redact import redact, redact_text
+from finray.errors import FinrayError
+from finray.files import require_writable
+
+_LINES = 60
+
+
+def doctor(
+    config: Annotated[
+        str | None, typer.Argument(help="Config whose storage and cluster are looked at.", show_default=False)
+    ] = None,
+    overrides: show.Overrides = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Look at all nodes of the cluster.")] = False,
+    address: Annotated[str | None, typer.Option(help="Of the cluster's head (default: this machine's).")] = None,
+    storage: Annotated[str | None, typer.Option(help="Where runs are written (default: run.output_dir).")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write what a bug report needs here, secrets masked.")] = None,
+) -> None:
+    """Look at Python, GPUs, network, storage, clocks, disks and ports. Exit code 2 where something keeps a run from
+    working."""
+    if report is not None:
+        require_writable(report.absolute().parent)
+    settings = None if config is None else show.load(config, overrides)
+    where = storage or ("runs" if settings is None else settings.run.output_dir)
+    if cluster or address is not None:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    from finray.runtime import doctor as look
+
+    if cluster or address is not None:
+        from finray.runtime.status import cluster_here
+
+        named = address or (None if settings is None else settings.cluster.address)
+        quiet = show.mode().quiet
+        found = look.cluster(where, cluster_here(named), tell=(lambda text: None) if quiet else show.note)
+    else:
+        found = look.machine(where)
+    show.result(found)
+    if report is not None:
+        plain = None if settings is None else settings.model_dump(mode="json")
+        report.write_text(_report(found.plain(), plain), encoding="utf-8")
+        show.note(f"wrote {report}: read it before you send it")
+    if not found.is_fit:
+        raise typer.Exit(FinrayError.exit_code)
+
+
+def _report(found: dict[str, Any], config: dict[str, Any] | None) -> str:
+    """A bug report: what the machine is, the config, and the last lines of logs, without secrets."""
+    parts = [
+        "# finray: report",
+        f"Python {sys.version}\n{platform.platform()}",
+        "## Doctor\n```json\n" + json.dumps(redact(found), indent=1) + "\n```",
+    ]
+    if config is not None:
+        parts.append("## Config\n```yaml\n" + yaml.safe_dump(redact(config), sort_keys=False) + "```")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    logs = sorted((cache / "finray" / "defects").glob("finray-*.txt"), key=lambda file: file.stat().st_mtime)[-2:]
+    logs += (Path(tempfile.gettempdir()) / f"finray-cluster-{os.getuid()}").glob("*.log")
+    if config is not None:
+        run = Path(config["run"]["output_dir"]).expanduser() / config["run"]["name"]
+        logs += [file for file in (run / "failures.jsonl", run / "metrics.jsonl") if file.is_file()]
+    for file in logs:
+        last = file.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
+        parts.append(f"## Last lines of {file.name}\n```\n" + "\n".join(last) + "\n```")
+    # Whatever it came through: what looks like a secret, and values of variables that do.
+    return redact_text("\n\n".join(parts)) + "\n"

@@ -1,0 +1,230 @@
+"""What `finray doctor` asks one machine: itself, or a node of a cluster through an actor on it. No judgement here."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finray.runtime import nodes
+
+_SENT = 2**25
+_LIMIT_S = 90.0
+_NAME = ".finray-doctor-"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a machine is.
+
+    Attributes:
+        name: of the machine.
+        versions: of Python, Ray, torch, transformers and finray.
+        gpus: name and driver of each, as nvidia-smi says; None where there is no nvidia-smi.
+        cuda: that torch was built for; None for a build without.
+        usable_gpus: that torch can use.
+        torch_error: why torch cannot be imported.
+        free_disk: bytes, by directory.
+        open_sockets: of this user's Ray that answer without the token, ``host:port (answer)``.
+    """
+
+    name: str
+    versions: dict[str, str]
+    gpus: list[str] | None
+    cuda: str | None
+    usable_gpus: int
+    torch_error: str | None
+    free_disk: dict[str, int]
+    open_sockets: list[str] = field(default_factory=list)
+
+
+class Probe:
+    """Asks the machine it is on."""
+
+    def __init__(self) -> None:
+        self._listening: socket.socket | None = None
+
+    def facts(self, folders: list[str]) -> Facts:
+        """What this machine is.
+
+        Args:
+            folders: whose free space is asked.
+        """
+        # Torch is asked in another process: Ray hides GPUs from one that holds none.
+        asked = (
+            "import json, torch; print(json.dumps([torch.version.cuda, "
+            "torch.cuda.device_count() if torch.cuda.is_available() else 0]))"
+        )
+        done = _run([sys.executable, "-c", asked])
+        cuda, usable = json.loads(done.stdout) if done is not None and not done.returncode else (None, 0)
+        failed = None
+        if done is None or done.returncode:
+            failed = "it did not answer" if done is None else (done.stderr.strip().splitlines() or ["?"])[-1]
+        smi = _run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+        gpus = None if smi is None or smi.returncode else smi.stdout.strip().splitlines()
+        free = {}
+        for folder in (*folders, tempfile.gettempdir(), "/dev/shm"):
+            with suppress(OSError):
+                free[folder] = shutil.disk_usage(folder).free
+        return Facts(
+            socket.gethostname(), nodes.versions(), gpus, cuda, int(usable), failed, free, open_sockets(listening())
+        )
+
+    def clock(self) -> float:
+        """Seconds since the epoch."""
+        return time.time()
+
+    def write(self, folder: str, name: str) -> str | None:
+        """Write a small file; why that cannot be."""
+        from fsspec.core import url_to_fs
+
+        try:
+            system, path = url_to_fs(folder)
+            system.makedirs(path, exist_ok=True)
+            system.pipe_file(f"{path}/{_NAME}{name}", name.encode())
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def read(self, folder: str, names: list[str]) -> list[str]:
+        """Those of the files that are not there, or hold something else."""
+        from fsspec.core import url_to_fs
+
+        missing = []
+        for name in names:
+            try:
+                system, path = url_to_fs(folder)
+                system.invalidate_cache()
+                if system.cat_file(f"{path}/{_NAME}{name}") != name.encode():
+                    missing.append(name)
+            except Exception:
+                missing.append(name)
+        return missing
+
+    def remove(self, folder: str, name: str) -> None:
+        """Remove the file that :meth:`write` wrote."""
+        from fsspec.core import url_to_fs
+
+        with suppress(Exception):
+            system, path = url_to_fs(folder)
+            system.rm_file(f"{path}/{_NAME}{name}")
+
+    def listen(self, host: str) -> int:
+        """Take what one other node sends; the port."""
+        self._listening = listening = socket.create_server((host, 0))
+        listening.settimeout(_LIMIT_S)
+
+        def take() -> None:
+            with suppress(OSError), listening, listening.accept()[0] as connection:
+                connection.settimeout(_LIMIT_S)
+                left = _SENT
+                while left and (got := len(connection.recv(2**20))):
+                    left -= got
+                connection.sendall(b"!")
+
+        threading.Thread(target=take, daemon=True).start()
+        return int(listening.getsockname()[1])
+
+    def send(self, host: str, port: int) -> float:
+        """Send to another node; Gbit/s."""
+        with socket.create_connection((host, port), timeout=_LIMIT_S) as connection:
+            block = secrets.token_bytes(2**20)
+            begun = time.perf_counter()
+            for _ in range(_SENT // len(block)):
+                connection.sendall(block)
+            connection.recv(1)
+            return _SENT * 8 / (time.perf_counter() - begun) / 1e9
+
+    def free_port(self, host: str) -> int:
+        """A port that nobody has at this moment."""
+        with socket.create_server((host, 0)) as found:
+            return int(found.getsockname()[1])
+
+    def all_reduce(
+        self, ranks: list[int], world_size: int, host: str, port: int, backend: str, own: str
+    ) -> list[dict[str, Any]]:
+        """Run ranks of an all-reduce on this machine: for each what it said, or ``error``."""
+        env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "finray.runtime.allreduce"]
+                + [str(one) for one in (rank, world_size, host, port, backend, device, own)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env,
+            )
+            for device, rank in enumerate(ranks)
+        ]
+        found = []
+        deadline = time.monotonic() + _LIMIT_S
+        for process in started:
+            try:
+                out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+                last = (err.strip().splitlines() or ["it said nothing"])[-1]
+                found.append(json.loads(out) if process.returncode == 0 else {"error": last})
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                found.append({"error": f"no end within {_LIMIT_S:g} s"})
+        return found
+
+
+def _run(words: list[str]) -> subprocess.CompletedProcess[str] | None:
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=_LIMIT_S, env=env)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def listening() -> list[tuple[str, int]]:
+    """Where processes of this user's Ray listen, but for loopback."""
+    import psutil
+
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            words = " ".join(process.cmdline())
+            if process.uids().real != os.getuid() or not ("/ray/" in words or words.startswith("ray::")):
+                continue
+            for one in process.net_connections(kind="tcp"):
+                if one.status == psutil.CONN_LISTEN and not one.laddr.ip.startswith(("127.", "::1")):
+                    found.add((one.laddr.ip, int(one.laddr.port)))
+    return sorted(found)
+
+
+def open_sockets(known: list[tuple[str, int]]) -> list[str]:
+    """Those that answer HTTP without a token. What speaks gRPC asks for one where the head does."""
+    found = []
+    for ip, port in known:
+        host = "127.0.0.1" if ip in ("0.0.0.0", "::") else ip
+        try:
+            with urllib.request.urlopen(f"http://{nodes.joined(host, port)}/", timeout=5) as answer:
+                found.append(f"{nodes.joined(ip, port)} (HTTP {answer.status})")
+        except urllib.error.HTTPError as error:
+            if error.code not in (401, 403):
+                found.append(f"{nodes.joined(ip, port)} (HTTP {error.code})")
+        except Exception:
+            # It speaks something else, such as gRPC.
+            continue
+    return found
+
+
+def folder_of(storage: str) -> str:
+    """The nearest directory that is there, whose free space can be asked."""
+    path = Path(storage).expanduser().absolute()
+    return str(next((one for one in (path, *path.parents) if one.is_dir()), path))
