@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import hosts, runs, tiny
+from tests.support import hosts
 
 TOKEN = "/tmp/home/.ray/auth_token"
 # What a small node needs; the rest is as a user has it.
@@ -112,26 +111,6 @@ def test_every_socket_is_on_loopback_or_refuses_without_the_token(cluster: list[
     refused = {"401", "403", "UNAUTHENTICATED"}
     assert [one for one in answers if one[2] != right and one[3] not in refused] == []
     assert [one for one in answers if one[2] == right and one[3] in refused] == []
-
-
-def test_one_config_trains_on_one_machine_and_on_three(
-    cluster: list[hosts.Host], bed: hosts.Bed, tiny_model_dir: Path, tokenizer: object
-) -> None:
-    head = cluster[0]
-    tiny.save_model("llama", bed.shared / "model", tokenizer)
-    rows = tiny.write_chat_rows(bed.shared, 24)
-    changes = {"train.max_steps": 4, "train.global_batch_size": 6, "checkpoint.every_steps": 2}
-    plain = runs.tiny_run(bed.shared / "model", rows, bed.shared / "alone", changes)
-    runs.run_alone(plain, bed.shared / "alone" / "run")
-    for strategy in ("ddp", "fsdp2"):
-        output = bed.shared / strategy
-        own = {"run.output_dir": str(output), "parallel.strategy": strategy, "cluster.num_workers": 3}
-        own["cluster.address"] = f"{head.ip}:6379"
-        runs.write_config(runs.changed(plain, own), bed.shared / f"{strategy}.yaml")
-        done = head.finray("train", bed.shared / f"{strategy}.yaml", timeout=500)
-        assert done.code == 0, done.out + done.err
-        assert {one["host"] for one in runs.read_workers(output / "run")} == {"h1", "h2", "h3"}
-        runs.assert_same_curve(output / "run", bed.shared / "alone" / "run", rel=1e-5)
 
 
 def test_down_ends_what_was_started_here_and_nothing_else(cluster: list[hosts.Host]) -> None:

@@ -33,7 +33,9 @@ def main(rank: int, world_size: int, host: str, port: int, backend: str, device:
     torch.set_num_threads(1)
     where = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
     timeout = timedelta(seconds=60)
-    store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, world_size, is_master=rank == 0, timeout=timeout
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     tensor = torch.ones(_BYTES[backend] // 4, device=where)
     dist.all_reduce(tensor)

@@ -180,7 +180,7 @@ def _unreachable(why: str, *, where: str) -> ClusterError:
     return ClusterError(
         f"Ray cannot be reached: {why}",
         where=where,
-        repair="start the cluster with `ray start --head` there, or name one that runs; without "
+        repair="start the cluster with `finray cluster up` there, or name one that runs; without "
         + ("the variable" if name == "RAY_ADDRESS" else name)
         + " Ray is started on this machine",
     )
@@ -232,7 +232,7 @@ def require_alive(address: str, *, where: str) -> None:
                 f"the cluster at {known} asks for a token, and {shown}",
                 where=where,
                 repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with what ~/.ray/auth_token holds on the "
-                "machine where `ray start --head` was run",
+                "machine where `finray cluster up` was run",
             ) from None
         require_alive(address, where=where)
     finally:

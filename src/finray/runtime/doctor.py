@@ -23,7 +23,7 @@ from finray.runtime.probe import Facts, Probe, folder_of
 # Ten gigabits a second between machines is what sharded training wants; storage, clocks and disks as said below.
 WANTED_GBIT, WANTED_DISK = 10.0, 20 * 2**30
 _SKEW_S = 1.0
-_ASK_S = 120.0
+_ASK_S = 180.0
 
 Level = Literal["good", "warning", "problem"]
 
@@ -297,10 +297,11 @@ def _look(
         tell("measuring the network")
         ring = [*each()]
         ports = ask("listen", {name: (ips[name],) for name in ring})
-        links = {}
+        links: dict[tuple[str, str], float] = {}
         for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
             if one not in lost and other in ports:
-                links |= {(one, other): speed for speed in ask("send", {one: (ips[other], ports[other])}).values()}
+                for speed in ask("send", {one: (ips[other], ports[other])}).values():
+                    links[one, other] = speed
         findings += judged_bandwidth(links)
     tell("reducing")
     findings.append(_reduce([*each()], facts, ips, ask))

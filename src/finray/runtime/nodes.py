@@ -438,4 +438,5 @@ def with_port(address: str) -> str:
 
 
 def joined(host: str, port: int) -> str:
+    """A host and a port, as they are written."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

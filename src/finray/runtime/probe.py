@@ -22,7 +22,7 @@ from typing import Any
 from finray.runtime import nodes
 
 _SENT = 2**25
-_LIMIT_S = 90.0
+_LIMIT_S = 150.0
 _NAME = ".finray-doctor-"
 
 
