@@ -49,11 +49,3 @@ def machine_memory(root: Path = Path("/")) -> int:
 def machine_cpus() -> int:
     """CPUs that processes here may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an address; None where none has it."""
-    import psutil
-
-    known = psutil.net_if_addrs().items()
-    return next((name for name, found in known if any(one.address == address for one in found)), None)

@@ -23,7 +23,7 @@ def main(rank: int, world_size: int, host: str, port: int, backend: str, device:
         device: of this machine, for NCCL.
         own: address of this machine.
     """
-    from finray.hardware import interface_of
+    from finray.runtime.worker import interface_of
 
     if (name := interface_of(own)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

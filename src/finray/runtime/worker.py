@@ -24,7 +24,6 @@ from finray.config.paths import run_path, run_url
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
-from finray.hardware import interface_of
 from finray.publishing.hub import Target
 from finray.records import Note, Record, RunSummary
 from finray.runtime import failures

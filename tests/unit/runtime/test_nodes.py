@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import psutil
 import pytest
 
 from finray.errors import ClusterError
-from finray.hardware import interface_of
 from finray.runtime import nodes, status
 
 HEAD = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu", "transformers": "5.23.0", "finray": "0.1.0"}
@@ -123,11 +121,6 @@ def test_a_status_says_who_is_where_and_what_is_wrong() -> None:
     assert "run my run (2)" in shown
     assert "2 of 8" in shown
     assert "3 nodes with 24 CPUs, 0 GPUs at m1:6379" in shown
-
-
-def test_the_interface_of_an_address_is_found() -> None:
-    assert interface_of("127.0.0.1") == ("lo0" if os.uname().sysname == "Darwin" else "lo")
-    assert interface_of("192.0.2.1") is None
 
 
 def test_a_directory_that_others_could_have_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
