@@ -169,6 +169,25 @@ class SystemRecord:
         return {"kind": "system", "step": self.step, **self.numbers, "time": self.time}
 
 
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a rank says of itself to the driver every few seconds; see :class:`finray.training.pulse.Pulse`.
+
+    ``phase`` is ``gone`` where its connection has ended, and ``node`` Ray's name of its machine.
+    """
+
+    attempt: str
+    rank: int
+    host: str
+    pid: int
+    node: str
+    step: int = 0
+    phase: str = "other"
+    steps: int = 0
+    work_s: float = 0.0
+    longest_s: float = 0.0
+
+
 # What trackers take, and what the driver is told.
 Metrics = TrainRecord | EvalRecord | SystemRecord | Note
 Record = TrainRecord | EvalRecord | Note | RunHeader | PrepareProgress

@@ -133,5 +133,8 @@ def test_a_bug_is_not_retried_for_ever(plain: Plain, tmp_path: Path, ray_cluster
     tiny.save_model("gpt2", broken, tiny.train_tokenizer(), vocab_size=20)
     code, out, err = runs.finray("train", into(plain, tmp_path, {"model.name": str(broken), "cluster.num_workers": 1}))
     assert code == 2
-    assert "2 times in the same way from step 0: IndexError" in err
+    assert "2 times from step 0; the first error, of rank 0 on" in err
+    assert ": IndexError" in err
+    # The end of its traceback.
+    assert "  - IndexError" in err
     assert out.count("the workers were restarted") == 2

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -52,9 +54,11 @@ from finray.reporting.run import TrainResult
 from finray.runtime import cluster as clusters
 from finray.runtime import failures
 from finray.runtime.keepers import Keepers
+from finray.runtime.logs import tail
 from finray.runtime.preload import PRELOAD
 from finray.runtime.prepare import Helpers
 from finray.runtime.progress import Address, Listener
+from finray.runtime.pulses import end_hanging
 from finray.runtime.signals import deferred
 from finray.runtime.watch import Watch, refusal
 from finray.tracking.access import require_access
@@ -126,7 +130,10 @@ def train(
     for message in require_access(config.tracking):
         handle(Note(message, level="warning"))
     target = check_push(config) if fresh or _to_push(config, RunDir.of(config)) is not None else None
-    with open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run, _saying_what_is_saved(run):
+    with (
+        open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run,
+        _saying_what_is_saved(run, config),
+    ):
         if (done := run.finished()) is not None:
             handle(Note("the run is finished already; --fresh (in Python fresh=True) begins anew"))
             run.pull(final=True)
@@ -180,10 +187,12 @@ def _push(config: Config, run: RunDir, handle: Handle) -> None:
 
 
 @contextmanager
-def _saying_what_is_saved(run: RunDir) -> Iterator[None]:
+def _saying_what_is_saved(run: RunDir, config: Config) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
+        if config.cluster.requeue_exit_code is not None and getattr(stop, "exit_code", None) == 128 + signal.SIGTERM:
+            stop.exit_code = config.cluster.requeue_exit_code  # type: ignore[attr-defined]
         steps = run.store().steps()
         stop.add_note(f"checkpoint-{steps[-1]:06d} is saved" if steps else "no checkpoint is saved yet")
         raise
@@ -302,6 +311,9 @@ def fit(
             pending,
             handle,
             started=note_size,
+            hang_s=config.cluster.hang_seconds,
+            end_hanging=partial(end_hanging, connected.ray),
+            draining=lambda: connected.ray._private.state.state.get_draining_nodes(),
             grace_s=config.checkpoint.grace_seconds,
             head=lambda: refusal(connected.ray.get_runtime_context().gcs_address) is None,
             head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
@@ -511,15 +523,18 @@ def _best(config: Config) -> tuple[str, str] | None:
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:
     """The cause of a failed run: finray's own error where there is one, else the first worker's."""
-    worker_failures = list(getattr(error, "worker_failures", {}).values()) or [error]
+    by_rank = dict(getattr(error, "worker_failures", {})) or {0: error}
+    worker_failures = list(by_rank.values())
     for failure in worker_failures:
         for cause in (failure, getattr(failure, "_original_exception", None), failure.__cause__):
             if isinstance(cause, FinrayError):
                 return cause
-    for failure in worker_failures:
+    for rank, failure in by_rank.items():
         # What the others say is that one is gone.
         if (lost := failures.lost_process(str(failure))) is not None:
-            return TrainingError(lost[0], where=str(run.path), repair=lost[1])
+            last = tuple(tail(run.path / failures.LOGS / failures.log_name(rank)))
+            said = (f"the last that rank {rank} printed:", *last) if last else ()
+            return TrainingError(lost[0], where=str(run.path), repair=lost[1], problems=said)
     return TrainingError(
         f"the workers failed: {failures.last_line(str(worker_failures[0])) or type(worker_failures[0]).__name__}",
         where=str(run.path),

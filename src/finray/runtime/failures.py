@@ -1,4 +1,4 @@
-"""Telling a bug from bad luck: a run that fails twice in the same way from the same step is not tried a third time.
+"""Telling a bug from bad luck: a run that fails twice from the same step is not tried a third time.
 
 Ray restarts workers that die, which is right for a lost machine and useless for a mistake in a model or in the code.
 The file is in the run directory, because workers on any machine write it. Failures before a start knows its step are
@@ -10,25 +10,39 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from finray.config.redact import redact_text
 from finray.errors import TrainingError
 from finray.files import typed
 
 FILE = "failures.jsonl"
 TRIES = 2
+# Where what the workers print is kept, in the run directory.
+LOGS = "logs"
+_TRACEBACK_LINES = 6
 # Stands for the step in failures that came before it was known.
 LOADING = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that ended an attempt: the step it had resumed from, and the error's type and first line."""
+    """An exception that ended an attempt: the step it had resumed from, and the error's type and first line; the rank
+    that had it, its machine, and the end of its traceback."""
 
     attempt: str
     from_step: int
     error: str
+    rank: int = 0
+    host: str = ""
+    traceback: str = ""
+
+
+def log_name(rank: int) -> str:
+    """The name of a rank's log."""
+    return f"rank-{rank:05d}.log"
 
 
 def describe(error: BaseException) -> str:
@@ -71,6 +85,12 @@ def lost_process(text: str) -> tuple[str, str] | None:
     return None
 
 
+def end_of(error: BaseException) -> str:
+    """The end of an exception's traceback, in lines."""
+    text = redact_text("".join(traceback.format_exception(error)))
+    return "\n".join(text.rstrip().splitlines()[-_TRACEBACK_LINES:])
+
+
 def last_line(text: str) -> str:
     """The line of an error's text that names the exception, which is the last."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -88,13 +108,25 @@ def forget(run_dir: Path) -> None:
     (run_dir / FILE).unlink(missing_ok=True)
 
 
-def repeated_error(failures: list[Failure], from_step: int) -> str | None:
-    """The error that ended ``TRIES`` different attempts from this very step, if there is one."""
-    attempts: dict[str, set[str]] = {}
-    for failure in failures:
-        if failure.from_step == from_step:
-            attempts.setdefault(failure.error, set()).add(failure.attempt)
-    return next((error for error, tries in attempts.items() if len(tries) >= TRIES), None)
+# What the others say when one of them is gone: it is no cause.
+_COLLATERAL = re.compile(
+    r"connection (closed|reset|refused)|ConnectionError|broken pipe|gloo|nccl|socket", re.IGNORECASE
+)
+
+
+def first_of(failures: list[Failure], from_step: int) -> Failure | None:
+    """The first error of ``TRIES`` different attempts that ended at this very step; None where there were fewer.
+
+    Attempts in which the others lost one that was killed do not count, unless they end alike.
+    """
+    here = [one for one in failures if one.from_step == from_step]
+    own = [one for one in here if not _COLLATERAL.search(one.error)]
+    if len({one.attempt for one in own}) >= TRIES:
+        return own[0]
+    for one in here:
+        if len({other.attempt for other in here if other.error == one.error}) >= TRIES:
+            return one
+    return None
 
 
 def check(run_dir: Path, from_step: int) -> None:
@@ -112,11 +144,14 @@ def check(run_dir: Path, from_step: int) -> None:
         # A worker that was killed may have left half a line.
         with contextlib.suppress(ValueError):
             failures.append(typed(json.loads(line), Failure))
-    error = repeated_error(failures, from_step)
-    if error is not None:
+    first = first_of(failures, from_step)
+    if first is not None:
         since = f"from step {from_step}" if from_step != LOADING else "before the first step"
         raise TrainingError(
-            f"the workers failed {TRIES} times in the same way {since}: {error}",
+            f"the workers failed {TRIES} times {since}; the first error, of rank {first.rank}"
+            f"{' on ' + first.host if first.host else ''}: {first.error}",
             where=str(run_dir),
-            repair="FINRAY_VERBOSE=1 shows the workers' output; mend the cause, then run the same command again",
+            repair=f"{LOGS}/{log_name(first.rank)} in the run directory has what it printed; mend the cause, then run "
+            "the same command again",
+            problems=tuple(first.traceback.splitlines()),
         )

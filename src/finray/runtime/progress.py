@@ -17,14 +17,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from finray.config.resolved import Settled
 from finray.errors import TrainingError
 from finray.files import typed
-from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
+from finray.records import Beat, EvalRecord, Note, Record, RunHeader, TrainRecord
 
-_KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRecord)}
+_KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRecord, Beat)}
+# What workers send.
+Heard = Record | Beat
 _PATIENCE_S = 5.0
 _ASKS, _RESIZES = "asks", "resizes"
 # What the driver may ask the workers for, a line each: to save a checkpoint and end, to save one and go on, and to save
@@ -52,7 +54,7 @@ class Listener:
     """
 
     def __init__(
-        self, host: str, handle: Callable[[Record], None], resize: Callable[[int], None] = lambda count: None
+        self, host: str, handle: Callable[[Heard], None], resize: Callable[[int], None] = lambda count: None
     ) -> None:
         self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._server.settimeout(_PATIENCE_S)
@@ -137,6 +139,7 @@ class Listener:
                 self._readers.append(reader)
 
     def _read(self, connection: socket.socket) -> None:
+        last: Beat | None = None
         try:
             with connection, connection.makefile(encoding="utf-8") as lines:
                 connection.settimeout(_PATIENCE_S)
@@ -154,11 +157,17 @@ class Listener:
                 with self._told(connection):
                     for line in lines:
                         plain = json.loads(line)
+                        record = _KINDS[plain.pop("record")](**plain)
+                        last = record if isinstance(record, Beat) else last
                         with self._one_at_a_time:
-                            self._handle(_KINDS[plain.pop("record")](**plain))
+                            self._handle(record)
         except (OSError, ValueError, CancelledError):
             # Half a line of a worker that was killed, or somebody else's.
             return
+        finally:
+            if last is not None:
+                with self._one_at_a_time:
+                    self._handle(replace(last, phase="gone"))
 
 
 def ask(address: Address) -> Settled:
@@ -199,9 +208,19 @@ class Sender:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._records: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
+        self._records: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._wishes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._closed = threading.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more is sent."""
+        return self._closed.is_set()
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Wait until it is closed, or so long."""
+        self._closed.wait(timeout_s)
 
     def is_asked(self) -> bool:
         """Whether the driver has asked for something that was not taken yet."""
@@ -215,7 +234,7 @@ class Sender:
                 wishes.append(self._wishes.get_nowait())
         return STOP if STOP in wishes else wishes[-1] if wishes else ""
 
-    def put(self, record: Record) -> None:
+    def put(self, record: Heard) -> None:
         """Send a record; returns at once."""
         self._records.put(record)
         if self._thread is None:
@@ -224,6 +243,7 @@ class Sender:
 
     def close(self) -> None:
         """Wait, though not for long, until all has been sent."""
+        self._closed.set()
         self._records.put(None)
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +12,9 @@ from typing import Any, NoReturn
 
 from finray.errors import ClusterError
 from finray.planning.placement import Placement
-from finray.records import Note, Record, RunHeader
-from finray.runtime.progress import RESIZE, Listener
+from finray.records import Beat, Note, Record, RunHeader
+from finray.runtime.progress import RESIZE, SAVE, Heard, Listener
+from finray.runtime.pulses import Hang, Pulses, named
 from finray.runtime.signals import Interrupted, Pending
 
 # After so long, waiting is not silent any more.
@@ -39,6 +41,9 @@ class Watch:
         head: whether Ray's head process can be reached.
         head_patience_s: how long it may be gone; Ray ends this process after a minute, and says little.
         started: told of each start of the workers.
+        hang_s: how long a rank may be waited for; None for ever.
+        end_hanging: looks into ranks that hang and ends their processes; what was seen.
+        draining: Ray's names of machines that are to be taken away, and when.
         clock: seconds, monotonic.
     """
 
@@ -54,6 +59,9 @@ class Watch:
         head: Callable[[], bool],
         head_patience_s: float,
         started: Callable[[RunHeader], None] = lambda header: None,
+        hang_s: float | None = None,
+        end_hanging: Callable[[Hang], Sequence[str]] = lambda hang: (),
+        draining: Callable[[], Mapping[str, int]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         fewest, most = placement.bounds
@@ -62,6 +70,11 @@ class Watch:
         if fewest < most:
             self.workers += f" ({fewest} to {most}, as there is room)"
         self._started = started
+        self._pulses = Pulses(hang_s)
+        self._pulses_change = threading.Lock()
+        self._end_hanging = end_hanging
+        self._draining = draining
+        self._said_draining: set[str] = set()
         self._world_size: int | None = None
         self.listener: Listener | None = None
         self._waiting: Callable[[], str | None] = lambda: workers_wait(
@@ -78,8 +91,15 @@ class Watch:
         self._answered = self._probe_at = clock()
         self._say_at, self._pause_s = clock() + SILENCE_S, SILENCE_S
 
-    def heard(self, record: Record) -> None:
-        """Show a record of the workers."""
+    def heard(self, record: Heard) -> None:
+        """Show a record of the workers; what a rank says of itself is kept."""
+        if isinstance(record, Beat):
+            with self._pulses_change:
+                self._pulses.hear(record, self._clock())
+                slow = self._pulses.slow()
+            if slow is not None:
+                self._handle(Note(slow, record.step, "warning"))
+            return
         if isinstance(record, RunHeader):
             self._has_begun = True
             self._started(record)
@@ -113,6 +133,7 @@ class Watch:
                 if self._is_missed:
                     self._handle(Note("Ray's head process answers again"))
                 self._answered, self._is_missed = now, False
+                self._look_at_nodes()
             self.is_lost = now - self._answered >= self._head_patience_s
             if not (self.is_lost or self._is_missed) and now - self._answered > _PROBE_EVERY_S:
                 self._is_missed = True
@@ -126,11 +147,43 @@ class Watch:
             self._handle(Note(f"{reason}saving a checkpoint after this step, for at most {self._grace_s:g} s"))
             if self.listener is not None:
                 self.listener.stop()
+        elif not self.is_lost and self._look_at_ranks(now):
+            return
         elif not self._has_begun and now >= self._say_at:
             self._pause_s *= 2
             self._say_at = now + self._pause_s
             if (text := self._waiting()) is not None:
                 self._handle(Note(text))
+
+    def _look_at_ranks(self, now: float) -> bool:
+        """Name ranks that hang, show their stacks, and end them; whether there were any."""
+        with self._pulses_change:
+            hang = self._pulses.hung(now)
+            if hang is None:
+                return False
+            self._pulses.forget()
+        who = ", ".join(named(one) for one in hang.ranks[:4])
+        more = f" and {len(hang.ranks) - 4} more" if len(hang.ranks) > 4 else ""
+        rest = "ended, so that the workers start again from the last checkpoint (cluster.hang_seconds)"
+        self._handle(Note(f"{who}{more} {hang.why}; it is {rest}", hang.ranks[0].step, "warning"))
+        for text in self._end_hanging(hang):
+            self._handle(Note(text, hang.ranks[0].step, "warning"))
+        return True
+
+    def _look_at_nodes(self) -> None:
+        """Have a checkpoint saved where a machine with workers is to be taken away."""
+        nodes: Mapping[str, int] = {}
+        with suppress(Exception):
+            nodes = self._draining()
+        with self._pulses_change:
+            hosts = self._pulses.hosts()
+        for node in nodes.keys() & hosts.keys() - self._said_draining:
+            self._said_draining.add(node)
+            self._handle(
+                Note(f"{hosts[node]} is to be taken away: a checkpoint is saved after this step", 0, "warning")
+            )
+            if self.listener is not None:
+                self.listener.ask(SAVE)
 
     def _ends(self) -> bool:
         """Whether the run has to end before its time."""

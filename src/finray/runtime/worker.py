@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import socket
 import struct
 import sys
@@ -25,8 +26,9 @@ from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
 from finray.publishing.hub import Target
-from finray.records import Note, Record, RunSummary
+from finray.records import Beat, Note, Record, RunSummary
 from finray.runtime import failures
+from finray.runtime.logs import LogCopy
 from finray.runtime.progress import RESIZE, Address, Sender, ask
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from finray.publishing.background import CheckpointPusher
     from finray.training.evaluator import Answering, Evaluator
     from finray.training.memory import Memory
+    from finray.training.pulse import Pulse
 
 # How long the last checkpoint of a run may be sent after its training.
 _LAST_PUSH_S = 120.0
@@ -57,6 +60,8 @@ class Pushing:
         return cls(target, constants.ENDPOINT, get_token() or "")
 
 
+# The longest pause between two words of a rank about itself.
+_BEAT_S = 10.0
 # How long the end of a worker waits for Ray to have heard of its checkpoints.
 _REPORTS_S = 5.0
 # Linux's request for the address of an interface.
@@ -139,7 +144,13 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
 
     sender, reports = Sender(spec.listener), Reports(_report)
     pusher = _pusher(config, spec.push, sender.put) if spec.push is not None and strategy.rank == 0 else None
+    log = LogCopy.of_this_process(run_dir / failures.LOGS / failures.log_name(strategy.rank))
     step = failures.LOADING
+
+    def failed(error: BaseException) -> failures.Failure:
+        described, end = failures.describe(error), failures.end_of(error)
+        return failures.Failure(attempt, step, described, strategy.rank, socket.gethostname(), end)
+
     try:
         on_all_ranks(strategy, lambda: failures.check(run_dir, failures.LOADING))
         loop = assemble(
@@ -161,6 +172,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         on_all_ranks(strategy, lambda: failures.check(run_dir, step))
         _record_processes(run_dir, strategy)
         is_over = False
+        _start_beating(sender, strategy.rank, attempt, loop.pulse, hang_s=config.cluster.hang_seconds)
         try:
             loop.run()
             is_over = not loop.stopped
@@ -180,15 +192,16 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         raise
     except FinrayError as error:
         if step != failures.LOADING and not isinstance(error, TrainingError | CheckpointError):
-            failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))
+            failures.record(run_dir, failed(error))
             raise
         # Raised on every rank alike; see training.assemble, training.step and training.loop.
         return Outcome(failure=error.to_dict())
     except Exception as error:
-        failures.record(run_dir, failures.Failure(attempt, step, failures.describe(error)))
+        failures.record(run_dir, failed(error))
         raise
     finally:
         sender.close()
+        log.close()
 
 
 def _answering(config: Config, spec: WorkerSpec) -> Answering | None:
@@ -358,6 +371,29 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
         checkpoint_dir_name=path.name,
         checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
     )
+
+
+def _start_beating(sender: Sender, rank: int, attempt: str, pulse: Pulse, *, hang_s: float | None) -> None:
+    """Tell the driver where this rank stands, from now on, in a thread; SIGUSR1 writes the stacks of all threads."""
+    import faulthandler
+
+    import ray
+
+    if hang_s is None:
+        return
+    node = ray.get_runtime_context().get_node_id()
+    pause_s = min(hang_s / 5, _BEAT_S)
+    with suppress(ValueError, OSError, RuntimeError):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+    def beat() -> None:
+        who = Beat(attempt, rank, socket.gethostname(), os.getpid(), node)
+        while not sender.is_closed:
+            of = pulse.step, pulse.phase, pulse.steps, pulse.work_s, pulse.longest_s
+            sender.put(Beat(who.attempt, who.rank, who.host, who.pid, who.node, *of))
+            sender.wait_closed(pause_s)
+
+    threading.Thread(target=beat, name="finray-beat", daemon=True).start()
 
 
 def _record_processes(run_dir: Path, strategy: Any) -> None:

@@ -24,6 +24,7 @@ from finray.training.loader import EvalLoader, Prefetcher, StepData, StepLoader
 from finray.training.memory import MemoryWriter
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Profiler
+from finray.training.pulse import Pulse
 from finray.training.schedule import learning_rate
 from finray.training.state import TrainState
 from finray.training.step import ASKED, CAME, StepResult, evaluate, train_step
@@ -57,6 +58,7 @@ class Loop:
         memory: keeps checkpoints in memory, between those on storage.
         stopped: it ended before its time, with a checkpoint, because that was asked for.
         ended_by: the wish that ended it.
+        pulse: where this rank stands.
     """
 
     config: Config
@@ -90,6 +92,7 @@ class Loop:
     stopped: bool = False
     ended_by: str = ""
     memory: MemoryWriter | None = None
+    pulse: Pulse = field(default_factory=Pulse)
 
     def __post_init__(self) -> None:
         self._window = _Window()
@@ -141,6 +144,7 @@ class Loop:
             while not self._is_over():
                 started, waited = self.clock(), data_ahead.waited
                 self.profiler.before(state.step + 1)
+                self.pulse.begins(state.step + 1)
                 with self.profiler.parts("data wait"):
                     data = data_ahead.take(last=state.step + 1 == self.total_steps)
                 waited = data_ahead.waited - waited
@@ -156,7 +160,9 @@ class Loop:
                     max_grad_norm=config.train.max_grad_norm,
                     say=float(self.writer.is_done) + ASKED * self.asked() + CAME * self._has_results(),
                     parts=self.profiler.parts,
+                    pulse=self.pulse,
                 )
+                self.pulse.ends()
                 state.advance(items=data.items, tokens=data.tokens, supervised=data.supervised)
                 self._window.add(data, result, waited)
                 numbers = None

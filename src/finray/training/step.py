@@ -14,6 +14,7 @@ from finray.records import Confusion
 from finray.training.loader import EvalLoader, StepData
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Parts, no_parts
+from finray.training.pulse import Pulse
 from finray.training.state import TrainState
 from finray.training.task import Task
 
@@ -60,6 +61,7 @@ def train_step(
     max_grad_norm: float | None,
     say: float = 0.0,
     parts: Parts = no_parts,
+    pulse: Pulse | None = None,
 ) -> StepResult:
     """Do one step; nothing here waits for the device.
 
@@ -67,7 +69,7 @@ def train_step(
     gradient that comes out is that of one mean over the global batch, however it was cut up. The weight is known from
     the prepared rows, without communication. A mean of means would weigh a token by the company it keeps.
 
-    ``say`` is summed over the ranks beside the loss.
+    ``say`` is summed over the ranks beside the loss, and ``pulse`` told when this rank has done its part.
     """
     total = torch.zeros(2, dtype=torch.float64, device=strategy.device)
     total[1] = say
@@ -85,6 +87,8 @@ def train_step(
         left -= 1
         strategy.backward(task.loss_sum(batch.to(strategy.device)) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
+    if pulse is not None:
+        pulse.waits()
     with parts("all_reduce"):
         total = strategy.all_reduce_gradients(parameters, total)
     with parts("clip"):

@@ -11,18 +11,23 @@ from finray.runtime.failures import (
     Failure,
     check,
     describe,
+    first_of,
     forget,
     last_line,
     lost_process,
     record,
-    repeated_error,
 )
 
 SAME = [Failure("a", 4, "ValueError: no"), Failure("b", 4, "ValueError: no")]
 
 
-def test_the_same_error_from_the_same_step_in_two_attempts_is_repeated() -> None:
-    assert repeated_error(SAME, 4) == "ValueError: no"
+def test_two_attempts_without_progress_are_enough_and_the_first_error_is_told() -> None:
+    assert first_of(SAME, 4) == SAME[0]
+    assert first_of([SAME[0], Failure("b", 4, "KeyError: x")], 4) == SAME[0]
+    # What the others say when one is gone is a cause only where nothing else is said.
+    lost = [Failure(attempt, 4, "RuntimeError: Connection closed by peer") for attempt in "ab"]
+    assert first_of([lost[0], *SAME], 4) == SAME[0]
+    assert first_of(lost, 4) == lost[0]
 
 
 @pytest.mark.parametrize(
@@ -34,12 +39,12 @@ def test_the_same_error_from_the_same_step_in_two_attempts_is_repeated() -> None
         [SAME[0], SAME[0]],
         # There was progress in between.
         [SAME[0], Failure("b", 6, "ValueError: no")],
-        # Another error may be bad luck.
+        # A machine may have been lost.
         [SAME[0], Failure("b", 4, "ConnectionError: lost")],
     ],
 )
 def test_anything_else_is_worth_another_try(failures: list[Failure]) -> None:
-    assert repeated_error(failures, 4) is None
+    assert first_of(failures, 4) is None
 
 
 def test_failures_are_kept_between_attempts_until_a_person_starts_the_run_again(tmp_path: Path) -> None:
@@ -47,7 +52,7 @@ def test_failures_are_kept_between_attempts_until_a_person_starts_the_run_again(
     for failure in SAME:
         record(tmp_path, failure)
     check(tmp_path, 5)
-    with pytest.raises(TrainingError, match="2 times in the same way from step 4: ValueError: no"):
+    with pytest.raises(TrainingError, match="2 times from step 4; the first error, of rank 0: ValueError: no"):
         check(tmp_path, 4)
     forget(tmp_path)
     check(tmp_path, 4)

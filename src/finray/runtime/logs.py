@@ -1,0 +1,85 @@
+"""What a worker prints, kept in the run directory: Ray's own logs are on its machine, and may be lost with it."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from finray.config.redact import redact_text
+
+_PAUSE_S = 2.0
+_MOST_BYTES = 20 * 2**20
+_TAIL_BYTES = 64 * 2**10
+
+
+class LogCopy:
+    """Appends what comes into files to another one, in a thread, until closed.
+
+    Args:
+        target: grows by at most 20 MB.
+        sources: files that others write to; what is in them already is not copied.
+        title: the first line.
+        pause_s: between two looks.
+    """
+
+    def __init__(self, target: Path, sources: Sequence[Path], *, title: str, pause_s: float = _PAUSE_S) -> None:
+        self._target, self._pause_s, self._left = target, pause_s, _MOST_BYTES
+        self._read = {path: path.stat().st_size for path in sources}
+        self._closed = threading.Event()
+        self._one_at_a_time = threading.Lock()
+        with suppress(OSError):
+            target.parent.mkdir(exist_ok=True)
+            with target.open("ab") as stream:
+                stream.write(f"== {title}\n".encode())
+        threading.Thread(target=self._work, name="finray-log", daemon=True).start()
+
+    @classmethod
+    def of_this_process(cls, target: Path) -> LogCopy:
+        """Of what this process writes to standard output and standard error, where these are files."""
+        sources: dict[Path, None] = {}
+        for number in (1, 2):
+            with suppress(OSError):
+                if stat.S_ISREG(os.fstat(number).st_mode):
+                    sources[Path(f"/proc/self/fd/{number}").readlink()] = None
+        found = [path for path in sources if path.is_file()]
+        return cls(target, found, title=f"{time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}")
+
+    def close(self) -> None:
+        """Copy the rest."""
+        self._closed.set()
+        self._copy()
+
+    def _work(self) -> None:
+        while not self._closed.wait(self._pause_s):
+            self._copy()
+
+    def _copy(self) -> None:
+        # A full disk takes the log, and not the run.
+        with self._one_at_a_time, suppress(OSError):
+            for path, start in self._read.items():
+                if self._left <= 0 or path.stat().st_size <= start:
+                    continue
+                with path.open("rb") as source, self._target.open("ab") as stream:
+                    source.seek(start)
+                    content = source.read(self._left)
+                    if not self._closed.is_set():
+                        # A secret is masked in whole lines.
+                        content = content[: content.rfind(b"\n") + 1]
+                    stream.write(redact_text(content.decode("utf-8", errors="replace")).encode())
+                self._read[path], self._left = start + len(content), self._left - len(content)
+
+
+def tail(path: Path, lines: int = 10) -> list[str]:
+    """The last lines of a log; none where there is no log."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            found = stream.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return found[-lines:]

@@ -1,0 +1,183 @@
+"""Ranks that hang, and ranks that are slow, as the driver finds them in what every rank says of itself.
+
+Every rank sends a :class:`~finray.records.Beat` every few seconds, by a thread: nothing is added to a step, and what
+the driver hears does not grow with the steps. A rank that was stopped or whose machine was cut off sends none; one that
+hangs in a step goes on to send the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from finray.records import Beat
+
+# A rank's own part of a step that takes so many times as long as the others' is named, where it has done this many.
+SLOW, SLOW_STEPS = 1.5, 10
+# A step may take so many times as long as the longest before it.
+_LONGER = 3.0
+_EXAMINE_S = 30.0
+_DUMP_S = 10.0
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Ranks that the others wait for, and how that shows."""
+
+    ranks: Sequence[Beat]
+    why: str
+
+
+@dataclass(slots=True)
+class _Rank:
+    beat: Beat
+    heard: float
+    since: float
+
+
+class Pulses:
+    """What the ranks of the present attempt have said.
+
+    Args:
+        hang_s: how long one may be waited for; None for ever.
+    """
+
+    def __init__(self, hang_s: float | None) -> None:
+        self._hang_s = hang_s
+        self._ranks: dict[int, _Rank] = {}
+        self._attempt = ""
+        self._ended: set[str] = set()
+        self._named_slow: set[tuple[str, int]] = set()
+        self._looked: float | None = None
+
+    def hear(self, beat: Beat, now: float) -> None:
+        """Take what a rank says; the beats of an attempt that is over are nothing."""
+        if beat.attempt in self._ended:
+            return
+        if beat.attempt != self._attempt:
+            self.forget()
+            self._attempt = beat.attempt
+        if beat.phase == "gone":
+            # The end of one is the end of all: Ray sees to it.
+            self.forget()
+            return
+        known = self._ranks.get(beat.rank)
+        same = known is not None and (known.beat.step, known.beat.phase) == (beat.step, beat.phase)
+        self._ranks[beat.rank] = _Rank(beat, now, known.since if same and known is not None else now)
+
+    def forget(self) -> None:
+        """The attempt is over."""
+        self._ended.add(self._attempt)
+        self._ranks.clear()
+
+    def hosts(self) -> dict[str, str]:
+        """Machines with workers: Ray's name and their own."""
+        return {one.beat.node: one.beat.host for one in self._ranks.values()}
+
+    def hung(self, now: float) -> Hang | None:
+        """Who is waited for in vain."""
+        if self._hang_s is None:
+            return None
+        ranks = list(self._ranks.values())
+        looked, self._looked = self._looked, now
+        if looked is None or now - looked > self._hang_s / 5:
+            # It was this process that heard nothing: it was stopped, or had no time.
+            for one in ranks:
+                one.heard = one.since = now
+        silent = [one.beat for one in ranks if now - one.heard > self._hang_s]
+        if silent:
+            return Hang(silent, f"has said nothing for {self._hang_s:g} s")
+        limit = max([self._hang_s, *(_LONGER * one.beat.longest_s for one in ranks)])
+        stuck = [one for one in ranks if now - one.since > limit and one.beat.phase != "other"]
+        waiting = [one for one in stuck if one.beat.phase == "waiting"]
+        if waiting and (behind := [one.beat for one in ranks if one.beat.phase != "waiting"]):
+            step = waiting[0].beat.step
+            return Hang(behind, f"has not come to the sum of step {step} for {limit:g} s, where the others wait")
+        if stuck and len(stuck) == len(ranks) and all(one.beat.steps for one in ranks):
+            where = "wait for each other in its sum" if waiting else "compute"
+            return Hang(
+                [one.beat for one in stuck], f"has been in step {stuck[0].beat.step} for {limit:g} s; all {where}"
+            )
+        return None
+
+    def slow(self) -> str | None:
+        """A rank whose own part of a step takes much longer than that of the others, once; in words."""
+        beats = [one.beat for one in self._ranks.values()]
+        if len(beats) < 2 or any(one.steps < SLOW_STEPS for one in beats):
+            return None
+        own = {one: one.work_s / one.steps for one in beats}
+        slowest = max(own, key=lambda one: own[one])
+        others = statistics.median(seconds for one, seconds in own.items() if one is not slowest)
+        key = (self._attempt, slowest.rank)
+        if own[slowest] < SLOW * others or key in self._named_slow:
+            return None
+        self._named_slow.add(key)
+        return (
+            f"{named(slowest)} is slow: its part of a step takes {own[slowest]:.3g} s, that of the others "
+            f"{others:.3g} s; all wait for it"
+        )
+
+
+def named(beat: Beat) -> str:
+    """A rank in words."""
+    return f"rank {beat.rank} (pid {beat.pid} on {beat.host})"
+
+
+def end_hanging(ray: Any, hang: Hang) -> list[str]:
+    """Look into ranks that hang and end their processes, so that Ray starts the workers again; what was seen.
+
+    Args:
+        ray: connected.
+        hang: whom to end.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    seen = []
+    for beat in hang.ranks[:_SHOWN]:
+        found = ""
+        with suppress(Exception):
+            if beat.node == ray.get_runtime_context().get_node_id():
+                found = examine(beat.pid)
+            else:
+                # A node that is cut off does not answer, and Ray loses its workers by itself.
+                where = NodeAffinitySchedulingStrategy(beat.node, soft=False)
+                task = ray.remote(num_cpus=0, max_retries=0)(examine).options(scheduling_strategy=where)
+                found = ray.get(task.remote(beat.pid), timeout=_EXAMINE_S)
+        seen.append(f"{named(beat)}: {found or 'its machine does not answer'}")
+    return seen
+
+
+def examine(pid: int) -> str:
+    """What a worker's process on this machine is doing, its stack where that can be had; then its end."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if not " ".join(process.cmdline()).startswith("ray::"):
+            return "the process is gone"
+        state = str(process.status())
+    except psutil.Error:
+        return "the process is gone"
+    words = {"stopped": "it is stopped (SIGSTOP)", "disk-sleep": "it waits in the kernel, for a disk or a network file"}
+    said = [words.get(state, f"it is {state}")]
+    if (spy := shutil.which("py-spy")) is not None:
+        with suppress(OSError, subprocess.SubprocessError):
+            command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S, check=False)
+            said += [done.stdout.strip()] if done.returncode == 0 else []
+    if len(said) == 1 and state != "stopped":
+        # Its handler writes the stacks to its standard error, which goes to its log.
+        with suppress(OSError):
+            os.kill(pid, signal.SIGUSR1)
+        said.append("its stack is in its log (py-spy, where it is installed, shows it here)")
+    with suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+    return "\n".join(said)

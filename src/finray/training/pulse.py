@@ -1,0 +1,48 @@
+"""Where this rank stands, for whoever asks from another thread: which step, and whether it computes or waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+# `computing`: in a step, before its sum over the ranks; `waiting`: in the sum; `other`: between two steps.
+Phase = Literal["computing", "waiting", "other"]
+
+
+class Pulse:
+    """Written by the loop, read by another thread.
+
+    Attributes:
+        step: that is done now.
+        phase: of it.
+        steps: done since the start.
+        work_s: seconds before the sums of these steps, which are this rank's own.
+        longest_s: seconds of the longest step so far.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.step = self.steps = 0
+        self.phase: Phase = "other"
+        self.work_s = self.longest_s = 0.0
+        self._clock = clock
+        self._began = 0.0
+
+    def begins(self, step: int) -> None:
+        """A step begins."""
+        self.step, self._began = step, self._clock()
+        self.phase = "computing"
+
+    def waits(self) -> None:
+        """This rank has done its part of the step."""
+        self.work_s += self._clock() - self._began
+        self.phase = "waiting"
+
+    def ends(self) -> None:
+        """The step is done."""
+        self.steps += 1
+        self.longest_s = max(self.longest_s, self._clock() - self._began)
+        self.phase = "other"

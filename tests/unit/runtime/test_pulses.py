@@ -1,0 +1,142 @@
+"""Who hangs and who is slow, told from what ranks say of themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from finray.records import Beat
+from finray.runtime.pulses import Hang, Pulses, examine
+from finray.training.pulse import Pulse
+
+HANG_S = 100.0
+
+
+def beat(rank: int, step: int, phase: str, *, attempt: str = "a", steps: int = 5, **fields: float) -> Beat:
+    return Beat(attempt, rank, f"h{rank}", 100 + rank, f"n{rank}", step, phase, steps, **fields)  # type: ignore[arg-type]
+
+
+class Ranks:
+    """Ranks that say the same again and again, until they are told to say something else."""
+
+    def __init__(self, *beats: Beat) -> None:
+        self.pulses, self.now = Pulses(HANG_S), 0.0
+        self.say(*beats)
+
+    def say(self, *beats: Beat) -> None:
+        self.beats = list(beats)
+
+    def after(self, seconds: float) -> Hang | None:
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 2.0
+            for one in self.beats:
+                self.pulses.hear(one, self.now)
+            if (hang := self.pulses.hung(self.now)) is not None:
+                return hang
+        return None
+
+
+def test_the_rank_that_does_not_come_to_the_sum_is_named() -> None:
+    ranks = Ranks(beat(0, 7, "waiting"), beat(1, 7, "computing"), beat(2, 7, "waiting"))
+    assert ranks.after(HANG_S - 10) is None
+    hang = ranks.after(20)
+    assert hang is not None
+    assert [one.rank for one in hang.ranks] == [1]
+    assert "has not come to the sum of step 7 for 100 s" in hang.why
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    ranks = Ranks(beat(0, 7, "other"), beat(1, 7, "other"))
+    ranks.after(10)
+    ranks.say(beat(0, 7, "other"))
+    hang = ranks.after(HANG_S + 10)
+    assert hang is not None
+    assert [one.rank for one in hang.ranks] == [1]
+
+
+def test_all_that_wait_for_each_other_are_named() -> None:
+    hang = Ranks(beat(0, 7, "waiting"), beat(1, 7, "waiting")).after(HANG_S + 10)
+    assert hang is not None
+    assert (len(hang.ranks), "wait for each other" in hang.why) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "beats",
+    [
+        # An evaluation, a checkpoint, a tracker.
+        (beat(0, 7, "other"), beat(1, 7, "other")),
+        # The first step compiles.
+        (beat(0, 1, "computing", steps=0), beat(1, 1, "computing", steps=0)),
+        # Steps were as long before.
+        (beat(0, 7, "computing", longest_s=400.0), beat(1, 7, "waiting", longest_s=400.0)),
+    ],
+)
+def test_what_takes_its_time_is_no_hang(beats: tuple[Beat, ...]) -> None:
+    assert Ranks(*beats).after(5 * HANG_S) is None
+
+
+def test_ranks_of_an_attempt_that_is_over_are_forgotten() -> None:
+    ranks = Ranks(beat(0, 7, "waiting"), beat(1, 7, "computing"))
+    ranks.after(HANG_S - 10)
+    ranks.say(beat(0, 3, "other", attempt="b"))
+    assert ranks.after(3 * HANG_S) is None
+    # A late word of the first changes nothing, nor does the end of a rank, after which Ray acts.
+    ranks.say(beat(0, 3, "other", attempt="b"), beat(1, 7, "computing"))
+    assert ranks.after(10) is None
+    assert ranks.pulses.hosts() == {"n0": "h0"}
+    ranks.say(beat(0, 3, "gone", attempt="b"))
+    assert ranks.after(3 * HANG_S) is None
+    assert ranks.pulses.hosts() == {}
+
+
+def test_a_driver_that_was_stopped_itself_blames_nobody() -> None:
+    ranks = Ranks(beat(0, 7, "other"), beat(1, 7, "other"))
+    ranks.after(10)
+    assert ranks.pulses.hung(ranks.now + 10 * HANG_S) is None
+
+
+def test_a_slow_rank_is_named_once() -> None:
+    pulses = Pulses(HANG_S)
+    fast = [beat(rank, 20, "other", steps=20, work_s=20.0) for rank in (0, 2)]
+    for one in (*fast, beat(1, 20, "other", steps=20, work_s=50.0)):
+        pulses.hear(one, 1.0)
+    said = pulses.slow()
+    assert said is not None
+    assert said.startswith("rank 1 (pid 101 on h1) is slow: its part of a step takes 2.5 s, that of the others 1 s")
+    assert pulses.slow() is None
+    # Control: a little slower is not slow.
+    pulses = Pulses(HANG_S)
+    for one in (*fast, beat(1, 20, "other", steps=20, work_s=25.0)):
+        pulses.hear(one, 1.0)
+    assert pulses.slow() is None
+    for one in fast:
+        pulses.hear(replace(one, steps=2), 2.0)
+    assert pulses.slow() is None
+
+
+def test_the_pulse_counts_what_is_this_ranks_own() -> None:
+    now = 0.0
+    pulse = Pulse(lambda: now)
+    for own, waited in ((2.0, 1.0), (3.0, 4.0)):
+        pulse.begins(pulse.steps + 1)
+        assert pulse.phase == "computing"
+        now += own
+        pulse.waits()
+        assert pulse.phase == "waiting"
+        now += waited
+        pulse.ends()
+    assert (pulse.step, pulse.steps, pulse.work_s, pulse.longest_s, pulse.phase) == (2, 2, 5.0, 7.0, "other")
+
+
+def test_a_process_that_is_no_worker_is_not_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        assert examine(other.pid) == "the process is gone"
+        assert other.poll() is None
+        other.communicate(b"\n")
+    assert other.returncode == 0
+    assert examine(os.getpid()) == "the process is gone"
