@@ -296,6 +296,25 @@ _PATHS = {
 _BUSY = 16_384
 
 
+def relief(config: Config, resolved: Resolved, device: Device, *, less: int) -> tuple[str, ...]:
+    """The smallest change with which a worker needs so many bytes less than now, as overrides; none where none does.
+
+    For a run that has met the end of its memory, whatever was estimated.
+    """
+    from finray.planning.blueprint import model_shape
+
+    shape = model_shape(config.model, config.adapter, packs=resolved.packs)
+    now, peak = Choice.of(config, resolved), _peaks(config, resolved, shape, device, Rows(), ray=True)
+    most = peak(now)[0].total - less
+    better = smallest_change(
+        now,
+        lambda choice: peak(choice)[0].total <= most,
+        longest=config.data.max_length,
+        others=_others(config, resolved, device),
+    )
+    return () if better is None else better.overrides_from(now)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The fields that may be changed, as the run has them."""

@@ -90,12 +90,13 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
         return
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": bool(os.environ.get("FINRAY_VERBOSE"))}
     if address is None:
-        options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+        options |= {"address": "local", "object_store_memory": OBJECT_STORE_BYTES}
+        options |= {"include_dashboard": cluster.dashboard, "dashboard_host": "127.0.0.1"}
     else:
         require_alive(address, where=_where(cluster, address))
         options["address"] = address
     try:
-        observed = address is not None or options["log_to_driver"]
+        observed = address is not None or options["log_to_driver"] or cluster.dashboard
         with _without_handlers(), nullcontext() if observed else _without_observers():
             ray.init(**options)
         signals.take_back()

@@ -220,6 +220,8 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
             worker_env = {**_early(config), **env}
             clusters.start_worker_processes(ray, worker_env, placement.num_workers + placement.evaluator)
         packing = packing_of(config.model)
+        if config.cluster.dashboard and is_own:
+            handle(Note(f"Ray's dashboard is at http://{ray._private.worker.get_dashboard_url()}"))
         if not packing.safe:
             handle(Note(packing.warning, level="warning"))
         resolved = resolve(
@@ -348,6 +350,8 @@ def fit(
                 except (TrainingFailedError, RayError) as error:
                     watch.end_if_due()
                     reason = _explain(error, run)
+                    if isinstance(reason, failures.OutOfMemory):
+                        reason = _relieved(reason, connected, config)
                     # Ray Train restarts workers, and nobody its controller, which may have been ended beside them.
                     if isinstance(error, TrainingFailedError) or not restarts_left:
                         raise reason from None
@@ -519,6 +523,20 @@ def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, ha
 def _best(config: Config) -> tuple[str, str] | None:
     """The metric whose best checkpoint becomes final, and whether less or more is better; None for the last one."""
     return task_spec(config.model.task).chosen(config.evaluation) if config.checkpoint.keep_best else None
+
+
+def _relieved(error: failures.OutOfMemory, connected: Connected, config: Config) -> failures.OutOfMemory:
+    """The same error with the smallest change that would have left as much memory as was missing."""
+    from finray.planning.memory import relief
+
+    changes: tuple[str, ...] = ()
+    with suppress(Exception):
+        device = device_of(connected.placement)
+        changes = relief(config, connected.resolved, device, less=failures.bytes_missing(error.message))
+    if not changes:
+        return error
+    repair = f"the smallest change with which it should fit: {' '.join(changes)}; `finray plan` shows what needs memory"
+    return failures.OutOfMemory(error.message, where=changes[0].partition("=")[0], repair=repair)
 
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:

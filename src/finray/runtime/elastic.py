@@ -26,6 +26,7 @@ from ray.util.placement_group import placement_group_table
 
 from finray.checkpoint import CheckpointStore
 from finray.planning.placement import room
+from finray.runtime.failures import OutOfMemory
 from finray.runtime.progress import Address, resize_to
 
 # How long resources that workers have left may take to be free again, before fewer workers start.
@@ -174,8 +175,10 @@ class Failures(DefaultFailurePolicy):  # type: ignore[misc]
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
         """Whether the workers start again."""
         found = list(getattr(training_failed_error, "worker_failures", {}).values())
-        if found and all(is_resize(one) for one in found):
+        if found and all(caused_by(one, Resize) for one in found):
             return FailureDecision.RETRY
+        if any(caused_by(one, OutOfMemory) for one in found):
+            return FailureDecision.RAISE
         newest = self._newest
         with suppress(OSError):
             newest = max(CheckpointStore(Path(self._run_dir)).steps(), default=-1)
@@ -184,6 +187,6 @@ class Failures(DefaultFailurePolicy):  # type: ignore[misc]
         return super().make_decision(training_failed_error)
 
 
-def is_resize(error: BaseException) -> bool:
-    """Whether a worker ended to be started again in another number."""
-    return any(isinstance(one, Resize) for one in (error, getattr(error, "_original_exception", None), error.__cause__))
+def caused_by(error: BaseException, kind: type[BaseException]) -> bool:
+    """Whether a worker ended by an error of this kind, which Ray has wrapped."""
+    return any(isinstance(one, kind) for one in (error, getattr(error, "_original_exception", None), error.__cause__))

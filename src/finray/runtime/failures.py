@@ -85,6 +85,38 @@ def lost_process(text: str) -> tuple[str, str] | None:
     return None
 
 
+class OutOfMemory(TrainingError):
+    """A worker asked for more memory than there is; the same settings would meet it again."""
+
+
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(GiB|MiB|KiB|bytes)")
+_FREE = re.compile(r"of which ([\d.]+) (GiB|MiB|KiB|bytes) is free")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def out_of_memory(error: BaseException, who: str, step: int) -> OutOfMemory | None:
+    """An error of torch's allocators in words: who asked for how much; None where it is another error."""
+    text = str(error)
+    asked = _ASKED.search(text)
+    if asked is None or not (type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text):
+        return None
+    free = _FREE.search(text)
+    has = f", and {free[1]} {free[2]} were free" if free else ""
+    return OutOfMemory(
+        f"{who} ran out of memory after step {step}: it asked for {asked[1]} {asked[2]} more{has}",
+        repair="`finray plan` shows what needs it",
+    )
+
+
+def bytes_missing(message: str) -> int:
+    """How much was asked for beyond what was free, by a message of :func:`out_of_memory`."""
+    found = re.search(r"asked for ([\d.]+) (\w+) more(?:, and ([\d.]+) (\w+) were free)?", message)
+    if found is None:
+        return 0
+    free = float(found[3]) * _UNITS[found[4]] if found[3] else 0.0
+    return max(1, round(float(found[1]) * _UNITS[found[2]] - free))
+
+
 def end_of(error: BaseException) -> str:
     """The end of an exception's traceback, in lines."""
     text = redact_text("".join(traceback.format_exception(error)))

@@ -145,7 +145,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     sender, reports = Sender(spec.listener), Reports(_report)
     pusher = _pusher(config, spec.push, sender.put) if spec.push is not None and strategy.rank == 0 else None
     log = LogCopy.of_this_process(run_dir / failures.LOGS / failures.log_name(strategy.rank))
-    step = failures.LOADING
+    step, loop = failures.LOADING, None
 
     def failed(error: BaseException) -> failures.Failure:
         described, end = failures.describe(error), failures.end_of(error)
@@ -198,6 +198,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         return Outcome(failure=error.to_dict())
     except Exception as error:
         failures.record(run_dir, failed(error))
+        who = f"rank {strategy.rank} on {socket.gethostname()}"
+        if (memory := failures.out_of_memory(error, who, step if loop is None else loop.state.step)) is not None:
+            raise memory from error
         raise
     finally:
         sender.close()

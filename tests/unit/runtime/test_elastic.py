@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from finray.records import Note
+from finray.runtime.failures import OutOfMemory
 from finray.runtime.progress import RESIZE, STOP, Listener, Sender, resize_to
 from tests.unit.runtime.test_progress import wish_of
 from tests.unit.runtime.test_watch import HEADER, Run
@@ -70,3 +73,32 @@ def test_a_group_makes_place_unless_the_run_is_ending(run: Run) -> None:
     run.at(1)
     run.watch.resize(4)
     assert asked == [RESIZE]
+
+
+def test_which_failures_count(tmp_path: Path) -> None:
+    """Those in a row without a new checkpoint between them; one that makes place is none, and memory is no bad luck."""
+    from ray.train import FailureConfig
+    from ray.train.v2._internal.execution.failure_handling import FailureDecision
+    from ray.train.v2.api.exceptions import WorkerGroupError
+
+    from finray.runtime.elastic import Failures, Resize
+
+    def after(error: Exception) -> FailureDecision:
+        return policy.make_decision(WorkerGroupError("failed", {0: error, 1: error}))
+
+    retry, end = FailureDecision.RETRY, FailureDecision.RAISE
+    policy = Failures(FailureConfig(max_failures=2), str(tmp_path))
+    assert [after(ValueError()), after(Resize()), after(ValueError())] == [retry] * 3
+    (tmp_path / "checkpoint-000004").mkdir()
+    assert [after(ValueError()), after(ValueError()), after(Resize()), after(ValueError())] == [
+        retry,
+        retry,
+        retry,
+        end,
+    ]
+    assert (
+        Failures(FailureConfig(max_failures=2), str(tmp_path)).make_decision(
+            WorkerGroupError("failed", {0: OutOfMemory("no"), 1: ValueError()})
+        )
+        == end
+    )

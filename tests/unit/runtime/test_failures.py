@@ -9,12 +9,14 @@ import pytest
 from finray.errors import TrainingError
 from finray.runtime.failures import (
     Failure,
+    bytes_missing,
     check,
     describe,
     first_of,
     forget,
     last_line,
     lost_process,
+    out_of_memory,
     record,
 )
 
@@ -124,3 +126,32 @@ def test_a_damaged_file_costs_no_attempt(tmp_path: Path, content: bytes | None) 
         if content.endswith(b"\n"):
             with pytest.raises(TrainingError, match="2 times"):
                 check(tmp_path, 3)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+GPU = OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 512.00 MiB is "
+    "free."
+)
+CPU = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12")
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "missing"),
+    [
+        (GPU, "rank 3 ran out of memory after step 7: it asked for 2.50 GiB more, and 512.00 MiB were free", 2 * 2**30),
+        (CPU, "rank 3 ran out of memory after step 7: it asked for 4096 bytes more", 4096),
+    ],
+)
+def test_memory_that_is_lacking_is_told_with_how_much_was_asked_for(error: Exception, said: str, missing: int) -> None:
+    found = out_of_memory(error, "rank 3", 7)
+    assert found is not None
+    assert (found.message, bytes_missing(found.message)) == (said, missing)
+
+
+def test_another_error_is_not_one_of_memory() -> None:
+    assert out_of_memory(RuntimeError("Tried to allocate 2 GiB of luck"), "rank 3", 7) is None
+    assert out_of_memory(OutOfMemoryError("no"), "rank 3", 7) is None
