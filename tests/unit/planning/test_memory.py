@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finray.planning.estimate import Workload
-from finray.planning.memory import Choice, fastest, largest_workload, single_changes, smallest_change
+from finray.planning.memory import Choice, fastest, largest_workload, relief, single_changes, smallest_change
+from finray.planning.placement import Device
+from tests.support import runs
 
 
 def largest(lengths: list[int], **more: Any) -> Workload:
@@ -183,3 +186,12 @@ def test_the_fastest_choice_that_fits_changes_nothing_that_is_learned() -> None:
         "train.activation_offload=false",
     )
     assert chosen(8.0) == ("train.micro_batch_size=8", "train.activation_offload=false")
+
+
+def test_memory_that_a_run_lacked_is_made_free_by_the_smallest_change(tiny_run: Callable[..., runs.Plain]) -> None:
+    """Whatever was estimated: half of the rows at once for a little, no change for more than all."""
+    config = runs.config_of(tiny_run({"train": {"micro_batch_size": 4, "gradient_checkpointing": "none"}}))
+    device = Device("cuda", "a GPU", 2**34)
+    resolved = runs.resolved_of(config)
+    assert relief(config, resolved, device, less=1) == ("train.micro_batch_size=2",)
+    assert relief(config, resolved, device, less=2**40) == ()
