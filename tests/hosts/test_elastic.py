@@ -1,0 +1,110 @@
+"""Workers on hosts that join, are lost and are cut off: the rows of each step stay, and so does the loss."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support import gated, hosts, runs, tiny
+from tests.support.hosts import Host, wait_until
+
+STEPS, EVERY = 60, 4
+TOKEN = secrets.token_hex(32)
+RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": TOKEN,
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
+}
+
+
+def start_ray(host: Host, head: Host) -> None:
+    """A node with the CPUs of one worker, in the foreground of a process that ends with its host."""
+    words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.ip}", "--num-cpus=2"]
+    words += ["--object-store-memory=80000000", "--block"]
+    words += ["--head", "--port=6379", "--include-dashboard=false"] if host is head else [f"--address={head.ip}:6379"]
+    log = (host.bed.shared / f"{host.name}.log").open("w")
+    host.start(*words, stdout=log, stderr=log)
+
+
+@pytest.fixture
+def three(bed: hosts.Bed) -> Iterator[list[Host]]:
+    made = [bed.host(RAY) for _ in range(3)]
+    yield made
+    for one in made:
+        one.kill()
+
+
+def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], tokenizer: Any) -> None:
+    """Two hosts join, one is lost, and one is without a network for 20 seconds."""
+    first, second, third = three
+    tiny.save_model("llama", bed.shared / "model", tokenizer)
+    rows = tiny.write_chat_rows(bed.shared, 50)
+    output = bed.shared / "runs"
+    plain = runs.tiny_run(
+        bed.shared / "model",
+        rows,
+        output,
+        {
+            "train.max_steps": STEPS,
+            "checkpoint": {"every_steps": EVERY, "keep_last": 3, "asynchronous": False},
+            "cluster": {"num_workers": {"min": 1, "max": 3}, "cpus_per_worker": 2, "resize_seconds": 1},
+        },
+    )
+    config = runs.write_config(gated.gated(plain, output), bed.shared / "run.yaml")
+    run_dir = output / "run"
+
+    def steps() -> int:
+        return max([0, *runs.values(run_dir, "step")])
+
+    def workers() -> int:
+        return len(runs.read_workers(run_dir)) if (run_dir / "workers.json").exists() else 0
+
+    def until(workers_wanted: int) -> None:
+        """Let the run go on, a step at a time, until it has so many workers; then until the next checkpoint."""
+        limit = steps()
+        while workers() != workers_wanted:
+            assert started.poll() is None, started.communicate()
+            assert limit < STEPS - 8, "too many steps"
+            limit = steps() + 1
+            gated.allow(output, limit)
+            wait_until(lambda limit=limit: steps() >= limit or workers() == workers_wanted, "a step or other workers")
+
+    gated.allow(output, 3)
+    start_ray(first, first)
+    wait_until(lambda: first.call(lambda: hosts_answer(first)), "Ray's head")
+    started = first.start_finray("train", str(config), f"cluster.address={first.ip}:6379", cwd=hosts.ROOT)
+    wait_until(lambda: steps() == 3, "three steps")
+    assert workers() == 1
+    start_ray(second, first)
+    start_ray(third, first)
+    until(3)
+    after_checkpoint = (steps() // EVERY + 1) * EVERY + 1
+    gated.allow(output, after_checkpoint)
+    wait_until(lambda: steps() == after_checkpoint, "a checkpoint")
+    third.kill()
+    until(2)
+    with second.partitioned():
+        gated.allow(output, STEPS)
+        time.sleep(20)
+    out, err = started.communicate(timeout=300)
+    assert started.returncode == 0, out + err
+    undisturbed = bed.shared / "undisturbed"
+    runs.run_alone(runs.changed(plain, {"cluster.num_workers": 1}), undisturbed)
+    assert runs.values(run_dir, "samples") == runs.values(undisturbed, "samples")
+    assert runs.values(run_dir, "loss")[-1] == pytest.approx(runs.values(undisturbed, "loss")[-1], abs=1e-4)
+
+
+def hosts_answer(head: Host) -> bool:
+    import socket
+
+    try:
+        socket.create_connection((head.ip, 6379), 1).close()
+    except OSError:
+        return False
+    return True
