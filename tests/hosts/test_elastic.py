@@ -73,7 +73,7 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], token
             assert started.poll() is None, said
             before = steps()
             gated.allow(output, before + 1)
-            wait_until(lambda: steps() > before or workers() == count, "a step or other workers")
+            wait_until(lambda before=before: steps() > before or workers() == count, "a step or other workers")  # type: ignore[misc]
 
     gated.allow(output, 3)
     start_ray(first, first)
