@@ -241,9 +241,9 @@ NAMES: dict[str, str] = {
     "use_tensorboard": "tracking.tensorboard",
     "save_safetensors": _SAFE,
     "save_only_model": _SAME_COMMAND,
-    "push_to_hub": _PUBLISHED,
-    "hub_model_id": _PUBLISHED,
-    "hub_strategy": _PUBLISHED,
+    "push_to_hub": "`export.push_to_hub`, or `finray push` after the run",
+    "hub_model_id": "export.push_to_hub",
+    "hub_strategy": "`end`: `export.push_to_hub`; `checkpoint`: `export.push_every_checkpoint`",
     "export_dir": _PUBLISHED,
     # where it runs
     "deepspeed": "parallel.deepspeed_config",
