@@ -12,6 +12,8 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, sync_playwright
 
 INSTALL = "`make browser`, or `apt-get install --no-install-recommends chromium`"
+# Milliseconds that anything may take; a machine that has other work is slow.
+PATIENCE = 120_000
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -41,7 +43,7 @@ def chromium() -> Iterator[Browser]:
     if program is None:
         raise FileNotFoundError(f"no Chromium: {INSTALL}")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, headless=True, args=list(FLAGS))
+        browser = playwright.chromium.launch(executable_path=program, headless=True, args=list(FLAGS), timeout=PATIENCE)
         yield browser
         browser.close()
 
@@ -65,6 +67,7 @@ def opened(
         color_scheme="dark" if scheme == "dark" else "light",
         device_scale_factor=scale,
     )
+    page.set_default_timeout(PATIENCE)
     found = Opened(page)
     page.on("request", lambda request: found.requests.append(request.url))
     page.on("console", lambda message: found.console.append(f"{message.type}: {message.text}"))
