@@ -241,7 +241,7 @@ NAMES: dict[str, str] = {
     "use_tensorboard": "tracking.tensorboard",
     "save_safetensors": _SAFE,
     "save_only_model": _SAME_COMMAND,
-    "push_to_hub": "`export.push_to_hub`, or `finray push` after the run",
+    "push_to_hub": "the name of a model under `export`, or `finray push` after the run",
     "hub_model_id": "export.push_to_hub",
     "hub_strategy": "`end`: `export.push_to_hub`; `checkpoint`: `export.push_every_checkpoint`",
     "export_dir": _PUBLISHED,
