@@ -113,6 +113,18 @@ def test_every_socket_is_on_loopback_or_refuses_without_the_token(cluster: list[
     assert [one for one in answers if one[2] == right and one[3] in refused] == []
 
 
+def test_the_doctor_asks_all_nodes(cluster: list[hosts.Host], bed: hosts.Bed) -> None:
+    done = cluster[1].finray("doctor", "--cluster", "--storage", bed.shared / "runs", "--json", timeout=500)
+    found = json.loads(done.out)
+    assert sorted(found["machines"]) == ["h1", "h2", "h3"]
+    assert [one for one in found["findings"] if one["level"] == "problem"] == []
+    assert done.code == 0
+    said = {(one["what"], one["node"]) for one in found["findings"]}
+    assert {("bandwidth", "h1"), ("bandwidth", "h2"), ("bandwidth", "h3"), ("clocks", ""), ("storage", "")} <= said
+    assert "3 ranks" in next(one["text"] for one in found["findings"] if one["what"] == "all-reduce (gloo)")
+    assert [*(bed.shared / "runs").iterdir()] == []
+
+
 def test_down_ends_what_was_started_here_and_nothing_else(cluster: list[hosts.Host]) -> None:
     h1, _, h3 = cluster
     # Somebody else's process looks like Ray's.
