@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,8 +54,11 @@ class WandbService(Service):
         if self._mode == "offline":
             # Its process keeps rows in memory for a while, and a kill takes them along. So each start writes the whole
             # run, and there is one folder of it.
-            for folder in (run.run_dir / "wandb").glob(f"offline-run-*-{run.run_id}"):
-                shutil.rmtree(folder, ignore_errors=True)
+            if folders := [*(run.run_dir / "wandb").glob(f"offline-run-*-{run.run_id}")]:
+                for folder in folders:
+                    shutil.rmtree(folder, ignore_errors=True)
+                # Folders are named by the second, and the process of a start that was killed may still write into its.
+                time.sleep(1.1)
             known = None
         self._run: Any = wandb.init(
             project=self._project,
