@@ -86,17 +86,6 @@ def test_its_files_have_the_run(tiny_run: Callable[..., dict[str, Any]], tmp_pat
         assert found == [(one["step"], one[name]) for one in written]
 
 
-def test_a_kill_leaves_its_files_short_and_the_next_start_writes_them_whole(tmp_path: Path) -> None:
-    write(tmp_path, 5)
-    send_and_be_killed(tmp_path, "offline")
-    write(tmp_path, 8)
-    again = sending(tmp_path, "offline")
-    again.catch_up()
-    again.service.close(complete=True)
-    file = max(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert [row["train/step"] for row in rows_of(file)] == list(range(1, 9))
-
-
 def test_a_kill_loses_nothing_and_the_run_is_one(service: Standin, tmp_path: Path) -> None:
     write(tmp_path, 5)
     first = sending(tmp_path, "online")
