@@ -1,0 +1,120 @@
+"""`finray submit` to a real job server of Ray: detached, stopped, gone on with, followed; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import forks, job_server, runs
+from tests.support.runs import Plain, changed
+
+STEPS = 200
+SECRET = "a-secret-that-is-nowhere-to-be-read"
+
+
+@pytest.fixture(scope="module")
+def server(ray_cluster: str) -> Iterator[job_server.JobServer]:
+    # `ray_cluster` for commands that are forked; its Ray is another one.
+    folder = Path(tempfile.mkdtemp(prefix="fr-", dir="/tmp"))
+    try:
+        with job_server.serve(folder) as found:
+            yield found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def until(what: Callable[[], Any], told: Callable[[], str]) -> Any:
+    deadline = time.monotonic() + job_server.PATIENCE_S
+    while not (found := what()):
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.5)
+    return found
+
+
+def test_a_run_is_sent_stopped_and_gone_on_with(
+    tiny_run: Callable[..., Plain], tmp_path: Path, server: job_server.JobServer
+) -> None:
+    go, run_dir = tmp_path / "go", tmp_path / "out" / "run"
+    changes = {
+        "run.output_dir": str(tmp_path / "out"),
+        "train.max_steps": STEPS,
+        "checkpoint.every_steps": 10_000,
+        "cluster.cpus_per_worker": 1,
+        "prepare.num_workers": 1,
+        "model.task": "tests.support.job_server:SlowLM",
+        "cluster.env": {"FINRAY_TESTS_GO": str(go)},
+    }
+    config = runs.write_config(changed(tiny_run(rows=16), changes), tmp_path / "run.yaml")
+    env = {**server.env(), "MY_SECRET": SECRET}
+
+    def finray(*words: object) -> tuple[int, str, str]:
+        return forks.finray(*words, "--address", server.address, env=env, cwd=tmp_path)
+
+    def logs() -> str:
+        return finray("jobs", "logs", job)[1]
+
+    code, out, err = finray("submit", config, "--detach", "--env", "MY_SECRET")
+    assert code == 0, err
+    job = out.strip()
+    assert job.startswith("finray-run-")
+    until(lambda: (run_dir / "metrics.jsonl").exists() and len(runs.values(run_dir, "step")) >= 2, logs)
+    # The same command finds the job that is at work, and starts no second one.
+    assert finray("submit", config, "--detach", "--env", "MY_SECRET")[1].strip() == job
+    code, out, _ = finray("jobs", "list", "--json")
+    assert code == 0
+    (listed,) = json.loads(out)["jobs"]
+    assert (listed["id"], listed["run"], listed["status"]) == (job, str(run_dir), "running")
+
+    code, out, err = finray("jobs", "stop", job)
+    assert code == 0, err
+    until(lambda: json.loads(finray("jobs", "list", "--json")[1])["jobs"][0]["status"] == "stopped", logs)
+    steps = runs.values(run_dir, "step")
+    assert len(steps) < STEPS
+    assert (run_dir / f"checkpoint-{steps[-1]:06d}" / "manifest.json").is_file(), logs()
+    first_log = logs()
+    assert "is saved" in first_log
+
+    go.touch()
+    code, out, err = finray("submit", config, "--env", "MY_SECRET")
+    assert code == 0, out + err
+    assert (run_dir / "final" / "adapter_model.safetensors").is_file(), out
+    assert runs.values(run_dir, "step") == list(range(1, STEPS + 1))
+    # Neither what was printed nor what Ray wrote down has the secret, and no file of the job keeps it.
+    assert SECRET not in first_log + out + err
+    holding = [path for path in server.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert holding == []
+
+
+def test_a_server_without_the_token_is_said(server: job_server.JobServer, tmp_path: Path) -> None:
+    words = ("jobs", "list", "--address", server.address)
+    env: dict[str, str | None] = {"RAY_ADDRESS": None, "RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None}
+    code, _, err = forks.finray(*words, env=env | {"HOME": str(tmp_path)})
+    assert code == 2
+    assert "asks for a token, and none is shown" in err
+    code, _, err = forks.finray(*words, env=env | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
+    assert code == 2
+    assert "the one that is shown is another" in err
+    code, _, err = forks.finray("jobs", "logs", "no-such-job", "--address", server.address, env=server.env())
+    assert code == 2
+    assert "there is no job `no-such-job`" in err
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_no_server_at_the_address_is_an_error_and_no_wait(answers: bool, ray_cluster: str) -> None:
+    """Nobody listens; or somebody does, and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if answers:
+            listening.listen()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        code, _, err = forks.finray("submit", "smollm2-lora", "--address", address, env={"RAY_ADDRESS": None})
+    assert code == 2
+    assert f"--address http://{address}: there is no job server" in err
