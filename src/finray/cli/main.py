@@ -273,8 +273,21 @@ def export(
     ] = True,
     dtype: Dtype = "bf16",
     base: BaseModel = None,
+    gguf: Annotated[
+        str | None, typer.Option(help="Write one GGUF file instead, and a Modelfile for Ollama: f16 or q8_0.")
+    ] = None,
+    converter: Annotated[
+        Path | None, typer.Option(help="llama.cpp's convert_hf_to_gguf.py (default: the one that is installed).")
+    ] = None,
 ) -> None:
     """Write a model that Transformers or PEFT loads, and check it by loading it."""
+    if gguf is not None:
+        from finray.publishing.gguf import export_gguf
+
+        if not merge:
+            raise ConfigError("an adapter alone is no GGUF file", where="--gguf", repair="leave --adapter out")
+        show.result(export_gguf(run, output, kind=gguf, converter=converter, base=base))
+        return
     from finray.evaluation.artifacts import export_model
 
     show.result(export_model(run, output, merge=merge, dtype=dtype, base=base))

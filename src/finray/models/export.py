@@ -121,7 +121,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
             written = ModelConfig(name=str(scratch), task=artifact.model.task)
             again = load_model(written, dtype=torch.float32).eval()
         tokenizer.save_pretrained(str(scratch))
-        difference = _difference(expected, _logits(again, probe))
+        difference = relative_difference(expected, _logits(again, probe))
         if not difference <= TOLERANCE[used]:
             raise ModelError(
                 f"the written model gives other logits than the trained one (relative difference {difference:.2e}, "
@@ -137,7 +137,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
         if trained_on is not None and find_spec("bitsandbytes") is not None:
             del trained
             packed = load_as_trained(artifact, bits=BITS[trained_on])
-            rounding = _difference(_logits(packed, probe), _logits(again, probe))
+            rounding = relative_difference(_logits(packed, probe), _logits(again, probe))
         said: dict[str, Any] = {name: notes[name] for name in _KEPT if name in notes}
         said |= {"merged_onto": base.name, "revision": base.revision}
         said |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
@@ -215,13 +215,20 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def probe_logits(model: Any, folder: Path) -> torch.Tensor:
+    """Logits of a short text, with the tokenizer of a directory."""
+    tokenizer = load_tokenizer(ModelConfig(name=str(folder)))
+    return _logits(model.eval(), torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]]))
+
+
 @torch.no_grad()
 def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = model(input_ids=tokens).logits.float()
     return result
 
 
-def _difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
+def relative_difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """How far logits lie apart, relative to their spread."""
     # A classifier has few logits: their size stands for the spread.
     spread = expected.std() if expected.ndim == 3 else expected.abs().max()
     return float((expected - actual).abs().max() / spread)

