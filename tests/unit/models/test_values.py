@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finray.config.schema import AdapterConfig, ModelConfig
-from finray.models.export import _difference
+from finray.models.export import relative_difference
 from finray.models.loading import load_model
 from finray.models.sharded import materialise
 
@@ -19,9 +19,9 @@ def test_a_difference_is_in_parts_of_the_spread_of_logits_or_of_the_largest_of_a
     logits = torch.tensor([[[1.0, 2.0], [4.0, 5.0]]])
     # Their standard deviation with n - 1 = 3 below.
     spread = (10 / 3) ** 0.5
-    assert _difference(logits, logits + torch.tensor([0.0, -0.5])) == pytest.approx(0.5 / spread)
+    assert relative_difference(logits, logits + torch.tensor([0.0, -0.5])) == pytest.approx(0.5 / spread)
     classes = torch.tensor([[1.0, -4.0]])
-    assert _difference(classes, classes + torch.tensor([0.5, 0.0])) == pytest.approx(0.5 / 4)
+    assert relative_difference(classes, classes + torch.tensor([0.5, 0.0])) == pytest.approx(0.5 / 4)
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
