@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from finray.inspection.measure import Inspection
     from finray.models.export import Exported
     from finray.planning.plan import Plan
+    from finray.publishing.gguf import GgufExported
     from finray.publishing.push import Pushed
     from finray.reporting.run import PreparedData, TrainResult
 
@@ -356,7 +357,9 @@ def export(
     merge: bool = True,
     dtype: str = "bf16",
     base: str | None = None,
-) -> Exported:
+    gguf: str | None = None,
+    converter: str | Path | None = None,
+) -> Exported | GgufExported:
     """Write a model that Transformers or PEFT loads, and check it by loading it.
 
     Args:
@@ -365,10 +368,17 @@ def export(
         merge: merge the adapter into the model, or write the adapter alone.
         dtype: of the written weights: fp32 or bf16.
         base: base model of an adapter, if it is no longer where it was.
+        gguf: write one GGUF file instead, and a Modelfile for Ollama: ``f16`` or ``q8_0``.
+        converter: llama.cpp's ``convert_hf_to_gguf.py``; None for the one that is installed.
 
     Raises:
         FinrayError: the model cannot be loaded, or the output is in the way or not the same model.
     """
+    if gguf is not None:
+        from finray.publishing.gguf import export_gguf
+
+        script = None if converter is None else Path(converter).expanduser()
+        return export_gguf(_directory(run), Path(output).expanduser(), kind=gguf, converter=script, base=base)
     from finray.evaluation.artifacts import export_model
 
     return export_model(_directory(run), output, merge=merge, dtype=dtype, base=base)
