@@ -135,7 +135,7 @@ def test_one_config_trains_on_one_machine_and_on_three(
     changes = {"train.max_steps": 4, "train.global_batch_size": 6, "checkpoint.every_steps": 2}
     plain = runs.tiny_run(bed.shared / "model", rows, bed.shared / "alone", changes)
     runs.run_alone(plain, bed.shared / "alone" / "run")
-    for strategy in ("ddp",):
+    for strategy in ("ddp", "fsdp"):
         output = bed.shared / strategy
         own = {"run.output_dir": str(output), "parallel.strategy": strategy, "cluster.num_workers": 3}
         own["cluster.address"] = f"{head.ip}:6379"

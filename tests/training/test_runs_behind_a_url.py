@@ -335,7 +335,8 @@ def test_a_local_copy_has_what_a_command_needs(tiny_on_s3: Plain, tmp_path: Path
     with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, say=pytest.fail) as run:
         runs.run_alone(plain, run.path)
     small = Path(local_copy(url, weights=False, local_dir=there))
-    assert {one.name for one in small.iterdir()} == {"config.yaml", "attempt", "metrics.jsonl", "run_id"}
+    records = {"metrics.jsonl", "starts.jsonl"}
+    assert {one.name for one in small.iterdir()} == {"config.yaml", "attempt", "run_id", *records}
     # Not finished yet: the newest checkpoint.
     path = Path(local_copy(url, local_dir=there))
     assert [one.name for one in path.glob("checkpoint-*")] == ["checkpoint-000004"]

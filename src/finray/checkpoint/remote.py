@@ -29,7 +29,7 @@ from finray.files import FileKind, sealed
 
 INDEX = "checkpoints.json"
 # What else of a run directory is kept behind the URL: files that a start, a report or a tracker reads.
-FOLLOWING = ("metrics.jsonl", "run_id", "sent-wandb.json", "sent-mlflow.json")
+FOLLOWING = ("metrics.jsonl", "starts.jsonl", "run_id", "sent-wandb.json", "sent-mlflow.json")
 FOLLOWING_FOLDERS = ("tensorboard", "profile")
 _NAME = re.compile(r"^checkpoint-(\d{6,})-[0-9a-f]{8}$")
 _DAMAGED = "damaged-manifest.json"
