@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from finray.api import evaluate, export, generate, inspect, load_config, plan, prepare, train
+    from finray.api import evaluate, export, generate, inspect, load_config, plan, prepare, push, train
     from finray.config.schema import Config
     from finray.errors import FinrayError
     from finray.reporting.run import TrainResult
@@ -32,6 +32,7 @@ _HOMES = {
     "load_config": "finray.api",
     "plan": "finray.api",
     "prepare": "finray.api",
+    "push": "finray.api",
     "train": "finray.api",
 }
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "load_config",
     "plan",
     "prepare",
+    "push",
     "train",
 ]
 

@@ -39,7 +39,8 @@ def test_the_run_directory_has_what_the_documents_say(run_dir: Path) -> None:
     assert {"tokenizer.json", "chat_template.jinja", "manifest.json"} <= final
     assert "training_state" not in final
     kinds = [json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert kinds == ["eval", "train", "train", "eval"]
+    # Records of the machine come when they come.
+    assert [kind for kind in kinds if kind != "system"] == ["eval", "train", "train", "eval"]
 
 
 def test_evaluate_compares_with_the_base_on_the_held_out_rows(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -362,11 +362,9 @@ class Told(list[tuple[str, int]]):
         self.append((message, step))
 
 
-def pusher(hub: hubs.Hub, warn: Told, **options: Any) -> CheckpointPusher:
-    target = Hub(hub.token, endpoint=hub.url).check("ada/poems")
-    return CheckpointPusher(
-        lambda wait: Hub(hub.token, endpoint=hub.url, wait=wait), target, base=BASE, warn=warn, **options
-    )
+def pusher(hub: hubs.Hub, warn: Told, name: str = "ada/poems") -> CheckpointPusher:
+    target = Hub(hub.token, endpoint=hub.url).check(name)
+    return CheckpointPusher(lambda wait: Hub(hub.token, endpoint=hub.url, wait=wait), target, base=BASE, warn=warn)
 
 
 def test_each_checkpoint_replaces_the_one_before_and_can_be_gone_on_from(
@@ -438,6 +436,29 @@ def test_a_failure_in_the_background_is_said_and_the_next_checkpoint_is_tried(
     until(lambda: hub.repos.get("ada/poems", hubs.Repo(True)).commits[1:])
     one.close(wait_s=120)
     assert len(warn) == 1
+
+
+def test_a_checkpoint_that_waits_at_the_end_is_pushed_unless_nobody_waits_for_it(
+    trained: Path, hub: hubs.Hub, tmp_path: Path
+) -> None:
+    for name, wait_s, expected in (("ada/poems", 120, 3), ("ada/left", 0, 2)):
+        warn, go = Told(), threading.Event()
+        fault = hub.fail("POST", "/commit/", hold=go)
+        one = pusher(hub, warn, name)
+        one.offer(trained / "checkpoint-000001")
+        until(lambda: hub.count("POST", "/commit/"))
+        one.offer(trained / "checkpoint-000002")
+        closing = threading.Thread(target=one.close, kwargs={"wait_s": wait_s})
+        closing.start()
+        if not wait_s:
+            closing.join(120)
+        go.set()
+        closing.join(120)
+        one._thread.join(120)
+        assert len(hub.repos[name].commits) == expected
+        assert not warn
+        fault.times = 0
+        hub.asked.clear()
 
 
 def test_closing_ends_what_is_tried_again(trained: Path, hub: hubs.Hub) -> None:

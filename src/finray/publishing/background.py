@@ -53,7 +53,8 @@ class CheckpointPusher:
         self._login, self._target, self._base, self._warn = login, target, base, warn
         self._changed = threading.Condition()
         self._next: Path | None = None
-        self._closing = threading.Event()
+        # First: no more will come, and nothing is tried again. Then: nobody waits any more.
+        self._ended, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="finray-push", daemon=True)
         self._thread.start()
 
@@ -71,11 +72,12 @@ class CheckpointPusher:
             shutil.rmtree(superseded, ignore_errors=True)
 
     def close(self, *, wait_s: float) -> None:
-        """End the work: what is being sent may take so long still; nothing else is begun or tried again."""
-        self._closing.set()
+        """End the work: what is being sent, and the checkpoint that waits, may take so long; nothing is tried again."""
         with self._changed:
+            self._ended.set()
             self._changed.notify()
         self._thread.join(wait_s)
+        self._left.set()
         # What is still being sent ends with the process, and is no commit.
         with suppress(OSError):
             for rest in [self._next] if self._next is not None else []:
@@ -96,14 +98,14 @@ class CheckpointPusher:
         hub: Uploads | None = None
         while True:
             with self._changed:
-                while self._next is None and not self._closing.is_set():
+                while self._next is None and not self._ended.is_set():
                     self._changed.wait()
-                if self._closing.is_set() or (folder := self._next) is None:
+                if self._left.is_set() or (folder := self._next) is None:
                     return
                 self._next = None
             step = _step(folder)
             try:
-                hub = hub or self._login(self._closing.wait)
+                hub = hub or self._login(self._ended.wait)
                 files = _files(folder, self._base)
                 hub.push(self._target, files, message=f"Checkpoint of step {step}", folder=FOLDER, only=True)
                 self._target = replace(self._target, exists=True)
@@ -111,7 +113,8 @@ class CheckpointPusher:
                 # Whatever it is: the training goes on.
                 said = error.message if isinstance(error, FinrayError) else f"{type(error).__name__}: {error}"
                 where = f" ({error.where})" if isinstance(error, HubError) else ""
-                if not self._closing.is_set():
+                # At the end the model itself is pushed, and what is wrong then is said there.
+                if not self._ended.is_set():
                     self._warn(f"the checkpoint of step {step} is not pushed: {said}{where}; training goes on", step)
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
