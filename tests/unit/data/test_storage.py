@@ -208,6 +208,8 @@ def test_a_scheme_that_nothing_installed_can_read_names_what_to_install(
     def missing(url: str) -> None:
         raise ImportError(url)
 
+    # Of the S3 server that tests with Ray have, in whose process this may run.
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
     with pytest.raises(DataError, match=f"nothing installed can read `{scheme}://`") as caught:
         storage.filesystem(f"{scheme}://bucket/rows.jsonl")
