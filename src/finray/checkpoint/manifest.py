@@ -62,6 +62,9 @@ def parsed(text: bytes, where: Path | str, *, step: int | None = None) -> Conten
         raise CheckpointError(f"has format version {content['format_version']}, not {FORMAT_VERSION}", where=str(where))
     if step not in (None, content["step"]):
         raise CheckpointError(f"is of step {content['step']}, not {step}", where=str(where))
+    for one in content["files"]:
+        # Before anything is fetched or written under that name.
+        _FILES.inside(Path(), one["path"], where=where)
     return content
 
 

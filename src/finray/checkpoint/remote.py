@@ -131,6 +131,8 @@ class RemoteStore(CheckpointStore):
         with _uploading(step, self._objects.url):
             self._objects.upload(target / manifest.NAME, f"{folder}/{manifest.NAME}")
             self._contents[folder] = manifest.read(target)
+            # The upload may have taken minutes, and another attempt may have begun.
+            self.check()
             self._name({**self.places(), step: folder})
         return target
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from finray.runtime.jobs import CONFIG, SECRETS
 
+# Where Ray 2.60 tells the driver of a job its runtime environment.
+_RAYS_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
 
 def main() -> None:
     """Run the job in the directory that Ray has unpacked."""
@@ -21,6 +24,11 @@ def main() -> None:
         found = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
         os.environ.update(found)
+    # Workers inherit the directory of the job, and Ray would unpack the secrets on each of their machines.
+    if told := os.environ.get(_RAYS_JOB):
+        job = json.loads(told)
+        (job.get("runtime_env") or {}).pop("working_dir", None)
+        os.environ[_RAYS_JOB] = json.dumps(job)
     sys.argv = ["finray", "train", CONFIG]
     from finray.cli.start import main as run
 

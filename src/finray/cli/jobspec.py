@@ -16,6 +16,7 @@ from finray.jobspec.hosts import compose, ray_cluster, slurm
 from finray.jobspec.kubernetes import rayjob
 from finray.jobspec.replicas import replicas
 from finray.jobspec.spec import Machines, interval_warning, make_spec, overrides_for
+from finray.runtime.jobs import require_no_secret
 
 TARGETS = {"rayjob": rayjob, "compose": compose, "slurm": slurm, "ray-cluster": ray_cluster, "replicas": replicas}
 
@@ -88,6 +89,7 @@ def jobspec(
         hosts=tuple(host or ()),
         user=user,
     )
+    require_no_secret(settings, option="--secret")
     spec = make_spec(settings, machines)
     text = TARGETS[to](spec)
     notes = list(spec.notes)

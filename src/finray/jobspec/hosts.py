@@ -109,7 +109,7 @@ def slurm(spec: JobSpec) -> str:
         config=spec.config_text,
         resources=resources,
         grace=grace,
-        stopped=STOPPED,
+        stopped=spec.config.cluster.requeue_exit_code or STOPPED,
     )
 
 

@@ -23,7 +23,7 @@ def main(rank: int, world_size: int, host: str, port: int, backend: str, device:
         device: of this machine, for NCCL.
         own: address of this machine.
     """
-    from finray.runtime.worker import interface_of
+    from finray.runtime.worker import interface_of, listen, meet
 
     if (name := interface_of(own)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -33,9 +33,9 @@ def main(rank: int, world_size: int, host: str, port: int, backend: str, device:
     torch.set_num_threads(1)
     where = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
     timeout = timedelta(seconds=60)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, world_size, is_master=rank == 0, timeout=timeout
-    )
+    # At this address alone: left to itself, the store would listen on every interface, and it asks nobody for a token.
+    listening = listen(host, port) if rank == 0 else None
+    store = meet((host, port), listening, world_size=world_size, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     tensor = torch.ones(_BYTES[backend] // 4, device=where)
     dist.all_reduce(tensor)

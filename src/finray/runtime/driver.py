@@ -193,7 +193,11 @@ def _saying_what_is_saved(run: RunDir, config: Config) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         if config.cluster.requeue_exit_code is not None and getattr(stop, "exit_code", None) == 128 + signal.SIGTERM:
             stop.exit_code = config.cluster.requeue_exit_code  # type: ignore[attr-defined]
-        steps = run.store().steps()
+        try:
+            steps = run.store().steps()
+        except FinrayError:
+            # Storage that fails must not take the exit code away.
+            raise stop from None
         stop.add_note(f"checkpoint-{steps[-1]:06d} is saved" if steps else "no checkpoint is saved yet")
         raise
 

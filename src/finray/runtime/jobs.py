@@ -260,8 +260,12 @@ def _job(info: Any) -> Job:
     return Job(info.submission_id, run, status, started, info.driver_exit_code, redact_text(info.message or "") or None)
 
 
-def require_no_secret(config: Config) -> None:
+def require_no_secret(config: Config, *, option: str = "--env") -> None:
     """See that a config that is sent away holds no secret.
+
+    Args:
+        config: what is sent.
+        option: of the command, which names variables to take along.
 
     Raises:
         ConfigError: it does; with the name of the variable to use.
@@ -280,7 +284,7 @@ def require_no_secret(config: Config) -> None:
             if redact_text(value, environ={}) != value or (is_secret_name(name) and ".field_mapping." not in path):
                 usual = next((one for start, one in _USUAL.items() if start in value), None)
                 usual = usual or re.sub(r"\W", "_", name).upper()
-                problems.append(f"{path}: take it out, export {usual}=..., and add --env {usual}")
+                problems.append(f"{path}: take it out, export {usual}=..., and add {option} {usual}")
 
     look(config.model_dump(mode="json", exclude_unset=True), "")
     if problems:

@@ -113,7 +113,11 @@ def _serve(
                     raise ClusterError(f"the model no longer answers: {why[-1][:300]}", repair="start the server again")
         except signals.Interrupted:
             tell(f"stopping: answers that have begun have {grace:g} s to come to their end; a second signal ends them")
-            if not handle.drain.remote(grace).result(timeout_s=grace + _SLACK_S):
+            try:
+                is_done = handle.drain.remote(grace).result(timeout_s=grace + _SLACK_S)
+            except TimeoutError:
+                is_done = False
+            if not is_done:
                 tell("some answers did not come to their end in that time")
             raise
     except FinrayError:

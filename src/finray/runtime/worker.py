@@ -181,7 +181,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             loop.writer.follow()
             if pusher is not None:
                 # Of a run that goes on there will be other checkpoints.
-                pusher.close(wait_s=0 if loop.stopped else _LAST_PUSH_S)
+                pusher.close(wait_s=_LAST_PUSH_S if is_over else 0)
         outcome = Outcome(stopped=loop.state.step) if loop.stopped else Outcome(loop.summary())
         reports.close()
         torch.distributed.destroy_process_group()
@@ -292,10 +292,10 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def listen(host: str) -> socket.socket:
+def listen(host: str, port: int = 0) -> socket.socket:
     """Where rank 0 is met: at this address alone. Left to itself, torch's store would listen on every interface, and it
     asks nobody for a token."""
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def meet(address: tuple[str, int], listening: socket.socket | None, *, world_size: int, timeout: timedelta) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import configparser
+import http.client
 import json
 import netrc
 import os
@@ -98,7 +99,7 @@ def _ask(url: str, content: bytes, headers: dict[str, str], timeout_s: float) ->
         if error.code in (401, 403):
             return None
         raise
-    except ValueError as error:
+    except (ValueError, http.client.HTTPException) as error:
         raise OSError(f"no answer of such a service: {error}") from None
 
 

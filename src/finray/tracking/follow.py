@@ -279,33 +279,42 @@ class Follower:
 
     def _work(self) -> None:
         try:
-            with self._sending.lock().acquire(timeout=0):
-                failures = 0
-                while True:
-                    # Whatever is written before the end is asked for is sent by the attempt that follows.
-                    ending = self._ending.is_set()
-                    try:
-                        self._sending.catch_up(ended=self._is_late)
-                        failures = 0
-                        if ending:
-                            self._sending.service.close(complete=self._complete)
-                            break
-                    except FinrayError:
-                        raise
-                    except Exception as error:
-                        failures += 1
-                        self._warn(f"cannot be reached: {_said(error)}")
-                        if self._is_late():
-                            break
-                    if self._ending.is_set():
-                        # An event that is set waits for nobody.
-                        time.sleep(self._every_s)
-                    else:
-                        self._ending.wait(min(self._every_s * 2**failures, self._most_s))
-        except Timeout:
-            self._warn("is sent this run by another process")
+            while True:
+                try:
+                    with self._sending.lock().acquire(timeout=0):
+                        self._send()
+                        return
+                except Timeout:
+                    self._warn("is sent this run by another process")
+                    # That one ends some day: a `finray sync`, or a worker that is being killed.
+                    if self._ending.wait(self._every_s):
+                        return
         except Exception as error:
             self._warn(f"failed: {_said(error)}")
+
+    def _send(self) -> None:
+        failures = 0
+        while True:
+            # Whatever is written before the end is asked for is sent by the attempt that follows.
+            ending = self._ending.is_set()
+            try:
+                self._sending.catch_up(ended=self._is_late)
+                failures = 0
+                if ending:
+                    self._sending.service.close(complete=self._complete)
+                    break
+            except FinrayError:
+                raise
+            except Exception as error:
+                failures += 1
+                self._warn(f"cannot be reached: {_said(error)}")
+                if self._is_late():
+                    break
+            if self._ending.is_set():
+                # An event that is set waits for nobody.
+                time.sleep(self._every_s)
+            else:
+                self._ending.wait(min(self._every_s * 2**failures, self._most_s))
 
     def _is_late(self) -> bool:
         return self._clock() > self._until

@@ -263,3 +263,23 @@ def test_a_checkpoint_of_another_format_version_is_passed_over(store: Checkpoint
     assert found is not None
     assert found.step == 10
     assert f"format version {version}" in warnings[0]
+
+
+@pytest.mark.parametrize("path", ["../../victim.txt", "/victim.txt", "a/../../victim.txt"])
+def test_a_manifest_behind_a_url_writes_nothing_outside_of_its_directory(path: str, tmp_path: Path) -> None:
+    """It may be somebody else's; the file that it names is there."""
+    from finray.checkpoint.copies import pull_folder
+    from finray.checkpoint.objects import Objects
+
+    url = f"memory://{tmp_path.name}"
+    objects = Objects(f"{url}/bucket/run")
+    content = b"from outside"
+    entry: manifest.Entry = {"path": path, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (tmp_path / "made").mkdir()
+    manifest.write(tmp_path / "made", [entry], step=1, metrics={})
+    objects.write(f"final/{manifest.NAME}", (tmp_path / "made" / manifest.NAME).read_bytes())
+    Objects(f"{url}/bucket").write("victim.txt", content)
+    copy = tmp_path / "cache" / "copies" / "run"
+    with pytest.raises(CheckpointError, match="outside of its directory"):
+        pull_folder(copy, objects, "final")
+    assert list(tmp_path.rglob("victim.txt")) == []

@@ -326,3 +326,21 @@ def test_files_of_this_machine_are_named() -> None:
     spec = make_spec(small(data__source="data/train.jsonl", model__name="./model"), Machines())
     assert len(spec.notes) == 2
     assert all("on every machine" in note for note in spec.notes)
+
+
+def test_a_secret_in_the_config_is_in_no_job_and_the_message_names_the_option(tmp_path: Path) -> None:
+    words = ("jobspec", "smollm2-lora", "--to", "slurm", "-o", tmp_path / "job.sbatch")
+    code, out, err = finray(*words, "data.source=https://me:s3cretpass@host/a.jsonl")
+    assert code == 2
+    assert "--secret" in out + err
+    assert "s3cretpass" not in out + err
+    assert not (tmp_path / "job.sbatch").exists()
+
+
+def test_a_run_that_ends_with_an_exit_code_of_its_own_is_queued_again_by_it() -> None:
+    def tests(**changes: Any) -> str:
+        script = slurm(make_spec(preset("smollm2-lora", **changes), Machines()))
+        return next(line for line in script.splitlines() if "-eq" in line and "code" in line)
+
+    assert f"-eq {STOPPED} " in tests()
+    assert "-eq 75 " in tests(**{"cluster.requeue_exit_code": 75})

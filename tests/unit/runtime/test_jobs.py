@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,3 +145,26 @@ def test_a_log_is_followed_over_connections_that_break(server: Server) -> None:
     job = server.follow(identity, said.append, pause=lambda seconds: None)
     assert job.status == "succeeded"
     assert "".join(said) == client.log
+
+
+def test_the_machines_of_the_workers_do_not_get_the_secrets_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray unpacks the directory of a job wherever it has workers, unless the driver of the job says otherwise."""
+    from finray.cli import job_entry, start
+
+    (tmp_path / SECRETS).write_text(json.dumps({"FINRAY_TEST_SECRET": "s3cret"}))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FINRAY_TEST_SECRET", "")
+    told = {"runtime_env": {"working_dir": "gcs://pkg.zip", "env_vars": {"A": "b"}}, "metadata": {"x": "y"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(told))
+    monkeypatch.setattr("sys.argv", ["entry"])
+    seen: list[Any] = []
+    monkeypatch.setattr(start, "main", lambda: seen.append((sys.argv, dict(os.environ), (tmp_path / SECRETS).exists())))
+    job_entry.main()
+    ((argv, environ, is_there),) = seen
+    assert argv == ["finray", "train", CONFIG]
+    assert environ["FINRAY_TEST_SECRET"] == "s3cret"
+    assert not is_there
+    expected = {"runtime_env": {"env_vars": {"A": "b"}}, "metadata": {"x": "y"}}
+    assert json.loads(environ["RAY_JOB_CONFIG_JSON_ENV_VAR"]) == expected
