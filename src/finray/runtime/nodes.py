@@ -367,7 +367,7 @@ def _require_free(host: str, port: int) -> None:
         raise ClusterError(
             f"somebody listens at {joined(host, port)} already",
             where="finray cluster up",
-            repair="end what was started there: `finray cluster down`, or `ray stop` for a Ray of somebody else",
+            repair="end what was started there: `finray cluster down`, or whatever started a Ray of somebody else",
         )
 
 
