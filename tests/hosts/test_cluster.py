@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support import hosts, runs, tiny
@@ -200,6 +202,14 @@ def test_no_process_is_left_when_all_are_down(cluster: list[hosts.Host]) -> None
     for host in reversed(cluster):
         done = host.finray("cluster", "down")
         assert done.code == 0, done.out + done.err
-    left = [" ".join(one.cmdline()) for host in cluster for one in host.processes()]
-    assert "sleep 4005" in left
-    assert {*left} <= {"raylet 4006", "sleep 4005"}
+
+    def left() -> set[str]:
+        found = set()
+        for one in (one for host in cluster for one in host.processes()):
+            with suppress(psutil.NoSuchProcess):
+                found.add(" ".join(one.cmdline()))
+        return found
+
+    # A part of Ray's dashboard looks once a second whether its parent is there.
+    hosts.wait_until(lambda: left() <= {"raylet 4006", "sleep 4005"}, "what Ray started has ended")
+    assert "sleep 4005" in left()
