@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from finray.records import Note, Record
+from finray.records import Note, Record, TrainRecord
 from finray.runtime.keepers import STEPS, Keeper
+from finray.training import memory as memories
 from finray.training.memory import Part, newest_whole
 from tests.support import runs
 
@@ -30,6 +33,17 @@ class Kept:
         return None if found is None else found[1]
 
 
+class Lazy:
+    """A thread that works only while it is waited for."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def submit(self, function: Callable[..., None], *given: object) -> SimpleNamespace:
+        return SimpleNamespace(result=partial(function, *given))
+
+    def shutdown(self, **_: object) -> None: ...
+
+
 class Killed(BaseException):
     """Stands for a kill; what a tracker raises else is caught."""
 
@@ -37,7 +51,7 @@ class Killed(BaseException):
 @pytest.fixture
 def plain(tiny_run: Callable[..., runs.Plain], dropout_model: Path) -> runs.Plain:
     """Eight steps, stored after the fourth before the fifth begins, in memory after every second."""
-    changes = {"adapter.dropout": 0.2, "checkpoint": {"every_steps": 4, "in_memory_every": 2, "asynchronous": False}}
+    changes = {"adapter.dropout": 0.2, "checkpoint": {"every_steps": 4, "in_memory_every": 4, "asynchronous": False}}
     return tiny_run(changes, model=dropout_model)
 
 
@@ -70,6 +84,32 @@ def test_a_run_goes_on_from_memory_as_if_nothing_had_been(plain: runs.Plain, tmp
     # Negative control: without a memory it goes on from what is stored.
     runs.keep_until(tmp_path / "run", 4)
     assert runs.assemble_alone(plain, tmp_path / "run").loop.state.step == 4
+
+
+@pytest.mark.parametrize(("every", "asynchronous"), [(1, True), (2, False), (3, True), (4, True), (5, False)])
+def test_no_more_steps_than_were_said_are_without_a_checkpoint(
+    plain: runs.Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, asynchronous: bool
+) -> None:
+    """However long a part is on its way: here each comes where it shall when it is waited for, and no sooner."""
+    monkeypatch.setattr(memories, "ThreadPoolExecutor", Lazy)
+    memory, without = Kept(), list[int]()
+
+    def notify(record: Record) -> None:
+        if isinstance(record, TrainRecord):
+            without.append(record.step - max((part.step for part in memory.parts()), default=0))
+
+    changes = {"train.max_steps": 12, "checkpoint": {"every_steps": 100, "in_memory_every": every}}
+    changes |= {"checkpoint.asynchronous": asynchronous}
+    runs.run_alone(runs.changed(plain, changes), tmp_path / "run", memory=memory, notify=notify)
+    assert len(without) == 12
+    assert max(without) == every - (every % 2 and every > 1)
+
+
+def test_what_is_stored_behind_the_training_is_kept_in_memory_too(plain: runs.Plain, tmp_path: Path) -> None:
+    memory = Kept()
+    behind = runs.changed(plain, {"checkpoint.asynchronous": True})
+    runs.run_alone(behind, tmp_path / "run", memory=memory)
+    assert [part.step for part in memory.parts()] == [2, 4, 6]
 
 
 def test_what_is_stored_is_taken_where_it_is_newer(plain: runs.Plain, tmp_path: Path) -> None:

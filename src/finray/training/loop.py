@@ -137,7 +137,7 @@ class Loop:
         # Numbers are read from the device at these intervals; between such steps nothing waits for it.
         reading = [config.tracking.log_every, config.checkpoint.every_steps]
         if self.memory is not None:
-            reading.append(self.memory.every)
+            reading.append(self.memory.interval)
         if self.evaluation is not None and config.evaluation.every_steps is not None:
             reading.append(config.evaluation.every_steps)
         try:
@@ -231,16 +231,18 @@ class Loop:
         if self.stopped and self._window.tokens:
             self._log_step(data, rate, numbers)
         due = state.step % config.checkpoint.every_steps == 0 or is_wanted or wish == "save"
-        if not (last or due or self.stopped):
-            if self.memory is not None and state.step % self.memory.every == 0:
-                started = self.clock()
-                self.memory.wait()
-                self.memory.begin(self._snapshot(self.memory.buffers), state.step)
-                self.phases["checkpoint"] += self.clock() - started
+        is_stored = last or due or self.stopped
+        behind = is_stored and config.checkpoint.asynchronous and not (last or self.stopped or wish == "save")
+        # What is stored behind the training may be lost on its way.
+        if self.memory is not None and (behind or not is_stored) and state.step % self.memory.interval == 0:
+            started = self.clock()
+            self.memory.ready()
+            self.memory.begin(self._snapshot(self.memory.buffers), state.step)
+            self.phases["checkpoint"] += self.clock() - started
+        if not is_stored:
             return
         started = self.clock()
         self._finish_saving()
-        behind = config.checkpoint.asynchronous and not (last or self.stopped or wish == "save")
         snapshot = self._snapshot(self._copies if behind else None)
         self.writer.begin(snapshot, step=state.step, metrics=self.last_metrics)
         if not behind:

@@ -85,6 +85,8 @@ class MemoryWriter:
     Attributes:
         memory: who keeps it.
         run_dir: the run directory.
+        every: the most steps that may be lost. A part is on its way until the next one begins, so there are two in that
+            time; where it is one step, each is waited for.
         records: keep the run's records beside the part of rank 0, because the next start may be without them.
         warn: told once where it fails: training goes on, and checkpoints on storage are what is left.
         buffers: where tensors are copied to.
@@ -104,6 +106,16 @@ class MemoryWriter:
         self._pending: Future[None] | None = None
         self._has_failed = False
 
+    @property
+    def interval(self) -> int:
+        """Steps between two parts."""
+        return max(1, self.every // 2)
+
+    def ready(self) -> None:
+        """Wait until the parts before are kept, of all ranks: a collective. A newer part drives old ones out."""
+        self.wait()
+        self.strategy.all_gather_object(None)
+
     def wait(self) -> None:
         """Wait for the part before, whose buffers are used again."""
         if self._pending is not None:
@@ -119,6 +131,8 @@ class MemoryWriter:
     def begin(self, snapshot: Snapshot, step: int) -> None:
         """Keep a snapshot that was taken into :attr:`buffers`."""
         self._pending = self._pool.submit(self._keep, snapshot, step)
+        if self.every == 1:
+            self.wait()
 
     def _keep(self, snapshot: Snapshot, step: int) -> None:
         tensors = [tensor for own in snapshot.weights.values() for tensor in own.values()]
