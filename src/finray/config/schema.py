@@ -385,8 +385,8 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = Field(2, description="How many of the newest checkpoints are kept.")
     in_memory_every: PositiveInt | None = Field(
         None,
-        description="The most optimizer steps that a lost node costs. Checkpoints are kept in memory twice as often (at "
-        "1, after each step), each worker's part on its own node and on another. A restart prefers one that is newer "
+        description="The most optimizer steps that a lost node costs. Checkpoints are kept in memory twice as often (at"
+        " 1, after each step), each worker's part on its own node and on another. A restart prefers one that is newer "
         "than what is stored. null keeps none.",
     )
     asynchronous: bool = Field(
