@@ -22,6 +22,7 @@ from finray.config.load import ConfigLike, Overrides
 from finray.config.paths import PREPARED, run_path
 from finray.config.schema import Config
 from finray.data.sources.memory import ROWS, write_rows
+from finray.errors import ConfigError
 from finray.records import Note, Record
 from finray.results import PlainConsole
 from finray.tracking.console import RunView
@@ -357,6 +358,7 @@ def export(
     merge: bool = True,
     dtype: str = "bf16",
     base: str | None = None,
+    max_shard_size: str | None = None,
     gguf: str | None = None,
     converter: str | Path | None = None,
 ) -> Exported | GgufExported:
@@ -368,6 +370,7 @@ def export(
         merge: merge the adapter into the model, or write the adapter alone.
         dtype: of the written weights: fp32 or bf16.
         base: base model of an adapter, if it is no longer where it was.
+        max_shard_size: the most that a file with weights holds, such as ``5GB``.
         gguf: write one GGUF file instead, and a Modelfile for Ollama: ``f16`` or ``q8_0``.
         converter: llama.cpp's ``convert_hf_to_gguf.py``; None for the one that is installed.
 
@@ -377,11 +380,15 @@ def export(
     if gguf is not None:
         from finray.publishing.gguf import export_gguf
 
+        if not merge:
+            raise ConfigError("an adapter alone is no GGUF file", where="--gguf", repair="leave --adapter out")
+        if max_shard_size is not None:
+            raise ConfigError("a model in GGUF is one file", where="--max-shard-size", repair="leave it out")
         script = None if converter is None else Path(converter).expanduser()
         return export_gguf(_directory(run), Path(output).expanduser(), kind=gguf, converter=script, base=base)
     from finray.evaluation.artifacts import export_model
 
-    return export_model(_directory(run), output, merge=merge, dtype=dtype, base=base)
+    return export_model(_directory(run), output, merge=merge, dtype=dtype, base=base, max_shard_size=max_shard_size)
 
 
 def push(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants, snapshot_download
+from safetensors.torch import load, load_file, save_file
 
 from finray.config.adapter_files import WEIGHTS
 from finray.errors import FinrayError, HubError, ModelError
@@ -335,6 +336,27 @@ def test_a_merged_model_is_not_merged_again_after_a_failed_push(trained: Path, h
     assert not any("merging" in one for one in told)
     assert not kept.exists()
     assert before
+
+
+def test_a_model_that_was_merged_into_another_base_is_not_pushed(
+    trained: Path, hub: hubs.Hub, pushed_as: Any, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    other = Path(shutil.copytree(tiny_model_dir, tmp_path / "other"))
+    weights = load_file(other / "model.safetensors")
+    save_file({name: one + 1 for name, one in weights.items()}, other / "model.safetensors", metadata={"format": "pt"})
+    fault = hub.fail("PUT", "^/lfs/", times=10**6, status=500)
+    with pytest.raises(HubError):
+        pushed_as(trained, to="ada/whole", merged=True, dtype="fp32")
+    fault.times = 0
+    pushed_as(trained, to="ada/whole", merged=True, dtype="fp32", base=str(other))
+    pushed = load(hub.repos["ada/whole"].files["model.safetensors"])
+    assert torch.equal(pushed["model.norm.weight"], weights["model.norm.weight"] + 1)
+    # The other is kept for the push that it was made for.
+    told: list[str] = []
+    pushed_as(trained, to="ada/whole", merged=True, dtype="fp32", say=told.append)
+    assert not any("merging" in one for one in told)
+    pushed = load(hub.repos["ada/whole"].files["model.safetensors"])
+    assert torch.equal(pushed["model.norm.weight"], weights["model.norm.weight"])
 
 
 def test_the_command(trained: Path, hub: hubs.Hub) -> None:

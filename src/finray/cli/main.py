@@ -273,6 +273,9 @@ def export(
     ] = True,
     dtype: Dtype = "bf16",
     base: BaseModel = None,
+    max_shard_size: Annotated[
+        str | None, typer.Option(help="The most that a file with weights holds, such as 5GB.", show_default=False)
+    ] = None,
     gguf: Annotated[
         str | None, typer.Option(help="Write one GGUF file instead, and a Modelfile for Ollama: f16 or q8_0.")
     ] = None,
@@ -281,16 +284,19 @@ def export(
     ] = None,
 ) -> None:
     """Write a model that Transformers or PEFT loads, and check it by loading it."""
-    if gguf is not None:
-        from finray.publishing.gguf import export_gguf
+    from finray.api import export as run_export
 
-        if not merge:
-            raise ConfigError("an adapter alone is no GGUF file", where="--gguf", repair="leave --adapter out")
-        show.result(export_gguf(run, output, kind=gguf, converter=converter, base=base))
-        return
-    from finray.evaluation.artifacts import export_model
-
-    show.result(export_model(run, output, merge=merge, dtype=dtype, base=base))
+    made = run_export(
+        run,
+        output,
+        merge=merge,
+        dtype=dtype,
+        base=base,
+        max_shard_size=max_shard_size,
+        gguf=gguf,
+        converter=converter,
+    )
+    show.result(made)
 
 
 @app.command()

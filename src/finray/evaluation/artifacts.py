@@ -95,7 +95,13 @@ def _require_listed(folder: Path, files: Collection[str]) -> None:
 
 
 def export_model(
-    path: str | Path, output: str | Path, *, merge: bool = True, dtype: str = "bf16", base: str | None = None
+    path: str | Path,
+    output: str | Path,
+    *,
+    merge: bool = True,
+    dtype: str = "bf16",
+    base: str | None = None,
+    max_shard_size: str | None = None,
 ) -> Exported:
     """Write a model that plain Transformers loads (or PEFT, for an adapter), and check it by loading it.
 
@@ -105,13 +111,15 @@ def export_model(
         merge: fold an adapter into its base model, or write the adapter alone.
         dtype: ``fp32`` or ``bf16``, of the merged weights.
         base: overrides the base model of an adapter.
+        max_shard_size: of a file with weights, such as ``5GB``.
 
     Raises:
         FinrayError: the model cannot be loaded, or the output is in the way or not the same model.
     """
     if dtype not in TOLERANCE:
         raise ModelError(f"weights cannot be stored as `{dtype}`", where="dtype", repair="use fp32 or bf16")
-    return export(find_artifact(_folder(path), base=base), Path(output).expanduser(), merge=merge, dtype=dtype)
+    artifact = find_artifact(_folder(path), base=base)
+    return export(artifact, Path(output).expanduser(), merge=merge, dtype=dtype, max_shard_size=max_shard_size)
 
 
 def load_trained(path: str | Path, *, base: str | None = None) -> tuple[Any, Any]:

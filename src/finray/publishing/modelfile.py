@@ -9,7 +9,7 @@ file says so and has no template.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Messages = Sequence[Mapping[str, str]]
@@ -69,13 +69,14 @@ def _go(text: str) -> str:
     return f'{{{{- "{quoted}" }}}}' if text else ""
 
 
-def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any]) -> tuple[str, str | None]:
+def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, begin: str = "") -> tuple[str, str | None]:
     """The text of a ``Modelfile``, and why it has no template; None where it has one, or the model has none.
 
     Args:
         tokenizer: with the chat template that was trained.
         file: name of the GGUF file.
         notes: of finray, which lie beside the weights.
+        begin: token that the runner itself puts before the rendered text.
     """
     lines = [f"FROM ./{file}"]
     refused = None
@@ -90,6 +91,8 @@ def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any]) -> tuple[str,
 
         found = frame_of(render)
         if isinstance(found, Frame):
+            # Else it would be there twice.
+            found = replace(found, begin=found.begin.removeprefix(begin))
             lines.append(f'TEMPLATE """{found.go()}"""')
             if isinstance(end := tokenizer.eos_token, str) and '"' not in end:
                 lines.append(f'PARAMETER stop "{end}"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from finray.config.export import hub_id
 from finray.config.schema import Config
 from finray.errors import HubError
 from finray.evaluation.artifacts import export_model, find_artifact
+from finray.evaluation.subjects import files_of
 from finray.files import digest_of, require_writable
 from finray.models.artifacts import Artifact
 from finray.publishing.card import Facts, card, scores_of
@@ -199,7 +201,11 @@ def _facts(
 
 def _merged(artifact: Artifact, *, dtype: str, base: str | None, say: Say) -> Path:
     """The model that is pushed with ``--merged``. It is kept until it is pushed: after a kill it is not made again."""
-    name = digest_of(artifact.folder / WEIGHTS)[:12] if artifact.is_adapter else artifact.folder.name
+    name = artifact.folder.name
+    if artifact.base is not None:
+        # Another adapter, or another base, is another model.
+        made_of = [digest_of(artifact.folder / WEIGHTS), artifact.base.revision, files_of(base or artifact.base.name)]
+        name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     output = artifact.folder.parent / f".push-{name}-{dtype}"
     if artifact.is_adapter and output.is_dir():
         say(f"the merged model of an earlier push is in {output}")

@@ -75,6 +75,36 @@ def test_a_whole_model_is_written_in_the_dtype_that_was_asked_for(tiny_model_dir
     assert "finray.json" not in names(tmp_path / "out")
 
 
+def test_weights_in_several_files_are_the_same_model(adapter: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    whole, cut = (
+        export(read_artifact(adapter), tmp_path / str(size), merge=True, dtype="fp32", max_shard_size=size).folder
+        for size in (None, "100KB")
+    )
+    files = sorted(cut.glob("model-*.safetensors"))
+    assert len(files) > 2
+    # One tensor alone may be larger; here none is but the embedding.
+    assert sum(one.stat().st_size > 102_000 for one in files) <= 1
+    assert "model.safetensors.index.json" in names(cut)
+    assert "model.safetensors.index.json" not in names(whole)
+    left, right = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (whole, cut))
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("size", ["5", "5 GB", "0GB", "-1GB", "1e3MB", "5gb", ""])
+def test_a_size_that_is_none_is_refused_before_anything_is_loaded(
+    size: str, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "load_artifact", pytest.fail)
+    with pytest.raises(ModelError, match="no size of a file"):
+        export(read_artifact(adapter), tmp_path / "out", merge=True, dtype="fp32", max_shard_size=size)
+    with pytest.raises(ModelError, match="an adapter is one file"):
+        export(read_artifact(adapter), tmp_path / "out", merge=False, dtype="fp32", max_shard_size="5GB")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_empty_directory_is_filled(adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert export(read_artifact(adapter), tmp_path / "out", merge=True, dtype="fp32").folder == tmp_path / "out"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from finray.publishing.gguf import added_begin
 from finray.publishing.modelfile import Frame, frame_of, modelfile
 
 CHATML = (
@@ -20,6 +23,12 @@ LLAMA3 = (
     "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
     "{{ m['content'] }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# As Mistral's, with a system message.
+INST = (
+    "<s>{% for m in messages %}{% if m['role'] == 'system' %}[SYSTEM_PROMPT] {{ m['content'] }}[/SYSTEM_PROMPT]"
+    "{% elif m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]{% else %} {{ m['content'] }}</s>{% endif %}"
+    "{% endfor %}"
 )
 # The system message goes into the first message of the user.
 GEMMA = (
@@ -84,6 +93,47 @@ def test_the_template_says_what_the_chat_template_says(template: str) -> None:
     assert isinstance(found, Frame), found
     for messages in (CONVERSATION, CONVERSATION[1:], CONVERSATION[1:2]):
         assert go(found.go(), messages) == render(messages)
+
+
+@pytest.mark.parametrize(("template", "begin"), [(LLAMA3, "<|begin_of_text|>"), (INST, "<s>")])
+def test_a_token_that_the_runner_writes_itself_is_not_in_the_template(template: str, begin: str) -> None:
+    render = renderer(template)
+    tokenizer = SimpleNamespace(
+        chat_template=template, eos_token=None, apply_chat_template=lambda messages, **options: render(messages)
+    )
+    for own in (begin, ""):
+        text, refused = modelfile(tokenizer, "m.gguf", {}, begin=own)
+        assert refused is None
+        written = re.findall(r'TEMPLATE """(.*)"""', text)[0]
+        for messages in (CONVERSATION, CONVERSATION[1:]):
+            # As Ollama: its own token, and then the rendered text.
+            assert own + go(written, messages) == render(messages)
+            assert render(messages).count(begin) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"model": "gpt2", "add_bos_token": True}, "<s>"),
+        ({"model": "gpt2", "add_bos_token": False}, ""),
+        ({"model": "llama", "add_bos_token": False}, ""),
+        # Where the file says nothing, llama.cpp goes by the kind of the tokenizer.
+        ({"model": "gpt2", "pre": "smollm"}, ""),
+        ({"model": "gpt2", "pre": "llama-bpe"}, "<s>"),
+        ({"model": "llama", "pre": "default"}, "<s>"),
+    ],
+)
+def test_whether_the_runner_writes_it_is_in_the_gguf_file(tmp_path: Path, said: dict[str, Any], expected: str) -> None:
+    file = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    for name, value in said.items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_string
+        add(f"tokenizer.ggml.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert added_begin(file, SimpleNamespace(bos_token="<s>")) == expected
+    assert added_begin(file, SimpleNamespace(bos_token=None)) == ""
 
 
 @pytest.mark.parametrize("template", [UPPER, THINKING])
