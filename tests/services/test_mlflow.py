@@ -12,6 +12,7 @@ import pytest
 from finray.tracking.jsonl import read_records
 from finray.tracking.mlflow import MlflowService
 from tests.services.conftest import Server
+from tests.services.handing_over import train_and_be_killed
 from tests.support import runs
 
 mlflow = pytest.importorskip("mlflow", reason="`make test-services` runs these in an environment of their own")
@@ -91,6 +92,27 @@ def test_a_kill_and_a_resume_are_one_run_and_no_step_is_there_twice(
     with_config(changed, cut)
     eventually(lambda: runs.finray("sync", cut)[0] == 0)
     assert [step for step, _, _ in points(mlflow_server, "train/loss")].count(6) == 2
+
+
+def test_a_kill_in_mid_run_leaves_one_run_and_no_step_twice(
+    mlflow_server: Server, tiny_run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    plain, run_dir = config(tiny_run, mlflow_server, **{"train.max_steps": 12}), tmp_path / "run"
+    train_and_be_killed(plain, run_dir, step=7, tracker="mlflow")
+    _, before = the_run(mlflow_server)
+    assert before.info.status == "RUNNING"
+    assert points(mlflow_server, "train/loss")
+    assembled = runs.assemble_alone(plain, run_dir)
+    assembled.loop.run()
+    assembled.loop.trackers.finish(complete=True, patience_s=240)
+    _, after = the_run(mlflow_server)
+    assert (after.info.run_id, after.info.status) == (before.info.run_id, "FINISHED")
+    assert after.data.tags["finray.run_id"] == (run_dir / "run_id").read_text()
+    for kind, name, steps in (("train", "loss", list(range(1, 13))), ("eval", "eval_loss", [4, 8, 12])):
+        # The time is that of the first attempt where a step was done again.
+        found = [(step, value) for step, value, _ in points(mlflow_server, f"{kind}/{name}")]
+        assert found == [(step, value) for step, value, _ in written(run_dir, kind, name)]
+        assert [step for step, _ in found] == steps
 
 
 def test_a_server_that_stops_changes_no_bit_and_gets_what_it_missed(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from finray.tracking.jsonl import read_records
-from tests.services.handing_over import RUN_ID, sending, write
+from tests.services.handing_over import RUN_ID, sending, train_and_be_killed, write
 from tests.services.standin import Standin
 from tests.support import runs
 
@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def records_of(path: Path) -> Iterator[Any]:
-    """Records of a `.wandb` file: blocks of 32 KiB with pieces of protobuf messages, as LevelDB's log has them."""
+    """Records of a `.wandb` file: blocks of 32 KiB with pieces of protobuf messages, as LevelDB's log has them.
+
+    W&B's own process writes it, a block at a time, and may still be at the last one: a piece that is not whole ends it.
+    """
     from wandb.proto import wandb_internal_pb2
 
     content, at, whole = path.read_bytes(), 7, b""
@@ -33,6 +36,8 @@ def records_of(path: Path) -> Iterator[Any]:
             at += 2**15 - at % 2**15
             continue
         _, size, kind = struct.unpack("<IHB", content[at : at + 7])
+        if at + 7 + size > len(content):
+            return
         whole += content[at + 7 : at + 7 + size]
         at += 7 + size
         # A whole one, or the last piece of one.
@@ -41,6 +46,14 @@ def records_of(path: Path) -> Iterator[Any]:
             record.ParseFromString(whole)
             whole = b""
             yield record
+
+
+def exits_of(path: Path) -> list[int]:
+    return [one.exit.exit_code for one in records_of(path) if one.WhichOneof("record_type") == "exit"]
+
+
+def runs_of(path: Path) -> list[Any]:
+    return [one.run for one in records_of(path) if one.WhichOneof("record_type") == "run"]
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -68,22 +81,46 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Standin]:
         made.close()
 
 
-def test_its_files_have_the_run(tiny_run: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def offline_run(tiny_run: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     own = {"tracking.trackers": ["wandb"], "tracking.wandb_mode": "offline", "tracking.wandb_project": "p"}
-    assembled = runs.assemble_alone(tiny_run({**own, "data.eval_ratio": 0.2}, rows=24), run_dir)
-    assembled.loop.run()
-    assembled.loop.trackers.finish(complete=True, patience_s=240)
+    return tiny_run({**own, "data.eval_ratio": 0.2, "evaluation.every_steps": 4, "train.max_steps": 12}, rows=24)
+
+
+def require_the_run(run_dir: Path, eventually: Any) -> None:
+    """One file, of one run, with each number that the run's own records have, once and in their order."""
     (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    (started,) = (one.run for one in records_of(file) if one.WhichOneof("record_type") == "run")
+    # W&B's process writes the last block after its client has said that the run is finished.
+    eventually(lambda: exits_of(file) == [0])
+    (started,) = runs_of(file)
     assert (started.run_id, started.project) == ((run_dir / "run_id").read_text(), "p")
-    (ended,) = (one.exit for one in records_of(file) if one.WhichOneof("record_type") == "exit")
-    assert ended.exit_code == 0
     rows = rows_of(file)
     for kind, name in (("train", "loss"), ("train", "lr"), ("eval", "eval_loss")):
         found = [(row[f"{kind}/step"], row[f"{kind}/{name}"]) for row in rows if f"{kind}/step" in row]
         written = (one for one in read_records(run_dir / "metrics.jsonl") if one["kind"] == kind)
         assert found == [(one["step"], one[name]) for one in written]
+    assert [row["train/step"] for row in rows if "train/step" in row] == list(range(1, 13))
+
+
+def test_its_files_have_the_run(tiny_run: Callable[..., dict[str, Any]], tmp_path: Path, eventually: Any) -> None:
+    assembled = runs.assemble_alone(offline_run(tiny_run), tmp_path / "run")
+    assembled.loop.run()
+    assembled.loop.trackers.finish(complete=True, patience_s=240)
+    require_the_run(tmp_path / "run", eventually)
+
+
+def test_after_a_kill_in_mid_run_its_files_have_one_run_and_no_step_twice(
+    tiny_run: Callable[..., dict[str, Any]], tmp_path: Path, eventually: Any
+) -> None:
+    plain, run_dir = offline_run(tiny_run), tmp_path / "run"
+    train_and_be_killed(plain, run_dir, step=7, tracker="wandb")
+    run_id = (run_dir / "run_id").read_text()
+    # What the killed process had handed over was in the memory of W&B's own.
+    assert [one for file in run_dir.glob("wandb/offline-run-*/run-*.wandb") for one in exits_of(file)] == []
+    assembled = runs.assemble_alone(plain, run_dir)
+    assembled.loop.run()
+    assembled.loop.trackers.finish(complete=True, patience_s=240)
+    assert (run_dir / "run_id").read_text() == run_id
+    require_the_run(run_dir, eventually)
 
 
 def test_a_kill_loses_nothing_and_the_run_is_one(service: Standin, tmp_path: Path) -> None:

@@ -126,11 +126,15 @@ def test_the_card_says_what_was_trained_on_what_and_how_well(trained: Path, hub:
     assert found["loss"] == pytest.approx(scores["loss"]["value"], abs=1e-6)
     interval = f"{scores['loss']['value']:.4g} [{scores['loss']['low']:.4g}, {scores['loss']['high']:.4g}]"
     assert interval in text
-    assert "| learning rate | 0.05 |" in text
+    for name, value in {"learning rate": "0.05", "weights trained": "lora, rank 4", "alpha": "8", "seed": "5"}.items():
+        assert f"| {name} | {value} |" in text
+    assert "Trained on `rows.jsonl`" in text
+    assert f"[{BASE}](https://huggingface.co/{BASE})" in text
+    assert "goes for this one too: other, acme-1, LICENSE" in text
     # To make it again: the file is a config, and nothing of this machine is in it.
     config = runs.yaml.safe_load(block(text, "yaml"))
     assert config["data"]["source"] == "rows.jsonl"
-    assert config["train"]["learning_rate"] == 0.05
+    assert runs.config_of(config).train.learning_rate == 0.05
     assert str(trained.parent.parent) not in text
     assert "output_dir" not in text
     assert b"/tmp" not in b"".join(one for name, one in hub.repos["ada/poems"].files.items() if name.endswith("json"))
@@ -357,6 +361,36 @@ def test_a_model_that_was_merged_into_another_base_is_not_pushed(
     assert not any("merging" in one for one in told)
     pushed = load(hub.repos["ada/whole"].files["model.safetensors"])
     assert torch.equal(pushed["model.norm.weight"], weights["model.norm.weight"])
+
+
+def test_a_push_that_is_killed_is_finished_by_the_same_command(trained: Path, hub: hubs.Hub, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    words = ("push", str(trained), "--to", "ada/whole", "--base", BASE, "--merged")
+    go = threading.Event()
+    # It asks for its commit, and is killed before there is one.
+    hub.fail("POST", "/commit/", hold=go, status=503)
+    process = runs.start_cli(*words, env=hubs.environment(hub, tmp_path / "other"))
+    try:
+        until(lambda: hub.count("POST", "/commit/") or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
+        assert hub.token.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    finally:
+        process.kill()
+        go.set()
+        said = "".join(process.communicate(timeout=120))
+    assert "merging the adapter" in said
+    assert hub.token not in said
+    assert hub.repos["ada/whole"].commits == ["first"]
+    sent = hub.sent
+    assert sent > 0
+    code, out, err = runs.finray(*words)
+    assert code == 0, out + err
+    assert "merging the adapter" not in out + err
+    assert hub.sent == sent
+    assert len(hub.repos["ada/whole"].commits) == 2
+    AutoModelForCausalLM.from_pretrained(snapshot_download("ada/whole"))
+    assert not list(trained.glob(".push-*"))
 
 
 def test_the_command(trained: Path, hub: hubs.Hub) -> None:

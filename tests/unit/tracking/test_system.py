@@ -26,9 +26,33 @@ def test_a_sample_says_what_the_machine_says(tmp_path: Path) -> None:
     assert abs(found["rss_bytes"] - rss) < rss / 2
     assert 0 <= found["memory_percent"] <= 100
     after = sampled._before[1]
+    assert {"cpu_percent", "process_cpu_percent", "disk_percent"} <= set(found)
+    both = {"network_sent_bytes", "network_received_bytes", "disk_read_bytes", "disk_written_bytes"}
+    assert set(after) == both
     # Two seconds passed by this clock.
     for name in after:
         assert found[f"{name}_per_s"] == round((after[name] - before[name]) / 2, 1)
+
+
+def test_what_network_disk_and_processor_do_is_counted(tmp_path: Path, monkeypatch: Any) -> None:
+    counted: list[int] = [0, 4096]
+
+    def network() -> Any:
+        return SimpleNamespace(bytes_sent=2 * counted[0], bytes_recv=3 * counted[0])
+
+    def disk() -> Any:
+        return SimpleNamespace(read_bytes=5 * counted[0], write_bytes=7 * counted.pop(0))
+
+    monkeypatch.setattr(psutil, "net_io_counters", network)
+    monkeypatch.setattr(psutil, "disk_io_counters", disk)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda: 37.5)
+    times = iter([10.0, 12.0])
+    found = System(tmp_path, clock=lambda: next(times)).sample()
+    wanted = {"network_sent": 2, "network_received": 3, "disk_read": 5, "disk_written": 7}
+    assert {name: found[f"{name}_bytes_per_s"] for name in wanted} == {
+        name: factor * 4096 / 2 for name, factor in wanted.items()
+    }
+    assert found["cpu_percent"] == 37.5
 
 
 class Nvml:

@@ -15,7 +15,7 @@ from rich.console import Console
 from finray.records import EvalRecord, Metrics, Note, RunHeader, TrainRecord
 from finray.tracking.base import RunInfo, Trackers, make_tracker
 from finray.tracking.console import ConsoleTracker, RunView, describe, duration, header_lines
-from finray.tracking.jsonl import JsonlTracker, read_records
+from finray.tracking.jsonl import JsonlTracker, mean_loss, read_records
 from finray.tracking.tensorboard import TensorBoardTracker
 from tests.support import damaged
 
@@ -174,6 +174,44 @@ def test_tensorboard_files_hold_the_numbers(tmp_path: Path) -> None:
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
     assert "train/samples_digest" not in events.Tags()["scalars"]
+
+
+def test_tensorboard_files_hold_the_config_as_text_and_as_hyperparameters(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    tracker = TensorBoardTracker()
+    config = {"model": {"name": "m"}, "train": {"learning_rate": 1e-3, "betas": [0.9, 0.95], "min_lr": None}}
+    tracker.start(replace(run_info(tmp_path), config=config))
+    tracker.log(record(1))
+    tracker.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("config/text_summary")
+    shown = text.tensor_proto.string_val[0].decode()
+    # Markdown shows what is indented as it is.
+    assert "    model:\n      name: m\n" in shown
+    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    hparams = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert {name: one.string_value or one.number_value for name, one in hparams.items()} == {
+        "model.name": "m",
+        "train.learning_rate": 1e-3,
+        "train.betas": "[0.9, 0.95]",
+    }
+    ended = events.SummaryMetadata(metadata.SESSION_END_INFO_TAG).plugin_data.content
+    assert metadata.parse_session_end_info_plugin_data(ended).end_time_secs > 0
+    # One run, and not another one beside it for its hyperparameters.
+    assert len(list((tmp_path / "tensorboard").rglob("events.*"))) == 1
+
+
+def test_the_mean_loss_is_over_targets_and_not_over_steps(tmp_path: Path) -> None:
+    assert mean_loss(tmp_path) is None
+    tracker = started(JsonlTracker(), tmp_path)
+    for step, loss, supervised in ((1, 4.0, 30), (2, 2.0, 10), (3, 1.0, 60)):
+        tracker.log(record(step, loss=loss, supervised=supervised))
+    tracker.log(EvalRecord(3, {"eval_loss": 9.0}, 9, 1))
+    tracker.finish()
+    assert mean_loss(tmp_path) == pytest.approx((4 * 30 + 2 * 10 + 1 * 60) / 100)
 
 
 # --- isolation ------------------------------------------------------------------------------------------------------
