@@ -38,7 +38,14 @@ def test_the_run_directory_has_what_the_documents_say(run_dir: Path) -> None:
     assert {"adapter_model.safetensors", "adapter_config.json"} <= final
     assert {"tokenizer.json", "chat_template.jinja", "manifest.json"} <= final
     assert "training_state" not in final
-    kinds = [json.loads(line)["kind"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kinds = [one["kind"] for one in records]
+    steps = [one for one in records if one["kind"] == "train"]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    supervised = [one["supervised"] for one in steps]
+    weighted = sum(one["loss"] * count for one, count in zip(steps, supervised, strict=True))
+    assert summary["mean_loss"] == pytest.approx(weighted / sum(supervised))
+    assert summary["train_seconds"] == steps[-1]["seconds"] > 0
     # Records of the machine come when they come.
     assert [kind for kind in kinds if kind != "system"] == ["eval", "train", "train", "eval"]
 

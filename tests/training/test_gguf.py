@@ -86,7 +86,7 @@ def compared(file: Path, tuned: Tuned) -> dict[str, tuple[Any, np.ndarray]]:
         if name == "lm_head.weight":
             # Tied: it is the embedding.
             continue
-        found[name] = (there.pop(names.get_name(name, (".weight",)) + ".weight"), as_written(name, weights))
+        found[name] = (there.pop(names.get_name(name, (".weight",))), as_written(name, weights))
     assert not there
     return found
 
