@@ -9,7 +9,7 @@ file says so and has no template.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 Messages = Sequence[Mapping[str, str]]
@@ -87,12 +87,11 @@ def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, begin: str
             text: str = tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **arguments
             )
-            return text
+            # Else it would be there twice.
+            return text.removeprefix(begin)
 
         found = frame_of(render)
         if isinstance(found, Frame):
-            # Else it would be there twice.
-            found = replace(found, begin=found.begin.removeprefix(begin))
             lines.append(f'TEMPLATE """{found.go()}"""')
             if isinstance(end := tokenizer.eos_token, str) and '"' not in end:
                 lines.append(f'PARAMETER stop "{end}"')
