@@ -136,7 +136,7 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/finray config docs | diff - docs/reference/config.md
-	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
+	$(BIN)/mkdocs build --strict --site-dir build/site
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

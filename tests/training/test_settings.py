@@ -46,6 +46,19 @@ def test_so_many_checkpoints_are_kept(plain: Plain, tmp_path: Path, kept: int, s
     assert sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*")) == steps
 
 
+@pytest.mark.parametrize(("every", "steps"), [(1, [5, 9, 12]), (0.5, [3, 5, 7, 9, 12])])
+def test_checkpoints_and_evaluations_by_the_epoch(plain: Plain, tmp_path: Path, every: float, steps: list[int]) -> None:
+    """Of 18 rows, four at a time: an epoch ends within the fifth step, the second one with the ninth."""
+    by_epoch = {"checkpoint": {"every_epochs": every, "every_steps": 1, "keep_last": 9, "keep_best": False}}
+    settings = {"train.max_steps": 12, "data.eval_ratio": 0.1, "evaluation.every_epochs": every}
+    runs.run_alone(changed(plain, settings, by_epoch), tmp_path)
+    ends = [runs.values(tmp_path, "epoch")[step - 1] for step in steps]
+    assert all(end >= (at + 1) * every for at, end in enumerate(ends[:-1]))
+    saved = sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*"))
+    evaluated = [record["step"] for record in runs.records(tmp_path, "eval")]
+    assert (saved, evaluated) == (steps, steps)
+
+
 class Operations(TorchDispatchMode):
     """Counts operations, and notes the dtypes of matrix products."""
 

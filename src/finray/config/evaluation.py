@@ -61,6 +61,12 @@ class EvaluationConfig(Section):
     every_steps: PositiveInt | None = Field(
         None, description="Optimizer steps between evaluations. null evaluates at the start and at the end only."
     )
+    every_epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Passes over the data between evaluations, such as 1 or 0.25. Where it is set, `every_steps` is "
+        "not used.",
+    )
     on_start: bool = Field(
         True,
         description="Also evaluate before the first step: the loss of the model that training starts from. It has no "

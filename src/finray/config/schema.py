@@ -382,6 +382,12 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt = Field(
         100, description="Optimizer steps between checkpoints. The last step is always saved."
     )
+    every_epochs: float | None = Field(
+        None,
+        gt=0,
+        description="Passes over the data between checkpoints: 1 saves after the step that ends an epoch, 0.25 four "
+        "times in each. Where it is set, `every_steps` is not used.",
+    )
     keep_last: PositiveInt = Field(2, description="How many of the newest checkpoints are kept.")
     in_memory_every: PositiveInt | None = Field(
         None,
@@ -638,7 +644,7 @@ class Config(Section):
             raise ValueError(
                 "data: eval_ratio and eval_source or eval_split both choose the evaluation rows; keep one of them"
             )
-        for name in ("every_steps", "metric", "generate_rows"):
+        for name in ("every_steps", "every_epochs", "metric", "generate_rows"):
             if getattr(evaluation, name) is not None and not (by_name or data.eval_ratio):
                 raise ValueError(
                     f"evaluation.{name}: there is nothing to evaluate on; set data.eval_ratio, data.eval_split or "
@@ -649,10 +655,10 @@ class Config(Section):
                 "evaluation.generate_rows: with data.train_on all everything is learned, and there are no prompts; "
                 "leave one of them out"
             )
-        if evaluation.early_stopping is not None and evaluation.every_steps is None:
+        if evaluation.early_stopping is not None and evaluation.every_steps is evaluation.every_epochs is None:
             raise ValueError(
                 "evaluation.early_stopping: without evaluation.every_steps there is only one evaluation, at the "
-                "end; set evaluation.every_steps"
+                "end; set evaluation.every_steps, or evaluation.every_epochs"
             )
         return self
 

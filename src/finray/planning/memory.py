@@ -147,9 +147,11 @@ def _peaks(
         given = deepspeed_config.load(config)
         named = stages[deepspeed_config.stage(given, config)]
     in_file = {name for name, one in given.get("zero_optimization", {}).items() if _is_on_cpu(one)}
-    intervals = [config.checkpoint.every_steps]
-    if config.checkpoint.keep_best and config.evaluation.every_steps is not None:
-        intervals.append(config.evaluation.every_steps)
+    # How many steps a part of an epoch has is not known here: taken as few.
+    saved, judged = config.checkpoint, config.evaluation
+    intervals = [saved.every_steps if saved.every_epochs is None else 1]
+    if saved.keep_best and (judged.every_steps or judged.every_epochs):
+        intervals.append(judged.every_steps if judged.every_steps and judged.every_epochs is None else 1)
     # Whether a checkpoint is written beside later steps; that of the last step is not.
     copies = config.checkpoint.asynchronous and (rows.steps is None or rows.steps > min(intervals))
     shapes: dict[str, ModelShape] = {config.adapter.method: shape}

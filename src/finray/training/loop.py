@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from finray.config.schema import Config
+from finray.config.evaluation import EvaluationConfig
+from finray.config.schema import CheckpointConfig, Config
 from finray.errors import TrainingError
 from finray.parallel.base import NamedOptimizer, Strategy
 from finray.records import EvalRecord, Note, RunSummary, TrainRecord
@@ -135,11 +136,9 @@ class Loop:
         self.first_step = state.step + 1
         data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
         # Numbers are read from the device at these intervals; between such steps nothing waits for it.
-        reading = [config.tracking.log_every, config.checkpoint.every_steps]
+        reading = [config.tracking.log_every]
         if self.memory is not None:
             reading.append(self.memory.interval)
-        if self.evaluation is not None and config.evaluation.every_steps is not None:
-            reading.append(config.evaluation.every_steps)
         try:
             while not self._is_over():
                 started, waited = self.clock(), data_ahead.waited
@@ -170,7 +169,9 @@ class Loop:
                 asked, came = said % CAME >= ASKED, said >= CAME
                 # A checkpoint that waits to be evaluated becomes one at once.
                 came = came or (bool(state.evaluating) and round(said % ASKED) == self.strategy.world_size)
-                if asked or came or state.step == self.total_steps or any(state.step % every == 0 for every in reading):
+                due = state.step == self.total_steps or any(state.step % every == 0 for every in reading)
+                due = due or any(self._is_due(one, data.items) for one in (config.checkpoint, config.evaluation))
+                if asked or came or due:
                     numbers = self._window.read(result)
                     self._guard.raise_if_bad(state)
                     if self.first_loss is None:
@@ -196,6 +197,13 @@ class Loop:
         stopping = self.config.evaluation.early_stopping
         return stopping is not None and self.state.stale_evaluations >= stopping.patience
 
+    def _is_due(self, section: CheckpointConfig | EvaluationConfig, items: int) -> bool:
+        """Whether a checkpoint or an evaluation is due after this step, of so many items."""
+        if section.every_epochs is None:
+            return section.every_steps is not None and self.state.step % section.every_steps == 0
+        every, position = section.every_epochs * len(self.loader.plan), self.state.position
+        return position // every > (position - items) // every
+
     def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, asked: bool, came: bool) -> None:
         """Log, evaluate and save, each where it is due; where the run is stopped, log what is left and save."""
         config, state = self.config, self.state
@@ -207,9 +215,8 @@ class Loop:
         last = state.step == self.total_steps
         if last or state.step % config.tracking.log_every == 0:
             self._log_step(data, rate, numbers)
-        every = config.evaluation.every_steps
         self.last_metrics, is_wanted = {}, False
-        if self.evaluation is not None and (last or (every is not None and state.step % every == 0)):
+        if self.evaluation is not None and (last or self._is_due(config.evaluation, data.items)):
             self.last_metrics = self._begin_evaluation(self.evaluation)
             # What is evaluated beside the training is a checkpoint.
             is_wanted = self._is_best(self.last_metrics) and config.checkpoint.keep_best if self.last_metrics else True
@@ -230,7 +237,7 @@ class Loop:
         self.stopped = (bool(self.ended_by) or self.stopped) and not last
         if self.stopped and self._window.tokens:
             self._log_step(data, rate, numbers)
-        due = state.step % config.checkpoint.every_steps == 0 or is_wanted or wish == "save"
+        due = self._is_due(config.checkpoint, data.items) or is_wanted or wish == "save"
         is_stored = last or due or self.stopped
         behind = is_stored and config.checkpoint.asynchronous and not (last or self.stopped or wish == "save")
         # What is stored behind the training may be lost on its way.
