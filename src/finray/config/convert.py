@@ -15,125 +15,15 @@ from typing import Any
 
 import yaml
 
-from finray.config import names
+from finray.config import foreign, names
+from finray.config.foreign import AXOLOTL, LLAMA_FACTORY
 from finray.config.load import build_config, parse_yaml, read_yaml
 from finray.config.replicas import legal_name
 from finray.config.schema import Config, sections
 from finray.errors import ConfigError, did_you_mean
 from finray.limits import cut
 
-LLAMA_FACTORY, AXOLOTL = "LLaMA-Factory", "Axolotl"
 _SIGNS = {"model_name_or_path": LLAMA_FACTORY, "base_model": AXOLOTL}
-# What the projects assume, where that is not what finray assumes.
-_ASSUMED: dict[str, dict[str, Any]] = {
-    LLAMA_FACTORY: {
-        "cutoff_len": 2048,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 5e-5,
-        "num_train_epochs": 3.0,
-        "lr_scheduler_type": "linear",
-        "warmup_ratio": 0.0,
-        "finetuning_type": "lora",
-        "lora_rank": 8,
-        "lora_target": "all",
-        "save_steps": 500,
-        "logging_steps": 500,
-    },
-    AXOLOTL: {
-        "sequence_len": 512,
-        "micro_batch_size": 1,
-        "num_epochs": 1,
-        "lr_scheduler": "cosine",
-        "learning_rate": 2e-4,
-        "logging_steps": 500,
-    },
-}
-# Keys that describe something else than how a model is tuned, and say so for a whole file.
-_ELSEWHERE = {
-    "export_dir": "it exports a model: `finray export RUN --output DIR`",
-    "infer_backend": "it is for inference: `finray generate` or `finray chat`",
-}
-_NOT_OURS = {
-    "use_galore": "GaLore",
-    "use_apollo": "APOLLO",
-    "use_badam": "BAdam",
-    "use_adam_mini": "Adam-mini",
-    "use_llama_pro": "LLaMA Pro",
-    "use_dft_loss": "the DFT loss",
-    "use_asft_loss": "the ASFT loss",
-    "use_eaft_loss": "the EAFT loss",
-    "mixture_of_depths": "mixture of depths",
-    "fp8": "training in fp8",
-    "qat": "quantisation-aware training",
-    "relora": "ReLoRA",
-    "lisa_n_layers": "LISA",
-    "peft": "LoftQ and other settings of PEFT's own",
-    "plugins": "plugins of Axolotl",
-    "context_parallel_size": "context parallelism",
-    "tensor_parallel_size": "tensor parallelism",
-    "expert_parallel_size": "expert parallelism",
-    "sequence_parallel_degree": "sequence parallelism",
-}
-# Settings that begin so.
-_FAMILIES = {
-    "galore_": "GaLore",
-    "apollo_": "APOLLO",
-    "badam_": "BAdam",
-    "eaft_": "the EAFT loss",
-    "relora_": "ReLoRA",
-    "lisa_": "LISA",
-    "fp8_": "training in fp8",
-    "kt_": "KTransformers",
-    "use_kt": "KTransformers",
-    "otel_": "OpenTelemetry",
-    "swanlab_": "SwanLab",
-    "image_": "images",
-    "video_": "videos",
-    "freeze_": "models of images and text",
-    "quantize_moe_": "quantisation of experts alone",
-}
-_SENTENCES = {
-    "gradient_checkpointing_kwargs": "not needed: the kind without reentrance is used",
-    "dataset_prepared_path": "not needed: what is prepared lies in `<run.output_dir>/.prepared`, or in `prepare.dir`",
-    "template": "the model's own chat template is used; `model.chat_template` names a Jinja file instead",
-    "chat_template": "the model's own chat template is used; `model.chat_template` names a Jinja file instead",
-    "chat_template_jinja": "write it to a file, and set model.chat_template to that",
-    "eot_tokens": "not needed: the token that ends an answer is that of the chat template",
-    "loss_watchdog_threshold": "not needed: a loss that is not finite ends the run, with the step",
-    "loss_watchdog_patience": "not needed: a loss that is not finite ends the run, with the step",
-    "wandb_watch": "not here: gradients of single layers are not logged",
-    "wandb_log_model": "not here: no checkpoint is uploaded to W&B",
-    "swanlab_project": "not here: there is no tracker for SwanLab",
-    "strict": "not needed: an unknown key is always an error",
-    "ray_storage_path": "a shared directory is `run.output_dir`",
-    "pissa_iter": "not here: the singular vectors are exact, and not iterated",
-    "pissa_convert": "not needed: what is saved is an adapter of the original weights",
-    "save_first_step": "not here: `checkpoint.every_steps: 1` in a run of two steps shows that saving works",
-    "upcast_layernorm": "not needed: norms are computed in fp32",
-    "upcast_lmhead_output": "not needed: the loss is computed in fp32",
-    "include_num_input_tokens_seen": "not needed: tokens are always counted",
-    "include_tkps": "not needed: tokens per second are always recorded",
-    "dataset_shuffle": "not needed: rows are shuffled by `run.seed`",
-    "excess_length_strategy": "`data.on_too_long` is truncate, drop or error",
-    "merge_lora": "`finray export --merge` does it after the training",
-    "lora_mlp_kernel": "not needed: finray has kernels of its own for LoRA",
-    "lora_qkv_kernel": "not needed: finray has kernels of its own for LoRA",
-    "lora_o_kernel": "not needed: finray has kernels of its own for LoRA",
-    "low_cpu_mem_usage": "not needed: weights are read from their files piece by piece",
-    "xformers_attention": "not needed: `model.attention: auto`",
-    "eval_table_size": "`finray evaluate` writes answers beside each other",
-    "debug": "not here",
-    "is_llama_derived_model": "not needed: Transformers finds the class by the model's files",
-    "is_falcon_derived_model": "not needed: Transformers finds the class by the model's files",
-    "tokenizer_use_fast": "not needed: Transformers finds the class by the model's files",
-    "dataset_keep_in_memory": "not needed: data are read from disk during training",
-    "curriculum_sampling": "not here: rows are shuffled by `run.seed`",
-    "s2_attention": "not here: attention is over all of a row",
-    "shift_attn": "not here: attention is over all of a row",
-    "rope_scaling": "not here: change it in the model's config.json",
-    "enable_thinking": "`model.chat_template_arguments: {enable_thinking: ...}`",
-    "packing": "data.packing",
-}
 
 
 @dataclass(frozen=True)
@@ -206,7 +96,7 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
             repair="run `finray plan` with it" if own else "name a training config of LLaMA-Factory or Axolotl",
         )
     system = next(system for sign, system in _SIGNS.items() if sign in raw)
-    for key, what in _ELSEWHERE.items():
+    for key, what in foreign.ELSEWHERE.items():
         if raw.get(key):
             raise ConfigError(f"this file trains nothing; {what}", where=f"{path}: {key}")
     lines = _lines(path.read_text(encoding="utf-8-sig"), str(path))
@@ -243,7 +133,7 @@ class _Reading:
         for key in keys:
             if self.raw.get(key) not in (None, "", [], {}):
                 return self.raw[key]
-        return next((one for key in keys if (one := _ASSUMED[self.system].get(key)) is not None), None)
+        return next((one for key in keys if (one := foreign.ASSUMED[self.system].get(key)) is not None), None)
 
     def put(self, path: str, value: Any, key: str = "") -> None:
         section, _, name = path.partition(".")
@@ -268,12 +158,12 @@ class _Reading:
         """A key that is only called something else here."""
         if value is None or value in ("", [], {}):
             return
-        target = (names.OFF.get(key) if value is False else None) or _SENTENCES.get(key) or names.NAMES.get(key)
+        target = (names.OFF.get(key) if value is False else None) or foreign.SENTENCES.get(key) or names.NAMES.get(key)
         owner = next((f"{one}.{key}" for one, kind in sections().items() if key in kind.model_fields), None)
-        foreign = _NOT_OURS.get(key) or next((what for start, what in _FAMILIES.items() if key.startswith(start)), None)
-        if foreign:
+        families = (what for start, what in foreign.FAMILIES.items() if key.startswith(start))
+        if absent := foreign.NOT_OURS.get(key) or next(families, None):
             if value is not False:
-                self.lose(key, f"not here: {foreign}")
+                self.lose(key, f"not here: {absent}")
         elif names.asks_nothing(key, value) and (target or key in names.OFF):
             return
         elif target is None and owner is not None:
@@ -336,7 +226,9 @@ class _Reading:
         if attention in ("flash_attention_2", "fa2", True) or self.get("flash_attention"):
             self.notes.append("attention is chosen by what is installed: FlashAttention 2 where it is")
         elif attention not in (None, "auto", "sdpa", "eager", "disabled", False):
-            self.lose("attn_implementation" if "attn_implementation" in self.raw else "flash_attn", "not here")
+            self.lose(
+                self.key("attn_implementation", "flash_attn"), "here: model.attention, `auto` for the best there is"
+            )
         if self.get("tokens"):
             self.put("model.new_tokens", self.raw["tokens"])
 
@@ -518,8 +410,12 @@ class _Reading:
             self.put("train.min_learning_rate", share * self.out["train"]["learning_rate"])
         schedule = str(self.get("lr_scheduler_type", "lr_scheduler"))
         self.put("train.schedule", names.VALUES.get(schedule, schedule), self.key("lr_scheduler_type", "lr_scheduler"))
-        if self.get("warmup_steps") is not None:
-            self.put("train.warmup_steps", self.raw["warmup_steps"])
+        steps_up = self.get("warmup_steps")
+        # A part of one step is a share of all, as Transformers takes it.
+        if isinstance(steps_up, float) and 0 < steps_up < 1:
+            self.put("train.warmup_ratio", steps_up)
+        elif steps_up is not None:
+            self.put("train.warmup_steps", steps_up)
         elif self.get("warmup_ratio") is not None:
             self.put("train.warmup_ratio", self.get("warmup_ratio"))
         self.used.add("warmup_ratio")
@@ -568,17 +464,17 @@ class _Reading:
         if self.get("seed") is not None:
             self.put("run.seed", self.raw["seed"])
         evaluates = any(name in self.out["data"] for name in ("eval_ratio", "eval_source"))
-        for kind, path in (("save", "checkpoint.every_steps"), ("eval", "evaluation.every_steps")):
-            every, strategy = self.get(f"{kind}_steps"), f"{kind}_strategy"
-            self.used.add(strategy)
-            if kind == "eval" and not evaluates:
-                self.used.update(("evals_per_epoch", "eval_batch_size", "per_device_eval_batch_size"))
-            elif self.raw.get(strategy) in ("epoch", "best"):
-                self.lose(strategy, f"set `{path}` to a number of steps")
-            elif isinstance(every, int) and every >= 1:
-                self.put(path, every)
-            elif every is not None:
-                self.lose(f"{kind}_steps", f"set `{path}` to a number of steps")
+        self.rhythm("save", "checkpoint")
+        if evaluates:
+            self.rhythm("eval", "evaluation")
+            if (patience := self.get("early_stopping_patience")) is not None:
+                stopping = {"patience": patience}
+                if (gain := self.get("early_stopping_threshold")) is not None:
+                    stopping["min_gain"] = gain
+                self.put("evaluation.early_stopping", stopping, "early_stopping_patience")
+        else:
+            self.used.update(("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch"))
+            self.used.update(("eval_batch_size", "per_device_eval_batch_size"))
         report = self.get("report_to")
         asked = {str(one) for one in (report if isinstance(report, list) else [report] if report else [])}
         if self.raw.get("wandb_project") or self.get("use_wandb"):
@@ -592,6 +488,22 @@ class _Reading:
         if self.get("use_tensorboard"):
             self.put("tracking.tensorboard", True)
         self.put("tracking.log_every", max(1, int(self.get("logging_steps"))))
+
+    def rhythm(self, kind: str, section: str) -> None:
+        """How often it saves or evaluates: in steps, or in parts of an epoch."""
+        every, strategy = self.get(f"{kind}_steps"), self.get(f"{kind}_strategy")
+        times = self.get(f"{kind}s_per_epoch")
+        strategy = strategy or (self.get("evaluation_strategy") if kind == "eval" else None)
+        if strategy == "epoch":
+            times = 1
+        if isinstance(times, int | float) and times > 0:
+            self.put(f"{section}.every_epochs", 1 / times, f"{kind}s_per_epoch")
+        elif strategy == "best":
+            self.notes.append("each new best model is saved: checkpoint.keep_best")
+        elif isinstance(every, int) and every >= 1:
+            self.put(f"{section}.every_steps", every, f"{kind}_steps")
+        elif every is not None:
+            self.lose(f"{kind}_steps", f"set `{section}.every_steps` or `every_epochs`")
 
     def machines(self) -> None:
         self.put("cluster.num_workers", self.workers)
@@ -612,6 +524,11 @@ class _Reading:
             offload = isinstance(own, Mapping) and (own.get("fsdp_offload_params") or own.get("offload_params"))
             if offload:
                 self.put("parallel.cpu_offload", True)
+        size, copies = self.get("dp_shard_size") or 1, self.get("dp_replicate_size") or 1
+        if size > 1:
+            self.put("parallel.strategy", "fsdp")
+        if copies > 1:
+            self.put("parallel.shard_size", size)
         self.used.add("fsdp_version")
 
     def checked(self) -> Converted:

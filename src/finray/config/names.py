@@ -23,6 +23,7 @@ _PUBLISHED = "not here: publish what `finray export` writes"
 _NOT_HERE = "not here: `docs/guide/extending.md` shows how a task has a loss of its own"
 _FLASH = "not needed: `model.attention: auto` takes FlashAttention where it is installed"
 _LIGER = "`train.liger` turns all of Liger's kernels on"
+_RHYTHM = "`epoch`: `{path}.every_epochs: 1`; `steps`: `{path}.every_steps`"
 _SCHEDULED = "set `{path}` to a number of steps"
 
 NAMES: dict[str, str] = {
@@ -32,6 +33,7 @@ NAMES: dict[str, str] = {
     "base_model": "model.name",
     "model_id": "model.name",
     "model_revision": "model.revision",
+    "revision_of_model": "model.revision",
     "tokenizer_name_or_path": "not needed: the tokenizer is the model's",
     "tokenizer_config": "not needed: the tokenizer is the model's",
     "attn_implementation": "model.attention",
@@ -163,6 +165,7 @@ NAMES: dict[str, str] = {
     "optim": "train.optimizer",
     "adam_beta_1": "train.adam_beta1",
     "adam_beta_2": "train.adam_beta2",
+    "adam_eps": "train.adam_epsilon",
     "gradient_clipping": "train.max_grad_norm",
     "bf16": "train.precision: bf16",
     "fp16": "train.precision: fp16",
@@ -192,6 +195,8 @@ NAMES: dict[str, str] = {
     "use_unsloth": _LIGER,
     "liger_rope": _LIGER,
     "liger_rms_norm": _LIGER,
+    "liger_layer_norm": _LIGER,
+    "liger_rms_norm_gated": _LIGER,
     "liger_glu_activation": _LIGER,
     "liger_fused_linear_cross_entropy": _LIGER,
     "cut_cross_entropy": "not needed: logits are made in chunks, and none without a label",
@@ -204,13 +209,13 @@ NAMES: dict[str, str] = {
     "resume_from_checkpoint": _SAME_COMMAND,
     "auto_resume_from_checkpoints": _SAME_COMMAND,
     "save_steps": "checkpoint.every_steps",
-    "save_strategy": _SCHEDULED.format(path="checkpoint.every_steps"),
-    "saves_per_epoch": _SCHEDULED.format(path="checkpoint.every_steps"),
+    "save_strategy": _RHYTHM.format(path="checkpoint"),
+    "saves_per_epoch": "`checkpoint.every_epochs` is 1 divided by it",
     "save_total_limit": "checkpoint.keep_last",
     "load_best_model_at_end": "checkpoint.keep_best",
     "eval_steps": "evaluation.every_steps",
-    "eval_strategy": _SCHEDULED.format(path="evaluation.every_steps"),
-    "evals_per_epoch": _SCHEDULED.format(path="evaluation.every_steps"),
+    "eval_strategy": _RHYTHM.format(path="evaluation"),
+    "evals_per_epoch": "`evaluation.every_epochs` is 1 divided by it",
     "per_device_eval_batch_size": "evaluation.batch_size",
     "max_eval_samples": "evaluation.max_rows",
     "early_stopping_patience": "evaluation.early_stopping",
@@ -220,7 +225,7 @@ NAMES: dict[str, str] = {
     "report_to": "tracking.trackers",
     "mlflow_tracking_uri": "tracking.mlflow_uri",
     "mlflow_experiment_name": "tracking.mlflow_experiment",
-    "evaluation_strategy": _SCHEDULED.format(path="evaluation.every_steps"),
+    "evaluation_strategy": _RHYTHM.format(path="evaluation"),
     "do_eval": _SCHEDULED.format(path="evaluation.every_steps"),
     "eval_on_start": "evaluation.on_start",
     "eval_batch_size": "evaluation.batch_size",

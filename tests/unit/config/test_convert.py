@@ -188,6 +188,7 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
         "parallel.strategy": "deepspeed",
         "parallel.zero_stage": 3,
         "parallel.cpu_offload": True,
+        "evaluation.every_epochs": 0.25,
         "tracking.log_every": 1,
         "cluster.num_workers": 2,
     }
@@ -204,7 +205,7 @@ def test_every_line_is_carried_over_or_named_with_its_number(text: str, tmp_path
     assert lost == (
         {"trust_remote_code", "template", "overwrite_output_dir", "shpeed"}
         if "shpeed" in text
-        else {"gradient_checkpointing_kwargs", "evals_per_epoch", "special_tokens"}
+        else {"gradient_checkpointing_kwargs", "special_tokens"}
     )
     # As comments, and the rest of the file is the config.
     assert yaml.safe_load(found.text("theirs.yaml")) == found.plain
@@ -227,11 +228,14 @@ def test_every_line_is_carried_over_or_named_with_its_number(text: str, tmp_path
         ({"disable_gradient_checkpointing": True}, {"train.gradient_checkpointing": "none"}),
         ({"report_to": ["wandb", "tensorboard"]}, {"tracking.trackers": ["wandb"], "tracking.tensorboard": True}),
         ({"report_to": "swanlab"}, {}),
+        ({"save_strategy": "epoch"}, {"checkpoint.every_epochs": 1.0}),
+        ({"early_stopping_patience": 3}, {"evaluation.early_stopping": {"patience": 3}}),
+        ({"warmup_steps": 0.1}, {"train.warmup_ratio": 0.1}),
+        ({"dp_shard_size": 2, "dp_replicate_size": 2}, {"parallel.strategy": "fsdp", "parallel.shard_size": 2}),
         ({"neftune_noise_alpha": 5}, {}),
         ({"use_galore": True, "galore_rank": 16}, {}),
         ({"optim": "sgd"}, {}),
         ({"quantization_bit": 3}, {}),
-        ({"save_strategy": "epoch"}, {}),
     ],
 )
 def test_what_a_setting_comes_to(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
