@@ -1,4 +1,4 @@
-"""The example configs of LLaMA-Factory or Axolotl, as their projects publish them: converted, planned, and what is lost.
+"""The example configs of LLaMA-Factory or Axolotl, as published: converted, planned, and what is lost.
 
 Nothing is fetched, and no file of theirs is part of this repository: name a checkout of either project.
 
