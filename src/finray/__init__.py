@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from finray.api import evaluate, export, generate, inspect, load_config, plan, prepare, push, train
+    from finray.api import evaluate, export, generate, inspect, load_config, plan, prepare, push, report, train
     from finray.config.schema import Config
     from finray.errors import FinrayError
     from finray.reporting.run import TrainResult
@@ -33,6 +33,7 @@ _HOMES = {
     "plan": "finray.api",
     "prepare": "finray.api",
     "push": "finray.api",
+    "report": "finray.api",
     "train": "finray.api",
 }
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "plan",
     "prepare",
     "push",
+    "report",
     "train",
 ]
 

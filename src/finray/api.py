@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from finray.planning.plan import Plan
     from finray.publishing.gguf import GgufExported
     from finray.publishing.push import Pushed
+    from finray.reporting.report import Reported
     from finray.reporting.run import PreparedData, TrainResult
 
 # tqdm would ask a notebook to install ipywidgets, for bars that finray does not show.
@@ -416,6 +417,25 @@ def push(
     from finray.publishing.push import push as run_push
 
     return run_push(_directory(run), to=to, merged=merged, public=public, dtype=dtype, base=base)
+
+
+def report(
+    runs: str | Path | TrainResult | Iterable[str | Path | TrainResult], output: str | Path | None = None
+) -> Reported:
+    """Write one HTML page about a run, or about several side by side.
+
+    Args:
+        runs: run directories, their URLs, or what :func:`train` gave.
+        output: the file; None for ``report.html`` in the run, and in the working directory for several runs.
+
+    Raises:
+        FinrayError: there is no such run, or the file cannot be written.
+    """
+    from finray.reporting.report import report as write
+    from finray.reporting.run import TrainResult
+
+    several = [runs] if isinstance(runs, str | Path | TrainResult) else list(runs)
+    return write([_directory(one) for one in several], output)
 
 
 def _directory(run: str | Path | TrainResult) -> str | Path:

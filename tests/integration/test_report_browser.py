@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page
 
 from finray.records import Note
 from tests.support.browser import chromium, opened
-from tests.support.recorded import prediction, write_evaluation, write_run
+from tests.support.recorded import machine, prediction, write_evaluation, write_run
 from tests.support.runs import finray
 
 EVIL = "<script>document.title = 'stolen'</script><img src=x onerror=\"document.title = 'stolen'\">"
@@ -49,7 +49,9 @@ def answers(rows: int, **changes: Any) -> list[dict[str, Any]]:
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A run with all that a page shows, and its page."""
     folder = tmp_path_factory.mktemp("one")
-    run = write_run(folder / "mine", starts=[(0, 2), (20, 4)], notes=[Note("look here", 12, "warning")])
+    samples = [machine(step) for step in range(1, 41, 2)]
+    notes = [Note("look here", 12, "warning")]
+    run = write_run(folder / "mine", starts=[(0, 2), (20, 4)], notes=notes, samples=samples)
     rows = answers(33)
     rows[4] = prediction(4, base=0, tuned=1, prompt=EVIL, reference=EVIL, answers={"base": EVIL, "tuned": EVIL})
     write_evaluation(run, rows, confusion=True)
@@ -167,7 +169,9 @@ def test_curves_are_drawn_with_the_numbers_of_the_run(browser: Browser, one: tup
         [record["step"], pytest.approx(record["eval_loss"], rel=1e-6)] for record in raw if record["kind"] == "eval"
     ]
     assert shown["Eval loss"] == evaluated
-    assert len(drawn) == len(shown) == 7
+    assert [x for x, _ in shown["Power of all GPUs"]] == list(range(1, 41, 2))
+    assert {y for _, y in shown["Power of all GPUs"]} == {601}
+    assert len(drawn) == len(shown) == 14
     # A curve over the whole width has at least a pixel in most columns.
     assert min(drawn) > 200, drawn
 
@@ -316,7 +320,9 @@ def test_a_curve_is_hidden_by_its_name_from_the_keyboard(browser: Browser, sever
 
 def test_twenty_long_runs_make_a_page_that_can_be_mailed_and_answers(browser: Browser, tmp_path: Path) -> None:
     rows = answers(5000, prompt="<|user|>" + "a question of some length, " * 30 + "<|assistant|>")
-    runs = [write_run(tmp_path / f"run-{number:02d}", steps=0 if number else 10_000) for number in range(20)]
+    samples = [machine(step) for step in range(1, 10_000, 5)]
+    runs = [write_run(tmp_path / "run-00", steps=10_000, samples=samples)]
+    runs += [write_run(tmp_path / f"run-{number:02d}", steps=0) for number in range(1, 20)]
     records = (runs[0] / "metrics.jsonl").read_bytes()
     for run in runs[1:]:
         (run / "metrics.jsonl").write_bytes(records)
@@ -327,7 +333,7 @@ def test_twenty_long_runs_make_a_page_that_can_be_mailed_and_answers(browser: Br
     assert path.stat().st_size < 15_000_000
     with opened(browser, path) as found:
         page = found.page
-        assert page.evaluate("document.querySelectorAll('figure.plot').length") == 7
+        assert page.evaluate("document.querySelectorAll('figure.plot').length") == 14
         assert counts(page)["all"] == page.evaluate(
             "JSON.parse(document.getElementById('answers-data').textContent).sets[0].rows.length"
         )

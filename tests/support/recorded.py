@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from filelock import FileLock
 
-from finray.records import EvalRecord, Note, RunHeader, RunSummary, TrainRecord
+from finray.records import EvalRecord, Note, RunHeader, RunSummary, SystemRecord, TrainRecord
 from finray.tracking.starts import Start
 
 CONFIG: dict[str, dict[str, Any]] = {
@@ -72,6 +72,23 @@ def train(step: int, *, shift: float = 0.0) -> TrainRecord:
     )
 
 
+def machine(step: int, *, gpus: int = 2) -> SystemRecord:
+    """A sample whose numbers follow from its step."""
+    numbers: dict[str, float] = {
+        "cpu_percent": 50 + 40 * math.sin(step),
+        "process_cpu_percent": 150.0,
+        "rss_bytes": 2**30 + step * 2**20,
+        "memory_percent": 40.0,
+        "disk_percent": 70.0,
+        **{f"network_{name}_bytes_per_s": 2**20 for name in ("sent", "received")},
+        **{f"disk_{name}_bytes_per_s": step * 2**20 for name in ("read", "written")},
+    }
+    for at in range(gpus):
+        numbers |= {f"gpu{at}_percent": 80 + 10 * at, f"gpu{at}_memory_bytes": (4 + at) * 2**30, f"gpu{at}_celsius": 60}
+        numbers |= {f"gpu{at}_power_watts": 300.0 + at}
+    return SystemRecord(step, 1_700_000_000.0 + step, numbers)
+
+
 def write_run(
     folder: Path,
     *,
@@ -81,6 +98,7 @@ def write_run(
     finished: bool = True,
     shift: float = 0.0,
     notes: Sequence[Note] = (),
+    samples: Sequence[SystemRecord] = (),
     lines: Sequence[str] = (),
 ) -> Path:
     """A run directory.
@@ -93,6 +111,7 @@ def write_run(
         finished: whether the run has its summary.
         shift: of the loss.
         notes: further records.
+        samples: of the machine.
         lines: of `metrics.jsonl`, at its end, as they are.
     """
     folder.mkdir(parents=True)
@@ -109,7 +128,7 @@ def write_run(
         if step % 10 == 0:
             loss = 2.1 / math.sqrt(step) + shift
             records.append(EvalRecord(step, {"eval_loss": loss, "perplexity": math.exp(loss)}, 100, 0.5))
-    records += notes
+    records += [*notes, *samples]
     text = "".join(json.dumps(one.json()) + "\n" for one in records) + "".join(lines)
     (folder / "metrics.jsonl").write_text(text)
     if finished:

@@ -18,7 +18,7 @@ from finray.checkpoint.rundir import RunDir, check_output, open_run
 from finray.config.paths import with_absolute_paths
 from finray.errors import CheckpointError, StorageError
 from finray.records import Note, Record
-from tests.support import faulty_s3, runs, s3, tiny
+from tests.support import faulty_s3, recorded, runs, s3, tiny
 
 Plain = runs.Plain
 
@@ -360,3 +360,34 @@ def test_a_local_copy_has_what_a_command_needs(tiny_on_s3: Plain, tmp_path: Path
     assert fetched == ["runs/run/final/adapter_model.safetensors"]
     assert json.loads(bucket.get("runs/run/final/manifest.json"))["step"] == 4
     assert RunDir(path).finished() is None
+
+
+def test_runs_behind_a_url_are_reported_listed_and_compared(
+    tmp_path: Path, bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, steps in (("one", 12), ("two", 20)):
+        folder = recorded.write_run(tmp_path / name, steps=steps)
+        recorded.write_evaluation(folder, [recorded.prediction(0, base=0, tuned=1)])
+        for file in (one for one in folder.rglob("*") if one.is_file()):
+            bucket.put(f"runs/{name}/{file.relative_to(folder).as_posix()}", file.read_bytes())
+    bucket.put("runs/other/file.txt", b"no run")
+    one, two = bucket.url("runs/one"), bucket.url("runs/two")
+    code, out, err = runs.finray("report", one, "--json")
+    assert (code, json.loads(out)["output"]) == (0, f"{one}/report.html"), err
+    page = bucket.get("runs/one/report.html").decode()
+    assert "12 of 12" not in page
+    assert "tuned says 0" in page
+    assert f"{one}, " in page
+    both = tmp_path / "both.html"
+    assert runs.finray("report", one, two, "--output", both)[0] == 0
+    assert 'data-run="two"' in both.read_text(encoding="utf-8")
+    listed = json.loads(runs.finray("runs", bucket.url("runs"), "--json")[1])["runs"]
+    assert sorted((each["path"], each["step"]) for each in listed) == [(one, 12), (two, 20)]
+    compared = json.loads(runs.finray("runs", "compare", one, two, "--json")[1])
+    assert compared["results"]["step"] == [12, 20]
+    assert "finished at step 20" in runs.finray("watch", two)[1]
+    for words in (("report", bucket.url("runs/none")), ("runs", "compare", one, bucket.url("runs/none"))):
+        code, out, err = runs.finray(*words)
+        assert (code, out) == (2, "")
+        assert "there is no run" in err

@@ -117,11 +117,11 @@ def test_a_run_on_rows_in_memory_is_continued_by_the_same_rows_and_by_no_others(
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["data.source"]
 
 
-COMMANDS = ("train", "prepare", "plan", "inspect", "generate", "evaluate", "export")
+COMMANDS = ("train", "prepare", "plan", "inspect", "generate", "evaluate", "export", "report")
 # What only one of the two has, or says in its own way.
 OWN = {
     *("config", "overrides", "changed", "observers", "quiet", "verbose", "as_json", "help", "samples", "prompts"),
-    *("output", "row", "run", "model"),
+    *("output", "row", "run", "runs", "model"),
 }
 
 

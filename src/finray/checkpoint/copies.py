@@ -23,7 +23,8 @@ RESOLVED_FILE = "resolved.json"
 SUMMARY_FILE = "summary.json"
 FINAL = "final"
 # What a finished run's evaluations and reports leave in its directory.
-MADE = ("evaluation", "report.html")
+EVALUATION = "evaluation"
+MADE = (EVALUATION, "report.html")
 # Which rows a checkpoint was trained on is there.
 _COUNTERS = "training_state/state.json"
 SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
@@ -40,8 +41,8 @@ def local_copy(
 
     Args:
         run: URL of a run, of ``final`` in it, or of one of its checkpoints (``checkpoint-000100``).
-        weights: fetch the model, too: ``final/``, else the newest whole checkpoint. Without, only the small files of a
-            run: config, metrics, summary.
+        weights: fetch the model: ``final/``, else the newest whole checkpoint. Without, what a report shows: config,
+            metrics, summary, evaluations.
         local_dir: as ``run.local_dir`` of the config.
         warn: told of damaged checkpoints that were passed over.
 
@@ -63,6 +64,8 @@ def local_copy(
     path.mkdir(parents=True, exist_ok=True)
     pull(path, objects, SMALL)
     if not weights:
+        # A name that leads out of the run is none of finray's.
+        pull(path, objects, (one for one in objects.files(EVALUATION) if ".." not in one.split("/")))
         return path
     store = RemoteStore(path, objects)
     if inner.startswith("checkpoint-"):
@@ -99,7 +102,8 @@ def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
         known = path.read_bytes() if path.is_file() else None
         if known == content or (known is not None and name.endswith(".jsonl") and known.startswith(content)):
             continue
-        scratch = path.with_name(f".{name}.{os.getpid()}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}")
         scratch.write_bytes(content)
         os.replace(scratch, path)
 

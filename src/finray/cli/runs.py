@@ -10,10 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from finray.cli import show
-from finray.errors import DataError
-from finray.files import require_writable
 
-Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+Run = Annotated[str, typer.Argument(help="Run directory, or its URL.", show_default=False)]
 
 
 class _ListsByDefault(TyperGroup):
@@ -29,33 +27,22 @@ app = typer.Typer(cls=_ListsByDefault, help="List and compare runs: finray runs 
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.", show_default=False)],
+    runs: Annotated[list[str], typer.Argument(help="Run directories, or their URLs.", show_default=False)],
     output: Annotated[
         Path | None,
         typer.Option(help="HTML file to write (default: report.html in the run, or here for several runs)."),
     ] = None,
 ) -> None:
     """Write one HTML page about a run, or about several side by side."""
-    from finray.reporting.page import write
-    from finray.reporting.recorded import read_run
-    from finray.reporting.report import page
+    from finray.reporting.report import report as write
 
-    target = (output or (runs[0] if len(runs) == 1 else Path()) / "report.html").expanduser()
-    if target.is_dir():
-        raise DataError("is a directory", where=f"--output {target}", repair="name a file in it")
-    found = [read_run(path) for path in runs]
-    require_writable(target.parent)
-    write(page(found), target)
-    count = target.stat().st_size
-    plain = {"output": str(target), "bytes": count, "runs": [run.plain() for run in found]}
-    troubled = [f"{run.name}: {problem}" for run in found for problem in run.problems]
-    show.lines(plain, *troubled, f"wrote {target} ({count / 2**20:.1f} MiB)")
+    show.result(write(runs, output))
 
 
 @app.command("list")
 @show.command
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Directory of runs.")] = Path("runs"),
+    folder: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory of runs, or its URL.")] = "runs",
 ) -> None:
     """List runs: state, step, best metric, size, and when they last changed."""
     from finray.reporting.listing import list_runs as find
@@ -66,8 +53,8 @@ def list_runs(
 @app.command("compare")
 @show.command
 def compare(
-    first: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    second: Annotated[Path, typer.Argument(help="Run directory to compare with it.", show_default=False)],
+    first: Run,
+    second: Annotated[str, typer.Argument(help="The run to compare with it.", show_default=False)],
 ) -> None:
     """Show what two runs differ in: their configs, and what came of them."""
     from finray.reporting.listing import compare_runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from finray.checkpoint.objects import Objects
+from finray.checkpoint.rundir import CONFIG_FILE
+from finray.config.paths import is_url
 from finray.records import Record, RunHeader, TrainRecord
 from finray.reporting.recorded import RecordedRun, eval_of, is_held, note_of, read_run, runs_in, train_of
 from finray.reporting.report import config_differences, labels
@@ -29,7 +32,7 @@ POLL_S = 0.5
 class Listed(Result):
     """Runs of a directory, the one that was changed last first; ``now`` is seconds since 1970."""
 
-    folder: Path
+    folder: str | Path
     runs: tuple[RecordedRun, ...]
     now: float
 
@@ -108,17 +111,26 @@ class RunsCompared(Result):
         console.print(table)
 
 
-def list_runs(folder: Path, *, now: float) -> Listed:
-    """The runs of a directory.
+def list_runs(folder: str | Path, *, now: float) -> Listed:
+    """The runs of a directory, or behind a URL.
 
     Raises:
         DataError: it is not there.
+        StorageError: the storage cannot be asked.
     """
-    found = [read_run(path, with_answers=False) for path in runs_in(folder)]
+    places: Sequence[str | Path]
+    if is_url(str(folder)):
+        objects = Objects(str(folder))
+        # Behind a URL what makes a run of a folder is its config.
+        names = [one for one in objects.folders() if objects.read(f"{one}/{CONFIG_FILE}") is not None]
+        places = [objects.at(name) for name in names]
+    else:
+        places = runs_in(Path(folder))
+    found = [read_run(place, with_answers=False) for place in places]
     return Listed(folder, tuple(sorted(found, key=lambda run: (-run.changed, run.name))), now)
 
 
-def compare_runs(first: Path, second: Path) -> RunsCompared:
+def compare_runs(first: str | Path, second: str | Path) -> RunsCompared:
     """Two runs beside each other.
 
     Raises:
@@ -229,7 +241,7 @@ class Watched(Result):
 
 
 def watch(
-    path: Path,
+    place: str | Path,
     view: RunView,
     *,
     sleep: Callable[[float], None] = time.sleep,
@@ -238,7 +250,7 @@ def watch(
     """Show a run until no process works on it.
 
     Args:
-        path: the run directory.
+        place: the run directory, or its URL: of a run on another machine no more is known than where it stands.
         view: shows what comes.
         sleep: waits so many seconds.
         held: whether a process works on the run.
@@ -246,7 +258,7 @@ def watch(
     Raises:
         DataError: there is no run.
     """
-    run_dir = read_run(path, with_answers=False).path
+    run_dir = read_run(place, with_answers=False).path
     follower = Follower(run_dir)
     while True:
         # Asked before the records are read: what is written until then is shown.

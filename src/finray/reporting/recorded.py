@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from finray.checkpoint import manifest
+from finray.checkpoint.copies import local_copy
 from finray.checkpoint.rundir import CONFIG_FILE, RESOLVED_FILE, RunDir
 from finray.checkpoint.store import CheckpointStore
 from finray.config.load import read_yaml
+from finray.config.paths import is_url
 from finray.config.redact import redact
 from finray.config.tasks import less_is_better
 from finray.errors import DataError, FinrayError
 from finray.evaluation.outcome import METRICS_FILE
 from finray.files import FileKind
-from finray.records import EvalRecord, Note, RunSummary, TrainRecord
+from finray.records import EvalRecord, Note, RunSummary, SystemRecord, TrainRecord
 from finray.reporting.scored import Evaluation, read_evaluation
 from finray.tracking.jsonl import FILE as RECORDS
 from finray.tracking.jsonl import read_records
@@ -55,10 +57,12 @@ class RecordedRun:
     """What is known of a run.
 
     Attributes:
+        path: the directory; of a run behind a URL that of its copy on this machine.
+        place: the directory, or the URL.
         config: sections with their fields, as ``config.yaml`` has them; empty where that cannot be read.
         resolved: what every ``auto`` came to.
         starts: of the workers, in order; none in runs of versions that did not keep them.
-        train, evals, notes: records, in order.
+        train, evals, notes, system: records, in order.
         summary: of a finished run.
         chosen_step: the checkpoint that became ``final/``.
         failure: the last error that the last start kept, where the run did not end well.
@@ -72,6 +76,7 @@ class RecordedRun:
     """
 
     path: Path
+    place: str
     state: State
     config: Mapping[str, Mapping[str, Any]]
     resolved: Mapping[str, Any]
@@ -80,6 +85,7 @@ class RecordedRun:
     train: tuple[TrainRecord, ...]
     evals: tuple[EvalRecord, ...]
     notes: tuple[Note, ...]
+    system: tuple[SystemRecord, ...]
     summary: RunSummary | None
     chosen_step: int | None
     failure: str | None
@@ -143,7 +149,7 @@ class RecordedRun:
         best = self.best
         return {
             "name": self.name,
-            "path": str(self.path),
+            "path": self.place,
             "state": self.state,
             "step": self.step,
             "total_steps": self.total_steps,
@@ -167,17 +173,20 @@ def is_run(path: Path) -> bool:
         return False
 
 
-def read_run(path: Path, *, with_answers: bool = True) -> RecordedRun:
+def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
     """Read a run directory as it stands.
 
     Args:
-        path: the directory.
+        place: the directory, or its URL.
         with_answers: read what models said to held-out rows, too.
 
     Raises:
         DataError: it holds no run.
+        CheckpointError: nor does the URL.
+        StorageError: the storage cannot be asked.
     """
-    path = path.expanduser().absolute()
+    place = str(place).rstrip("/") if is_url(str(place)) else place
+    path = Path(local_copy(place, weights=False)).expanduser().absolute()
     if not is_run(path):
         what = "holds no run" if path.is_dir() else "is no directory" if path.exists() else "does not exist"
         raise DataError(
@@ -206,6 +215,7 @@ def read_run(path: Path, *, with_answers: bool = True) -> RecordedRun:
     folder = next((one for one in folders if (one / manifest.NAME).is_file()), None)
     return RecordedRun(
         path=path,
+        place=str(place) if is_url(str(place)) else str(path),
         state=state,
         config=tried(lambda: _sections(run.config_file), {}),
         resolved=tried(lambda: _mapping(path / RESOLVED_FILE), {}),
@@ -214,6 +224,7 @@ def read_run(path: Path, *, with_answers: bool = True) -> RecordedRun:
         train=tuple(filter(None, map(train_of, raw))),
         evals=tuple(filter(None, map(eval_of, raw))),
         notes=tuple(filter(None, map(note_of, raw))),
+        system=tuple(filter(None, map(system_of, raw))),
         summary=finished.summary if finished else None,
         chosen_step=finished.chosen_step if finished else None,
         failure=None if state in ("finished", "running") else tried(lambda: _failure(path / "failures.jsonl"), None),
@@ -364,3 +375,12 @@ def note_of(plain: Mapping[str, Any]) -> Note | None:
     if plain.get("kind") not in ("note", "warning") or not isinstance(plain.get("message"), str):
         return None
     return Note(plain["message"], plain["step"], plain["kind"])
+
+
+def system_of(plain: Mapping[str, Any]) -> SystemRecord | None:
+    """A record of the machine; None of what is none."""
+    if plain.get("kind") != "system" or type(plain.get("time")) not in (int, float):
+        return None
+    others = ("kind", "step", "time")
+    numbers = {name: one for name, one in plain.items() if type(one) in (int, float) and name not in others}
+    return SystemRecord(plain["step"], plain["time"], numbers)

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
+from rich.console import Console
 
+from finray.checkpoint.copies import push
+from finray.checkpoint.objects import Objects
 from finray.config.identity import flatten
+from finray.config.paths import is_url
 from finray.config.schema import Config
 from finray.config.section import Section
+from finray.errors import DataError
+from finray.files import require_writable
 from finray.limits import cut
 from finray.records import TrainRecord
 from finray.reporting.answers import explorer
-from finray.reporting.page import render
+from finray.reporting.page import render, write
 from finray.reporting.plots import Mark, Plot, Series, curves, thinned
-from finray.reporting.recorded import RecordedRun
+from finray.reporting.recorded import RecordedRun, read_run
 from finray.reporting.scored import Evaluation, Scored
+from finray.results import Result
 from finray.tracking.console import duration
 
 # Points of all curves of a plot together; of each curve at least, and at most.
@@ -42,14 +51,71 @@ _PHASES = (
     ("prepare", "preparing data"),
     ("start_ray", "starting Ray"),
 )
-# What a curve shows: title, axis, whether its axis is logarithmic, and the value of a record.
-_CURVES: tuple[tuple[str, str, bool, Callable[[TrainRecord], float | None]], ...] = (
-    ("Loss", "loss", False, lambda record: record.loss),
-    ("Learning rate", "learning rate", False, lambda record: record.lr),
-    ("Gradient norm", "gradient norm", False, lambda record: record.grad_norm),
-    ("Throughput", "tokens/s", False, lambda record: record.tokens_per_s),
-    ("Peak memory of rank 0", "GiB", False, lambda record: record.peak_memory_bytes / 2**30),
+# What a curve shows: title, axis, and the value of a record.
+_CURVES: tuple[tuple[str, str, Callable[[TrainRecord], float | None]], ...] = (
+    ("Loss", "loss", lambda record: record.loss),
+    ("Learning rate", "learning rate", lambda record: record.lr),
+    ("Gradient norm", "gradient norm", lambda record: record.grad_norm),
+    ("Throughput", "tokens/s", lambda record: record.tokens_per_s),
+    ("Peak memory of rank 0", "GiB", lambda record: record.peak_memory_bytes / 2**30),
 )
+# What the machine of rank 0 did: title, axis, pattern of the numbers' names, what they come to together, and the unit.
+_MACHINE: tuple[tuple[str, str, str, Callable[[list[float]], float], float], ...] = (
+    ("CPU, all cores together", "%", r"cpu_percent", max, 1),
+    ("Memory of rank 0's process", "GiB", r"rss_bytes", max, 2**30),
+    ("GPUs at work, mean", "%", r"gpu\d+_percent", fmean, 1),
+    ("GPU memory, the fullest", "GiB", r"gpu\d+_memory_bytes", max, 2**30),
+    ("Power of all GPUs", "W", r"gpu\d+_power_watts", sum, 1),
+    ("Network, sent and received", "MiB/s", r"network_\w+_bytes_per_s", sum, 2**20),
+    ("Disk, read and written", "MiB/s", r"disk_\w+_bytes_per_s", sum, 2**20),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reported(Result):
+    """A page that was written: where, its bytes, and the runs on it."""
+
+    output: str
+    size: int
+    runs: tuple[RecordedRun, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {"output": self.output, "bytes": self.size, "runs": [run.plain() for run in self.runs]}
+
+    def print(self, console: Console) -> None:
+        """What could not be read, and where the page is."""
+        lines = [f"{run.name}: {problem}" for run in self.runs for problem in run.problems]
+        lines.append(f"wrote {self.output} ({self.size / 2**20:.1f} MiB)")
+        console.print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Reported:
+    """Write one page about a run, or about several side by side.
+
+    Args:
+        runs: run directories, or their URLs; at least one.
+        output: the file; None for ``report.html`` in the run, and in the working directory for several runs.
+
+    Raises:
+        FinrayError: there is no such run, or the file cannot be written.
+    """
+    if not runs:
+        raise DataError("no run is named", where="finray.report", repair="name a run directory, such as runs/my-run")
+    given = None if output is None else Path(output).expanduser()
+    if given is not None and given.is_dir():
+        raise DataError("is a directory", where=f"--output {given}", repair="name a file in it")
+    if given is not None:
+        require_writable(given.parent)
+    found = tuple(read_run(place) for place in runs)
+    target = given or (found[0].path if len(found) == 1 else Path()) / "report.html"
+    require_writable(target.parent)
+    write(page(found), target)
+    place = str(target)
+    if given is None and len(found) == 1 and is_url(found[0].place):
+        push(found[0].path, Objects(found[0].place), ["report.html"])
+        place = f"{found[0].place}/report.html"
+    return Reported(place, target.stat().st_size, found)
 
 
 def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
@@ -70,6 +136,7 @@ def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
         facts=facts(runs[0]) if len(runs) == 1 else (),
         overview=[overview(run) for run in runs],
         plots=plots(runs),
+        machine=machine_plots(runs),
         tables=tables(runs),
         matrices=[
             (f"{name}, {one.name}" if one.name else name, model, matrix_rows(one, model))
@@ -141,28 +208,14 @@ def overview(run: RecordedRun) -> dict[str, str]:
     }
 
 
+Points = Sequence[tuple[int, float | None]]
+
+
 def plots(runs: Sequence[RecordedRun]) -> list[Plot]:
-    """The curves, all with the same steps. In each plot a run has the same colour."""
-    names = labels(runs)
-    most = min(_MOST, max(_FEWEST, _POINTS // len(runs)))
-    marks = [mark for at, run in enumerate(runs) for mark in marks_of(run, at if len(runs) > 1 else None)]
+    """The curves of the training, all with the same steps."""
     found = []
-
-    def add(
-        title: str, y_label: str, points: Sequence[Sequence[tuple[int, float | None]]], *, log: bool = False
-    ) -> None:
-        series = [
-            thinned(Series(name, [x for x, _ in own], [_short(y) for _, y in own], at), most)
-            for at, (name, own) in enumerate(zip(names, points, strict=True))
-            if any(y is not None for _, y in own)
-        ]
-        if series:
-            found.append(
-                curves(series, title=title, x_label="step", y_label=y_label, group="run", log=log, marks=marks)
-            )
-
-    for title, y_label, log, value in _CURVES:
-        add(title, y_label, [[(one.step, value(one)) for one in run.train] for run in runs], log=log)
+    for title, y_label, value in _CURVES:
+        found += _curve(runs, title, y_label, [[(one.step, value(one)) for one in run.train] for run in runs])
         if title == "Loss":
             for metric in dict.fromkeys(name for run in runs for one in run.evals for name in one.metrics):
                 label = metric.replace("_", " ")
@@ -170,8 +223,38 @@ def plots(runs: Sequence[RecordedRun]) -> list[Plot]:
                     sorted((one.step, one.metrics[metric]) for one in run.evals if metric in one.metrics)
                     for run in runs
                 ]
-                add(f"{label[:1].upper()}{label[1:]}", label, points)
+                found += _curve(runs, f"{label[:1].upper()}{label[1:]}", label, points)
     return found
+
+
+def machine_plots(runs: Sequence[RecordedRun]) -> list[Plot]:
+    """What rank 0's machine did, by the steps at which it was told of; of several samples the mean."""
+    found = []
+    for title, y_label, pattern, together, unit in _MACHINE:
+        names = {name for run in runs for one in run.system for name in one.numbers if re.fullmatch(pattern, name)}
+        points: list[Points] = []
+        for run in runs:
+            samples = dict[int, list[float]]()
+            for one in run.system:
+                if own := [one.numbers[name] for name in names if name in one.numbers]:
+                    samples.setdefault(one.step, []).append(together(own) / unit)
+            points.append([(step, fmean(values)) for step, values in sorted(samples.items())])
+        found += _curve(runs, title, y_label, points)
+    return found
+
+
+def _curve(runs: Sequence[RecordedRun], title: str, y_label: str, points: Sequence[Points]) -> list[Plot]:
+    """A plot with a curve for each run, which has the same colour in all plots; none where no run has a value."""
+    most = min(_MOST, max(_FEWEST, _POINTS // len(runs)))
+    series = [
+        thinned(Series(name, [x for x, _ in own], [_short(y) for _, y in own], at), most)
+        for at, (name, own) in enumerate(zip(labels(runs), points, strict=True))
+        if any(y is not None for _, y in own)
+    ]
+    if not series:
+        return []
+    marks = [mark for at, run in enumerate(runs) for mark in marks_of(run, at if len(runs) > 1 else None)]
+    return [curves(series, title=title, x_label="step", y_label=y_label, group="run", marks=marks)]
 
 
 def marks_of(run: RecordedRun, colour: int | None = None) -> list[Mark]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,17 @@ from finray.records import Note
 from finray.reporting.answers import explorer
 from finray.reporting.plots import Series, thinned
 from finray.reporting.recorded import RecordedRun, read_run
-from finray.reporting.report import changed_fields, config_differences, labels, marks_of, page, phase_parts, plots
-from tests.support.recorded import prediction, write_evaluation, write_run
+from finray.reporting.report import (
+    changed_fields,
+    config_differences,
+    labels,
+    machine_plots,
+    marks_of,
+    page,
+    phase_parts,
+    plots,
+)
+from tests.support.recorded import machine, prediction, write_evaluation, write_run
 from tests.support.runs import finray
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -74,6 +84,27 @@ def test_curves_are_the_numbers_of_the_records(tmp_path: Path) -> None:
         assert list(series.y) == [None if one is None else pytest.approx(one, rel=1e-6) for _, one in wanted]
     (series,) = found["Eval loss"].series
     assert list(series.y) == pytest.approx([one["eval_loss"] for one in raw if one["kind"] == "eval"], rel=1e-6)
+
+
+def test_what_the_machine_did_is_drawn(tmp_path: Path) -> None:
+    """Of several samples of a step the mean; of several GPUs what their title says; nothing where nothing is known."""
+    samples = [machine(step) for step in (1, 2, 2, 5)]
+    samples.append(replace(machine(2), numbers={"rss_bytes": 4 * 2**30}))
+    one, two = run_of(tmp_path / "a", samples=samples), run_of(tmp_path / "b", samples=[machine(1, gpus=0)])
+    found = {plot.title: [(list(one.x), list(one.y)) for one in plot.series] for plot in machine_plots([one, two])}
+    mib = 1 / 1024
+    rss = [pytest.approx(1 + mib), pytest.approx((2 * (1 + 2 * mib) + 4) / 3), pytest.approx(1 + 5 * mib)]
+    cpu = [pytest.approx(50 + 40 * math.sin(step)) for step in (1, 2, 5)]
+    assert found == {
+        "CPU, all cores together": [([1, 2, 5], cpu), ([1], cpu[:1])],
+        "Memory of rank 0's process": [([1, 2, 5], rss), ([1], [pytest.approx(1 + mib)])],
+        "GPUs at work, mean": [([1, 2, 5], [85.0] * 3)],
+        "GPU memory, the fullest": [([1, 2, 5], [5.0] * 3)],
+        "Power of all GPUs": [([1, 2, 5], [601.0] * 3)],
+        "Network, sent and received": [([1, 2, 5], [2.0] * 3), ([1], [2.0])],
+        "Disk, read and written": [([1, 2, 5], [2.0, 4.0, 10.0]), ([1], [2.0])],
+    }
+    assert machine_plots([run_of(tmp_path / "c")]) == []
 
 
 def test_a_run_has_one_colour_in_all_plots(tmp_path: Path) -> None:
