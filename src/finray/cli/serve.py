@@ -41,6 +41,9 @@ def serve(
     dtype: Annotated[
         str | None, typer.Option(callback=_dtype, help="Of the weights: fp32 or bf16 (default: what is fast here).")
     ] = None,
+    engine: Annotated[
+        str, typer.Option(help="What runs the model: transformers, vllm, or auto: vLLM where it is installed.")
+    ] = "auto",
     grace: Annotated[
         float, typer.Option(min=0, max=3600, help="Seconds that answers have to come to their end after Ctrl-C.")
     ] = 10.0,
@@ -70,6 +73,7 @@ def serve(
         max_length=max_length,
         max_new_tokens=max_new_tokens,
         dtype=dtype,
+        engine=engine,
         key_env=api_key_env,
         may_change=may_change,
     )

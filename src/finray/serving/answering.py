@@ -124,7 +124,7 @@ class Exchange:
         room = self._sampling.max_new_tokens if limit is None else limit - len(prompt)
         request = self.request
         top = request.top() if isinstance(request, ChatRequest) else request.logprobs
-        if top is not None and not self._models.engine.has_slots:
+        if top is not None and not self._models.has_logprobs:
             raise ApiError(400, "this model's answers have no log-probabilities", param="logprobs")
 
         def tell(event: Event) -> None:

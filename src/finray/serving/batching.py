@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from finray.evaluation.engines.transformers import PASS_TOKENS, Row, TransformersEngine, close_gaps
+from finray.evaluation.engines.transformers import PASS_TOKENS, Row, TransformersEngine, close_gaps, take
 from finray.evaluation.generate import TextStream
-from finray.models.many_adapters import ManyAdapters, PlainLora
+from finray.models.many_adapters import ManyAdapters
 from finray.models.slots import Slots
 from finray.serving.errors import ApiError, of_server
 
@@ -71,14 +70,14 @@ class Job(Row):
     """A row with whom it is for.
 
     Attributes:
-        adapter: that takes part; None for the base model.
+        adapter: that takes part, as the engine knows it; None for the base model.
         tokenizer: of the model that is asked.
         tell: is given each event, in the thread of the batch.
         top: likeliest tokens to tell of; None where no probabilities are asked for.
         is_dropped: nobody waits for it any more.
     """
 
-    adapter: PlainLora | None
+    adapter: Any | None
     tokenizer: Any
     tell: Callable[[Event], None]
     top: int | None = None
@@ -91,20 +90,16 @@ class Job(Row):
         self.stream = TextStream(self.tokenizer, self.sampling.stop, self.pieces.append)
 
 
-class Batcher:
-    """See the module.
+class Queue:
+    """Rows that wait and rows at work, whatever engine works on them.
 
     Args:
-        engine: around a model without adapters.
-        adapters: of that model.
         slots: rows at work at the same time, at most.
         max_queue: rows that wait for a slot, at most.
     """
 
-    def __init__(self, engine: TransformersEngine, adapters: ManyAdapters, *, slots: int, max_queue: int) -> None:
-        self._engine, self._adapters = engine, adapters
-        self._count, self._max_queue = slots if engine.has_slots else 1, max_queue
-        self._slots = Slots(self._count)
+    def __init__(self, *, slots: int, max_queue: int) -> None:
+        self._count, self._max_queue = slots, max_queue
         self._wake = threading.Condition()
         self._waiting, self._working = deque[Job](), list[Job]()
         self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
@@ -169,15 +164,6 @@ class Batcher:
             if not job.is_done:
                 job.tell(Failed("the server has stopped"))
 
-    def drain(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> bool:
-        """Wait until no row is left, for so long at most; whether that came."""
-        end = clock() + seconds
-        with self._wake:
-            while (self._working or self._waiting) and (left := end - clock()) > 0:
-                self._wake.wait(min(left, 0.1))
-            return not (self._working or self._waiting)
-
-    @torch.inference_mode()
     def advance(self) -> None:
         """One step, after what was asked for between steps."""
         while True:
@@ -189,6 +175,54 @@ class Batcher:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+        self.work()
+
+    def work(self) -> None:
+        """A token for every row at work."""
+        raise NotImplementedError
+
+    def give(self, job: Job, token: int) -> None:
+        """Give a row its next token, and tell what is known by it."""
+        answer = take(job, token, job.tokenizer, job.stream.token)
+        if answer is not None:
+            if len(job.chosen) > len(job.said):
+                # The token that ends an answer is not part of it.
+                job.chosen.pop()
+            job.stream.end(answer.text)
+        if job.pieces or (answer is not None and job.chosen):
+            job.tell(Piece("".join(job.pieces), tuple(job.chosen)))
+            job.pieces.clear()
+            job.chosen.clear()
+        if answer is not None:
+            job.tell(Finished(answer.finish, len(job.said)))
+
+    @staticmethod
+    def fail(jobs: Sequence[Job], error: Exception) -> None:
+        """Tell everybody who waits for one of these that it will not come."""
+        logger.error("a step failed", exc_info=error)
+        for job in jobs:
+            if not job.is_done:
+                job.is_done = True
+                job.tell(Failed(of_server(error)))
+
+
+class Batcher(Queue):
+    """The batch of finray's own engine.
+
+    Args:
+        engine: around a model without adapters.
+        adapters: of that model.
+        slots, max_queue: as of :class:`Queue`.
+    """
+
+    def __init__(self, engine: TransformersEngine, adapters: ManyAdapters, *, slots: int, max_queue: int) -> None:
+        super().__init__(slots=slots if engine.has_slots else 1, max_queue=max_queue)
+        self._engine, self._adapters = engine, adapters
+        self._slots = Slots(self._count)
+
+    @torch.inference_mode()
+    def work(self) -> None:
+        """One forward pass."""
         jobs = list[Job]()
         try:
             jobs = self._admitted()
@@ -197,11 +231,7 @@ class Batcher:
             elif jobs:
                 self._alone(jobs[0])
         except Exception as error:
-            logger.exception("a step failed")
-            for job in jobs:
-                if not job.is_done:
-                    job.is_done = True
-                    job.tell(Failed(of_server(error)))
+            self.fail(jobs, error)
             self._slots = Slots(self._count)
         with self._wake:
             close_gaps(self._slots, self._working)
@@ -241,7 +271,7 @@ class Batcher:
                 top = before[number].topk(job.top or 0)
                 likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
                 job.chosen.append(TokenLogprob(token, float(before[number][token]), likeliest))
-            self._give(job, token)
+            self.give(job, token)
 
     @staticmethod
     def _chosen(logits_BV: torch.Tensor, jobs: Sequence[Job]) -> list[int]:
@@ -258,21 +288,6 @@ class Batcher:
             for number, token in zip(numbers, found, strict=True):
                 tokens[number] = token
         return tokens
-
-    def _give(self, job: Job, token: int) -> None:
-        """Give a row its next token, and tell what is known by it."""
-        answer = self._engine.take(job, token, job.stream.token)
-        if answer is not None:
-            if len(job.chosen) > len(job.said):
-                # The token that ends an answer is not part of it.
-                job.chosen.pop()
-            job.stream.end(job.sampling.cut(str(job.tokenizer.decode(job.said, skip_special_tokens=True))))
-        if job.pieces or (answer is not None and job.chosen):
-            job.tell(Piece("".join(job.pieces), tuple(job.chosen)))
-            job.pieces.clear()
-            job.chosen.clear()
-        if answer is not None:
-            job.tell(Finished(answer.finish, len(job.said)))
 
     def _alone(self, job: Job) -> None:
         """All of a row whose model cannot share a step, by Transformers' own ``generate``."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,24 @@ from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ConfigError, ModelError
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
+from finray.evaluation.engines.base import Loading
 from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.engines.vllm import VLLMEngine
 from finray.evaluation.generate import Asking
 from finray.models.artifacts import Artifact, load_artifact
 from finray.models.loading import DTYPES, load_model
 from finray.models.many_adapters import ManyAdapters, PlainLora, read_plain_lora
 from finray.pretrained.tokenizers import load_tokenizer
-from finray.serving.batching import Batcher
+from finray.serving.batching import Batcher, Queue
 from finray.serving.errors import ApiError
+from finray.serving.vllm import VLLMBatcher
 
+ENGINES = ("auto", "transformers", "vllm")
 # What the base model of an adapter is called.
 BASE = "base"
+# Adapters in one batch of vLLM, and the rank that it has room for where adapters may come later.
+_LORAS, _RANK = 8, 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
@@ -44,6 +51,7 @@ class Settings:
         max_length: most tokens of a prompt and its answer; None for what the model reads.
         max_new_tokens: of an answer to a conversation whose request does not say.
         dtype: of weights and arithmetic: fp32 or bf16; None for that of inference on this machine.
+        engine: what runs the model: ``transformers``, ``vllm``, or ``auto``: vLLM where it is installed.
         key_env: environment variable with the API key; None for none.
         may_change: whether adapters may come and go while it runs.
     """
@@ -57,6 +65,7 @@ class Settings:
     max_length: int | None = None
     max_new_tokens: int = 512
     dtype: str | None = None
+    engine: str = "auto"
     key_env: str | None = None
     may_change: bool = True
 
@@ -70,7 +79,7 @@ class Served:
         source: where it is from.
         asking: how it is asked.
         ends: tokens that end its answers.
-        adapter: that takes part; None for the base model.
+        adapter: that takes part, as the engine knows it; None for the base model.
         created: seconds since 1970.
     """
 
@@ -78,7 +87,7 @@ class Served:
     source: str
     asking: Asking
     ends: frozenset[int]
-    adapter: PlainLora | None
+    adapter: Any | None
     created: int
 
     def document(self, max_length: int | None) -> dict[str, Any]:
@@ -111,6 +120,12 @@ def find(settings: Settings) -> Found:
     Raises:
         FinrayError: something is missing, half-written or damaged, or does not go together.
     """
+    if settings.engine not in ENGINES:
+        raise ConfigError(
+            f"there is no engine `{settings.engine}`", where="--engine", repair=f"use {', '.join(ENGINES)}"
+        )
+    if settings.engine == "vllm":
+        VLLMEngine.require()
     artifact = artifact_of(settings.model, base=settings.base)
     name = checked_name(settings.name or name_of(settings.model))
     task = artifact.model.task
@@ -204,32 +219,75 @@ class Models:
         self._settings, self._clock = settings, clock
         self._artifact, self._base = found.artifact, found.artifact.model
         lora = self._shared_lora(found, tell)
-        device = inference_device()
-        dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
-        if found.artifact.is_adapter and lora is None:
-            self._model = load_artifact(found.artifact, dtype=dtype).merge_and_unload().to(device).eval()
-        else:
-            self._model = load_model(self._base, dtype=dtype).to(device).eval()
-        tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
-        self.engine = TransformersEngine.of(self._model, tokenizer, batch_size=settings.slots, tell=tell)
-        self._adapters = ManyAdapters(self._model)
-        if self.engine.has_slots:
-            # The head is compared with the model's own at the first step, which must be one without adapters.
-            list(self.engine.generate([[0]], Sampling(1)))
-        limits = [one for one in (settings.max_length, self.engine.max_length) if one is not None]
-        self.max_length = min(limits, default=None)
-        self.batcher = Batcher(self.engine, self._adapters, slots=settings.slots, max_queue=settings.max_queue)
-        self._changes = threading.Lock()
         self._is_open = lora is not None or not found.artifact.is_adapter
+        others = [(artifact, read_plain_lora(artifact.folder, self._base)) for _, artifact in found.adapters]
+        tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
+        vllm = self._vllm(lora, [one for _, one in others], tell)
+        if vllm is None:
+            self._open(lora, tokenizer, tell)
+        limits = [one for one in (settings.max_length, self.own_length) if one is not None]
+        self.max_length = min(limits, default=None)
+        self._changes = threading.Lock()
         self._served: Mapping[str, Served] = {}
-        placed = None if lora is None else self._adapters.placed(lora)
+        placed = None if lora is None else self._placed(found.artifact.folder, lora)
         self._put(self._made(found.name, settings.model, found.artifact, tokenizer, placed))
         if lora is not None:
             base = artifact_of(self._base.name)
             self._put(self._made(BASE, self._base.name, base, load_tokenizer(self._base), None))
-        for name, artifact in found.adapters:
-            lora = read_plain_lora(artifact.folder, self._base)
-            self._put(self._adapter(name, artifact, self._adapters.placed(lora)))
+        for (name, artifact), (_, one) in zip(found.adapters, others, strict=True):
+            self._put(self._adapter(name, artifact, self._placed(artifact.folder, one)))
+
+    def _open(self, lora: PlainLora | None, tokenizer: Any, tell: Callable[[str], None]) -> None:
+        """Load the model into finray's own engine."""
+        settings, device = self._settings, inference_device()
+        dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
+        if self._artifact.is_adapter and lora is None:
+            model = load_artifact(self._artifact, dtype=dtype).merge_and_unload().to(device).eval()
+        else:
+            model = load_model(self._base, dtype=dtype).to(device).eval()
+        engine = TransformersEngine.of(model, tokenizer, batch_size=settings.slots, tell=tell)
+        adapters = ManyAdapters(model)
+        if engine.has_slots:
+            # The head is compared with the model's own at the first step, which must be one without adapters.
+            list(engine.generate([[0]], Sampling(1)))
+        self.engine: TransformersEngine | VLLMEngine = engine
+        self.has_logprobs, self.own_length, self._generation = (
+            engine.has_slots,
+            engine.max_length,
+            model.generation_config,
+        )
+        self.batcher: Queue = Batcher(engine, adapters, slots=settings.slots, max_queue=settings.max_queue)
+        self._placed: Callable[[Path, PlainLora], Any] = lambda folder, one: adapters.placed(one)
+
+    def _vllm(
+        self, lora: PlainLora | None, others: Sequence[PlainLora], tell: Callable[[str], None]
+    ) -> VLLMEngine | None:
+        """The model in vLLM, where that is asked for, or installed and able to."""
+        settings = self._settings
+        if settings.engine == "transformers" or (settings.engine == "auto" and find_spec("vllm") is None):
+            return None
+        dtype = DTYPES[settings.dtype] if settings.dtype else None
+        # What is more than LoRA is merged, as it is without vLLM.
+        merge = self._artifact.is_adapter and lora is None
+        loading = Loading.of(self._artifact, batch_size=settings.slots, merge=merge, dtype=dtype, tell=tell)
+        rank = max(
+            [
+                _RANK if settings.may_change and self._is_open else 0,
+                *(part.down.shape[0] for one in (lora, *others) if one for part in one.parts.values()),
+            ]
+        )
+        try:
+            engine = VLLMEngine(loading, loras=_LORAS, rank=rank, max_length=settings.max_length)
+        except ModelError as error:
+            if settings.engine == "vllm":
+                raise
+            tell(f"finray's own engine answers: {error.message}")
+            return None
+        self.engine, self.has_logprobs = engine, True
+        self.own_length, self._generation = engine.max_length, engine.generation
+        self.batcher = VLLMBatcher(engine, slots=settings.slots, max_queue=settings.max_queue)
+        self._placed = lambda folder, one: engine.adapter(folder)
+        return engine
 
     def _shared_lora(self, found: Found, tell: Callable[[str], None]) -> PlainLora | None:
         """The model's own adapter, if it may be beside others."""
@@ -243,11 +301,11 @@ class Models:
             tell(f"the adapter is merged into its base model, and served alone: {error.message}")
             return None
 
-    def _made(self, name: str, source: str, artifact: Artifact, tokenizer: Any, adapter: PlainLora | None) -> Served:
-        ends = end_tokens(tokenizer, self._model.generation_config)
+    def _made(self, name: str, source: str, artifact: Artifact, tokenizer: Any, adapter: Any | None) -> Served:
+        ends = end_tokens(tokenizer, self._generation)
         return Served(name, source, Asking.of(artifact, tokenizer), ends, adapter, int(self._clock()))
 
-    def _adapter(self, name: str, artifact: Artifact, placed: PlainLora) -> Served:
+    def _adapter(self, name: str, artifact: Artifact, placed: Any) -> Served:
         tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
         return self._made(name, str(artifact.folder), artifact, tokenizer, placed)
 
@@ -290,7 +348,7 @@ class Models:
                 raise ApiError(409, f"there is a model `{name}` already; remove it first", param="name")
             artifact = find_adapter(path, of=self._base, base=self._settings.base)
             lora = read_plain_lora(artifact.folder, self._base)
-            placed = self.batcher.call(lambda: self._adapters.placed(lora)).result()
+            placed = self.batcher.call(lambda: self._placed(artifact.folder, lora)).result()
             made = self._adapter(name, artifact, placed)
             self._put(made)
             return made

@@ -82,6 +82,29 @@ class Row:
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
+def take(row: Row, token: int, tokenizer: Any, on_token: OnToken) -> Answer | None:
+    """Give a row its next token; the answer, if that ends it."""
+    sampling = row.sampling
+    finish: Literal["stop", "length"] | None = None
+    if token in row.ends:
+        finish = "stop"
+    else:
+        row.said.append(token)
+        on_token(row.number, token)
+        if sampling.stop:
+            # A string of n bytes is in the last n tokens, if it has just come.
+            recent = row.said[-max(len(word.encode()) for word in sampling.stop) - 4 :]
+            text = str(tokenizer.decode(recent, skip_special_tokens=True))
+            finish = "stop" if any(word in text for word in sampling.stop) else None
+        if finish is None and len(row.said) == row.room:
+            finish = "length"
+    if finish is None:
+        return None
+    row.is_done = True
+    text = str(tokenizer.decode(row.said, skip_special_tokens=True))
+    return Answer(row.number, tuple(row.said), sampling.cut(text), finish)
+
+
 class TransformersEngine:
     """See :class:`finray.evaluation.engines.base.Engine`."""
 
@@ -179,7 +202,7 @@ class TransformersEngine:
             if len(rows) == 1:
                 self._kept = slots, [*rows[0].prompt, *rows[0].said], adapter
             for row, token in zip(working, self._choose(logits_BV, working, sampling), strict=True):
-                if (answer := self.take(row, token, on_token)) is not None:
+                if (answer := take(row, token, self.tokenizer, on_token)) is not None:
                     yield answer
             close_gaps(slots, working)
 
@@ -235,27 +258,6 @@ class TransformersEngine:
                 seen = torch.tensor(sorted({*row.prompt, *row.said}), device=logits_V.device)
                 found = logits_V[seen]
                 logits_V[seen] = torch.where(found < 0, found * self._penalty, found / self._penalty)
-
-    def take(self, row: Row, token: int, on_token: OnToken) -> Answer | None:
-        """Give a row its next token; the answer, if that ends it."""
-        sampling = row.sampling
-        if token in row.ends:
-            return self._answer(row, "stop")
-        row.said.append(token)
-        on_token(row.number, token)
-        if sampling.stop:
-            # A string of n bytes is in the last n tokens, if it has just come.
-            recent = self._text(row.said[-max(len(word.encode()) for word in sampling.stop) - 4 :])
-            if any(word in recent for word in sampling.stop):
-                return self._answer(row, "stop")
-        return self._answer(row, "length") if len(row.said) == row.room else None
-
-    def _answer(self, row: Row, finish: Literal["stop", "length"]) -> Answer:
-        row.is_done = True
-        return Answer(row.number, tuple(row.said), row.sampling.cut(self._text(row.said)), finish)
-
-    def _text(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     @torch.inference_mode()
     def in_batches(self, rows: list[Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
@@ -403,7 +405,7 @@ class _Driver(transformers.LogitsProcessor):  # type: ignore[misc]
         chosen_B = self._sampling.choose(scores, numbers, steps)
         for row, token in zip(self._rows, chosen_B.tolist(), strict=True):
             if not row.is_done:
-                answer = self._engine.take(row, token, self._on_token)
+                answer = take(row, token, self._engine.tokenizer, self._on_token)
                 self.answers += [] if answer is None else [answer]
         return torch.full_like(scores, float("-inf")).scatter_(1, chosen_B[:, None], 0.0)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +49,14 @@ _CPU_CACHE_GIB = "2"
 
 
 class VLLMEngine:
-    """See :class:`finray.evaluation.engines.base.Engine`."""
+    """See :class:`finray.evaluation.engines.base.Engine`.
+
+    Args:
+        loading: what it is made from.
+        loras: adapters in a batch, at most.
+        rank: largest of adapters that come later (:meth:`adapter`); 0 where none will.
+        max_length: most tokens of a prompt and its answer; None for what the model reads.
+    """
 
     name = "vllm"
 
@@ -66,7 +73,7 @@ class VLLMEngine:
                 "vLLM is not installed", where="--engine vllm", repair=f"`pip install {package}`, or leave out --engine"
             )
 
-    def __init__(self, loading: Loading) -> None:
+    def __init__(self, loading: Loading, *, loras: int = 1, rank: int = 0, max_length: int | None = None) -> None:
         self.require()
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
@@ -74,9 +81,8 @@ class VLLMEngine:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _CPU_CACHE_GIB)
         import vllm
         from transformers import AutoConfig, GenerationConfig
-        from vllm.lora.request import LoRARequest
 
-        self._vllm, self.tokenizer, self._numbers = vllm, loading.tokenizer, 0
+        self._vllm, self.tokenizer, self._numbers, self._loras = vllm, loading.tokenizer, 0, 0
         self.version = f"vllm {vllm.__version__}, torch {torch.__version__}"
         self._cleanup = ExitStack()
         artifact = loading.artifact
@@ -97,11 +103,16 @@ class VLLMEngine:
             export(artifact, folder, merge=True, dtype="fp32" if loading.dtype == torch.float32 else "bf16")
             model = str(folder)
         elif artifact.is_adapter:
-            rank = read_settings(artifact.folder).r or _RANKS[0]
-            options = {"enable_lora": True, "max_lora_rank": next(one for one in _RANKS if one >= rank), "max_loras": 1}
-            self._adapter = LoRARequest("tuned", 1, str(artifact.folder.resolve()))
+            rank = max(rank, read_settings(artifact.folder).r or _RANKS[0])
+            self._adapter = self._request(artifact.folder)
+        if rank and not self._is_merged:
+            most = next((one for one in _RANKS if one >= rank), _RANKS[-1])
+            options = {"enable_lora": True, "max_lora_rank": most, "max_loras": loras}
         config = AutoConfig.from_pretrained(model, revision=None if self._is_merged else source.get("revision"))
         heads = config.get_text_config().num_attention_heads
+        # vLLM refuses more than the model reads.
+        reads = getattr(config.get_text_config(), "max_position_embeddings", None)
+        max_length = min(max_length, reads) if max_length and reads else max_length
         gpus = torch.cuda.device_count() if loading.device.type == "cuda" else 1
         try:
             self._llm = vllm.LLM(
@@ -110,6 +121,7 @@ class VLLMEngine:
                 dtype="float32" if loading.dtype == torch.float32 else "bfloat16",
                 tensor_parallel_size=max(count for count in range(1, gpus + 1) if heads % count == 0),
                 max_num_seqs=loading.batch_size,
+                max_model_len=max_length,
                 skip_tokenizer_init=True,
                 # Compiling takes minutes, and pays where very many answers are wanted.
                 enforce_eager=loading.device.type == "cpu",
@@ -127,7 +139,7 @@ class VLLMEngine:
         generation = GenerationConfig.from_model_config(config)
         if (Path(model) / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(model)
-        self._ends = end_tokens(self.tokenizer, generation)
+        self.generation, self._ends = generation, end_tokens(self.tokenizer, generation)
         self._penalty = float(generation.repetition_penalty or 1.0)
 
     def generate(
@@ -136,19 +148,7 @@ class VLLMEngine:
         """Answers in the order in which they are finished."""
         numbers = list(rows or range(len(prompts)))
         check_prompts(prompts, numbers, self.max_length)
-        params = [
-            {
-                "max_tokens": sampling.max_new_tokens,
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "top_k": sampling.top_k,
-                "seed": sampling.row_seed(row) if sampling.temperature else None,
-                "stop_token_ids": sorted(self._ends),
-                "repetition_penalty": self._penalty,
-                "detokenize": False,
-            }
-            for row in numbers
-        ]
+        params = [self.settings(sampling, row, self._ends) for row in numbers]
         said: dict[int, int] = dict.fromkeys(numbers, 0)
         for place, output in self._run(prompts, params, adapter=adapter):
             row, tokens = numbers[place], [token for token in output.outputs[0].token_ids if token not in self._ends]
@@ -159,7 +159,7 @@ class VLLMEngine:
                 on_token(row, token)
             said[row] = len(tokens)
             if not ended and len(shown) < len(text):
-                self._llm.llm_engine.abort_request([output.request_id])
+                self.abort([output.request_id])
                 ended = True
             if ended:
                 short = len(shown) < len(text) or output.outputs[0].finish_reason == "stop"
@@ -200,6 +200,57 @@ class VLLMEngine:
                     ordered = [known[nth] for nth in range(len(known))]
                     yield Likelihood(number, tuple(one for one, _ in ordered), all(greedy for _, greedy in ordered))
 
+    def settings(self, sampling: Sampling, row: int, ends: Iterable[int]) -> dict[str, Any]:
+        """Sampling of a row as vLLM's parameters."""
+        return {
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "seed": sampling.row_seed(row) if sampling.temperature else None,
+            "stop_token_ids": sorted(ends),
+            "repetition_penalty": self._penalty,
+            "detokenize": False,
+        }
+
+    def adapter(self, folder: Path) -> Any:
+        """An adapter beside the weights, loaded: what :meth:`add` takes.
+
+        Raises:
+            ModelError: vLLM cannot load it, or not beside the weights.
+        """
+        if (why := _not_beside(folder)) is not None:
+            raise ModelError(f"vLLM runs no such adapter beside others: {why}", where=str(folder))
+        try:
+            self._llm.llm_engine.add_lora(request := self._request(folder))
+        except Exception as error:
+            # As of a model: there is no list of its errors.
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise ModelError(f"vLLM cannot load the adapter: {said}", where=str(folder)) from None
+        return request
+
+    def _request(self, folder: Path) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        self._loras += 1
+        return LoRARequest(f"adapter-{self._loras}", self._loras, str(folder.resolve()))
+
+    def add(self, prompt: Sequence[int], settings: dict[str, Any], adapter: Any | None) -> str:
+        """Put a prompt in vLLM's batch; returns the name that its outputs bear."""
+        self._numbers += 1
+        name, tokens = f"finray-{self._numbers}", self._vllm.TokensPrompt(prompt_token_ids=list(prompt))
+        self._llm.llm_engine.add_request(name, tokens, self._vllm.SamplingParams(**settings), lora_request=adapter)
+        return name
+
+    def step(self) -> list[Any]:
+        """Outputs so far of the rows that have got a token."""
+        found: list[Any] = self._llm.llm_engine.step()
+        return found
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Take prompts out of the batch, those that are in it."""
+        self._llm.llm_engine.abort_request(list(names))
+
     def close(self) -> None:
         """Stop vLLM and give its memory back."""
         self._llm.llm_engine.engine_core.shutdown()
@@ -215,18 +266,14 @@ class VLLMEngine:
         request = self._adapter if adapter else None
         try:
             for place, (prompt, settings) in enumerate(zip(prompts, params, strict=True)):
-                self._numbers += 1
-                name, tokens = f"finray-{self._numbers}", self._vllm.TokensPrompt(prompt_token_ids=list(prompt))
-                asked = self._vllm.SamplingParams(**settings)
-                engine.add_request(name, tokens, asked, lora_request=request)
-                places[name] = place
+                places[self.add(prompt, settings, request)] = place
             while engine.has_unfinished_requests():
-                for output in engine.step():
+                for output in self.step():
                     if output.request_id in places:
                         yield places[output.request_id], output
         finally:
             # Of a caller who wants no more, nothing is left at work.
-            engine.abort_request(list(places))
+            self.abort(list(places))
 
 
 def _not_beside(folder: Path) -> str | None:

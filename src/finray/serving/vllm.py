@@ -1,0 +1,83 @@
+"""The batch of vLLM: the same queue, requests and answers as with finray's own engine, on vLLM's kernels and cache.
+
+vLLM's engine runs in this process, one step after the other, in the thread that owns the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from finray.evaluation.engines.vllm import VLLMEngine
+from finray.serving.batching import Job, Queue, TokenLogprob
+
+
+class VLLMBatcher(Queue):
+    """The batch of vLLM.
+
+    Args:
+        engine: of a base model, with room for adapters.
+        slots, max_queue: as of :class:`finray.serving.batching.Queue`.
+    """
+
+    def __init__(self, engine: VLLMEngine, *, slots: int, max_queue: int) -> None:
+        super().__init__(slots=slots, max_queue=max_queue)
+        self._engine = engine
+        # By the name of each row in vLLM's batch: the row, and how many of its tokens were told.
+        self._rows = dict[str, tuple[Job, int]]()
+
+    def work(self) -> None:
+        """One step of vLLM, with the rows that have come and without those that have gone."""
+        gone = [name for name, (job, _) in self._rows.items() if job.is_dropped]
+        with self._wake:
+            self._working = [job for job in self._working if not (job.is_done or job.is_dropped)]
+            room = max(0, self._count - len(self._working))
+            coming = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+            self._working += coming
+            jobs = list(self._working)
+        try:
+            self._end(gone)
+            for job in coming:
+                self._rows[self._engine.add(job.prompt, self._settings(job), job.adapter)] = job, 0
+            for output in self._engine.step() if self._rows else ():
+                self._told(output)
+        except Exception as error:
+            self.fail(jobs, error)
+            self._end(list(self._rows))
+        with self._wake:
+            self._working = [job for job in self._working if not job.is_done]
+            self._wake.notify_all()
+
+    def _end(self, names: Sequence[str]) -> None:
+        self._engine.abort(names)
+        for name in names:
+            self._rows.pop(name, None)
+
+    def _settings(self, job: Job) -> dict[str, Any]:
+        found = self._engine.settings(replace(job.sampling, max_new_tokens=job.room), job.number, job.ends)
+        return found if job.top is None else {**found, "logprobs": job.top}
+
+    def _told(self, output: Any) -> None:
+        """Tell what a step brought for a row."""
+        if output.request_id not in self._rows:
+            return
+        job, told = self._rows[output.request_id]
+        made = output.outputs[0]
+        for at in range(told, len(made.token_ids)):
+            token = int(made.token_ids[at])
+            self.written += 1
+            if job.top is not None:
+                job.chosen.append(_logprob(token, made.logprobs[at], job.top))
+            self.give(job, token)
+            if job.is_done:
+                self._end([output.request_id])
+                return
+        self._rows[output.request_id] = job, len(made.token_ids)
+
+
+def _logprob(token: int, found: dict[int, Any], top: int) -> TokenLogprob:
+    """vLLM's log-probabilities of a place: of the chosen token, and of the likeliest by rank."""
+    ranked = sorted((one.rank, other, float(one.logprob)) for other, one in found.items())
+    likeliest = tuple((other, logprob) for rank, other, logprob in ranked if rank <= top)
+    return TokenLogprob(token, float(found[token].logprob), likeliest)
