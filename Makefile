@@ -100,7 +100,7 @@ $(ENGINES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
 	$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement $(ENGINES_VENV)/requirements.txt
 	$(ENGINES_VENV)/bin/python -m tools.engine_packages constraints > $(ENGINES_VENV)/constraints.txt
 	$(ENGINES_VENV)/bin/python -m pip --disable-pip-version-check install --quiet \
-		--constraint $(ENGINES_VENV)/constraints.txt --editable . hypothesis pytest pytest-timeout pytest-xdist
+		--constraint $(ENGINES_VENV)/constraints.txt --editable '.[serve]' hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
 test-engines: $(ENGINES_VENV)/.dev .models/SmolLM2-135M-Instruct

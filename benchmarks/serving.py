@@ -23,6 +23,8 @@ from processes import environment, run
 OURS, THEIRS, BATCHING = "finray serve", "transformers serve", "transformers serve, continuous batching"
 CLIENTS = (1, 16)
 REQUESTS, NEW = 32, 64
+# Greedy answers part where two tokens are equally likely but for the order of a sum.
+MOST_APART = 0.1
 
 
 def runner(name: str, clients: int) -> Run:
@@ -33,7 +35,7 @@ def runner(name: str, clients: int) -> Run:
         model = str(bench.model.resolve())
         if name == OURS:
             command = [sys.executable, "-m", "finray.cli.main", "serve", model, "--name", "model"]
-            command += ["--port", str(port), "--dtype", "fp32"]
+            command += ["--port", str(port), "--dtype", "fp32", "--engine", "transformers"]
         else:
             command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--port", str(port)]
             command += ["--dtype", "float32", *(["--continuous-batching"] if name == BATCHING else [])]
@@ -58,30 +60,32 @@ async def load(bench: Bench, model: str, port: int, clients: int) -> Result:
     import openai
 
     rows = [row["messages"][:-1] for row in bench.pool][: clients if bench.quick else max(REQUESTS, 2 * clients)]
-    waiting, first, tokens = list(rows), list[float](), list[int]()
+    waiting, first, tokens, answers = list(enumerate(rows)), list[float](), list[int](), dict[int, str]()
     async with openai.AsyncOpenAI(
         base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=1800
     ) as client:
 
-        async def ask(messages: Any) -> None:
-            began, count = time.perf_counter(), 0
+        async def ask(number: int, messages: Any) -> None:
+            began, count, pieces = time.perf_counter(), 0, list[str]()
             stream = await client.chat.completions.create(
                 model=model, messages=messages, max_tokens=8 if bench.quick else NEW, temperature=0, stream=True
             )
             async for event in stream:
-                if any(choice.delta.content for choice in event.choices):
+                if said := "".join(choice.delta.content or "" for choice in event.choices):
                     if not count:
                         first.append(time.perf_counter() - began)
                     count += 1
+                    pieces.append(said)
             if not count:
                 raise BenchmarkError("an answer is empty")
             tokens.append(count)
+            answers[number] = "".join(pieces)
 
         async def work() -> None:
             while waiting:
-                await ask(waiting.pop())
+                await ask(*waiting.pop())
 
-        await ask(rows[0])
+        await ask(0, rows[0])
         first.clear()
         tokens.clear()
         began = time.perf_counter()
@@ -92,7 +96,17 @@ async def load(bench: Bench, model: str, port: int, clients: int) -> Result:
         "first_token": median(first),
         "slow_first_token": quantiles(first, n=20)[-1] if len(first) > 1 else first[0],
         "pieces_per_second": sum(tokens) / seconds,
+        "answers": [answers[number] for number in range(len(rows))],
     }
+
+
+def check(block: str, runs: case.Runs) -> None:
+    """Refuse servers that do not say the same."""
+    ours = runs[OURS][-1]["answers"]
+    for name in (THEIRS, BATCHING):
+        apart = sum(one.strip() != other.strip() for one, other in zip(ours, runs[name][-1]["answers"], strict=True))
+        if apart > MOST_APART * len(ours):
+            raise BenchmarkError(f"{block}: {apart} of {len(ours)} answers of {name} are not those of finray")
 
 
 def blocks(bench: Bench) -> Mapping[str, Mapping[str, Run]]:
@@ -109,7 +123,8 @@ CASES = [
         group="serving",
         name="serving",
         title="Streaming clients at once",
-        what=f"{REQUESTS} questions, at most {NEW} tokens each, greedy, fp32; seconds to the first piece of an answer.",
+        what=f"{REQUESTS} questions or two of each client, at most {NEW} tokens each, greedy, fp32, same answers; seconds to the "
+        "first piece of an answer.",
         blocks=blocks,
         measures=[
             case.Measure("requests/s", "requests_per_second", 2),
@@ -118,6 +133,7 @@ CASES = [
             case.Measure("pieces/s", "pieces_per_second"),
         ],
         ratios=case.over_others,
+        check=check,
         aims=[
             case.Aim(
                 "16 streaming clients: requests/s, finray ÷ `transformers serve`",
