@@ -123,8 +123,8 @@ CASES = [
         group="serving",
         name="serving",
         title="Streaming clients at once",
-        what=f"{REQUESTS} questions or two of each client, at most {NEW} tokens each, greedy, fp32, same answers; seconds to the "
-        "first piece of an answer.",
+        what=f"{REQUESTS} questions, or two of each client, of at most {NEW} tokens each, greedy, in fp32, with the same "
+        "answers; seconds to the first piece of an answer.",
         blocks=blocks,
         measures=[
             case.Measure("requests/s", "requests_per_second", 2),
