@@ -123,7 +123,7 @@ CASES = [
         group="serving",
         name="serving",
         title="Streaming clients at once",
-        what=f"{REQUESTS} questions, or two of each client, of at most {NEW} tokens each, greedy, in fp32, with the same "
+        what=f"{REQUESTS} questions, or two of each client, of at most {NEW} tokens each, greedily in fp32, with equal "
         "answers; seconds to the first piece of an answer.",
         blocks=blocks,
         measures=[
