@@ -24,7 +24,7 @@ from finray.inspection.checks import Check
 from finray.inspection.labels import ClassBalance, class_balance, label_checks
 from finray.inspection.measure import Inspection, Inspector
 from finray.inspection.prompt_parity import ServedPrompt, ServedRow, compare_prompts
-from finray.inspection.tokens import special_tokens
+from finray.inspection.tokens import SpecialTokens, special_tokens
 from finray.pretrained.tokenizers import load_tokenizer
 
 # Rows that are compared with serving are read again from their source, from at most this many parts unless all are.
@@ -62,17 +62,7 @@ def inspect(
     try:
         location = prepare_here(config)
     except DataError as error:
-        try:
-            source = SourceRows(config, has_chat_template=encoder.has_chat_template)
-            refused = list(islice(_refused_rows(source, encoder, tokenizer), _ROWS_AFTER_A_REFUSAL))
-        except FinrayError:
-            raise error from None
-        parity = compare_prompts(refused, of=len(refused), whole=True, tokenizer=tokenizer, special=tokens.special)
-        if not parity.differences:
-            raise
-        form = source.parts("train")[0].row_format.describe(has_chat_template=encoder.has_chat_template)
-        check = Check("Preparation", "problem", error.message, 0, 0, () if error.where is None else (error.where,))
-        return Inspection(config, form, "none: the data was refused", (), (), (check,), parity, (), refusal=error)
+        return _refused(config, encoder, tokenizer, tokens, error)
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     found = dataset.splits(config.data, seed=config.run.seed)
     splits = {
@@ -117,6 +107,25 @@ def inspect(
         examples=inspector.examples(examples, chosen),
         classes=classes,
     )
+
+
+def _refused(config: Config, encoder: Tokenizer, tokenizer: Any, tokens: SpecialTokens, error: DataError) -> Inspection:
+    """The differences between training and serving for which preparation refused the data.
+
+    Raises:
+        DataError: ``error``, which is about something else.
+    """
+    try:
+        source = SourceRows(config, has_chat_template=encoder.has_chat_template)
+        rows = list(islice(_refused_rows(source, encoder, tokenizer), _ROWS_AFTER_A_REFUSAL))
+    except FinrayError:
+        raise error from None
+    parity = compare_prompts(rows, of=len(rows), whole=True, tokenizer=tokenizer, special=tokens.special)
+    if not parity.differences:
+        raise error
+    form = source.parts("train")[0].row_format.describe(has_chat_template=encoder.has_chat_template)
+    check = Check("Preparation", "problem", error.message, 0, 0, () if error.where is None else (error.where,))
+    return Inspection(config, form, "none: the data was refused", (), (), (check,), parity, (), refusal=error)
 
 
 def generation_stops(model: ModelConfig) -> tuple[int, ...]:

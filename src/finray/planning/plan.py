@@ -169,13 +169,7 @@ def make_plan(
         # A source that lies on the Hub is asked for its splits; what of it is out of reach is said with the data.
         if not (offline and _is_out_of_reach(problem)):
             found.problem(problem)
-    if offline and config.export.push_to_hub is not None:
-        found.skip("whether the Hub takes what is to be pushed", "export.push_to_hub")
-    elif not offline:
-        try:
-            check_push(config)
-        except FinrayError as error:
-            found.problem(error)
+    _check_push(config, found, offline=offline)
     earlier = None if fresh else _earlier(config, found)
     before = None if earlier is None else earlier.resolved
     report = _report(config, examine, found)
@@ -190,7 +184,7 @@ def make_plan(
         longest = max(report.longest, report.longest_held_out) if report is not None and report.complete else None
         check_context(model.shape.blueprint, max_length=config.data.max_length, longest=longest, found=found)
     placed, placement, device = _place(config, named, found, environ, ask)
-    memory = resolved = speed = None
+    resolved = memory = speed = None
     choices: list[StrategyChoice] = []
     if model is not None and device is not None and placement is not None:
         try:
@@ -207,12 +201,12 @@ def make_plan(
             )
         except FinrayError as error:
             found.problem(error)
-    if model is not None and device is not None and resolved is not None:
+    if model is not None and device is not None and placement is not None and resolved is not None:
         rows = Rows()
         if data is not None and report is not None:
             rows = Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
         # Of a number of workers that follows the cluster, the fewest have the largest shares.
-        fewest = resolved if placement is None else replace(resolved, world_size=placement.bounds[0])
+        fewest = replace(resolved, world_size=placement.bounds[0])
         memory = plan_memory(config, fewest, model.shape, device, rows, found)
         speed = _speed(config, resolved, model.shape.blueprint, device, rows, data)
     return Plan(
@@ -239,6 +233,17 @@ def _note_missing(found: Findings, gpu: Gpu) -> Callable[[ConfigError], None]:
         found.warn(f"{error.message} here: the machine with the {gpu.name} must have it", error.where, error.repair)
 
     return note
+
+
+def _check_push(config: Config, found: Findings, *, offline: bool) -> None:
+    if offline:
+        if config.export.push_to_hub is not None:
+            found.skip("whether the Hub takes what is to be pushed", "export.push_to_hub")
+        return
+    try:
+        check_push(config)
+    except FinrayError as error:
+        found.problem(error)
 
 
 def _earlier(config: Config, found: Findings) -> Earlier | None:

@@ -66,34 +66,8 @@ def resolve(
         ConfigError: what is asked for, or what the run began with, cannot be had on this device.
         ModelError: the model's configuration cannot be loaded.
     """
-    precision: Precision
-    if config.train.precision == "bf16-true":
-        precision = "bf16"
-    elif config.train.precision != "auto":
-        precision = config.train.precision
-    elif before is None:
-        precision = "bf16" if device.bf16 else "fp32"
-    else:
-        precision = before.precision
-        if precision == "bf16" and not device.bf16:
-            raise _lost("bf16", "train.precision=auto", f"{device.name} has no bf16 arithmetic")
-    bits = None
-    if config.adapter.method != "none":
-        if config.model.quantization != "auto":
-            bits = _BITS[config.model.quantization]
-        elif before is not None:
-            bits = before.bits
-        else:
-            bits = 8 if device.kind == "cuda" and placement.bounds[1] == 1 else None
-            if bits is not None and find_spec("bitsandbytes") is None:
-                missing(
-                    ConfigError(
-                        "on a single GPU `auto` is 8bit, which needs the package bitsandbytes, and that is not "
-                        "installed",
-                        where="model.quantization=auto",
-                        repair="pip install 'finray[quantization]', or set model.quantization to none",
-                    )
-                )
+    precision = _precision(config, device, before)
+    bits = None if config.adapter.method == "none" else _base_bits(config, placement, device, before, missing)
     together = packing is None or packing.safe
     if before is not None and before.packs and packing is not None and not packing.safe:
         raise _lost("packed rows", "model.name", packing.warning)
@@ -135,6 +109,44 @@ def resolve(
     found = replace(found, strategy=choice.strategy)
     require_whole_weights(config, found)
     return found
+
+
+def _precision(config: Config, device: Device, before: Resolved | None) -> Precision:
+    """Of the arithmetic."""
+    if config.train.precision == "bf16-true":
+        return "bf16"
+    if config.train.precision != "auto":
+        return config.train.precision
+    if before is None:
+        return "bf16" if device.bf16 else "fp32"
+    if before.precision == "bf16" and not device.bf16:
+        raise _lost("bf16", "train.precision=auto", f"{device.name} has no bf16 arithmetic")
+    return before.precision
+
+
+def _base_bits(
+    config: Config,
+    placement: Placement,
+    device: Device,
+    before: Resolved | None,
+    missing: Callable[[ConfigError], None],
+) -> Literal[4, 8] | None:
+    """Of the weights that an adapter stands on; None where they are not quantised."""
+    if config.model.quantization != "auto":
+        return _BITS[config.model.quantization]
+    if before is not None:
+        return before.bits
+    if device.kind != "cuda" or placement.bounds[1] != 1:
+        return None
+    if find_spec("bitsandbytes") is None:
+        missing(
+            ConfigError(
+                "on a single GPU `auto` is 8bit, which needs the package bitsandbytes, and that is not installed",
+                where="model.quantization=auto",
+                repair="pip install 'finray[quantization]', or set model.quantization to none",
+            )
+        )
+    return 8
 
 
 def require_whole_weights(config: Config, resolved: Resolved) -> None:

@@ -117,17 +117,7 @@ def assemble(
         notify(Note(f"loading {config.model.name}"))
     store = open_store(run_dir, run_url(config), strategy)
 
-    def opened() -> tuple[PreparedDataset, Settled, float]:
-        late = prepared() if callable(prepared) else Settled(str(prepared), resolved)
-        at = clock()
-        return open_dataset(config, late.prepared, rank=strategy.rank, world_size=strategy.world_size), late, at
-
-    with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
-        # While the model is loaded: each rank compares a share of the prepared files with their digests.
-        opening = pool.submit(opened)
-        task, optimizer = _model(config, resolved, strategy, warn)
-        model_at = clock()
-        dataset, late, data_at = on_all_ranks(strategy, opening.result)
+    task, optimizer, dataset, late, waited = _load(config, resolved, prepared, strategy, warn, clock)
     resolved = late.resolved
     config = settled(config, resolved)
     on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
@@ -192,8 +182,32 @@ def assemble(
         memory=writer,
         profiler=Profiler(config.train.profile, run_dir, strategy, tell=lambda text: notify(Note(text))),
     )
-    loop.phases["load"] = clock() - started - max(0.0, data_at - model_at)
+    loop.phases["load"] = clock() - started - waited
     return Assembled(loop, header)
+
+
+def _load(
+    config: Config,
+    resolved: Resolved,
+    prepared: str | Path | Callable[[], Settled],
+    strategy: Strategy,
+    warn: Warn,
+    clock: Callable[[], float],
+) -> tuple[Task, NamedOptimizer, PreparedDataset, Settled, float]:
+    """Task, optimizer and dataset, what is known with the data, and the seconds waited for them; a collective."""
+
+    def opened() -> tuple[PreparedDataset, Settled, float]:
+        late = prepared() if callable(prepared) else Settled(str(prepared), resolved)
+        at = clock()
+        return open_dataset(config, late.prepared, rank=strategy.rank, world_size=strategy.world_size), late, at
+
+    with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
+        # While the model is loaded: each rank compares a share of the prepared files with their digests.
+        opening = pool.submit(opened)
+        task, optimizer = _model(config, resolved, strategy, warn)
+        model_at = clock()
+        dataset, late, data_at = on_all_ranks(strategy, opening.result)
+    return task, optimizer, dataset, late, max(0.0, data_at - model_at)
 
 
 def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -> tuple[Task, NamedOptimizer]:
