@@ -30,13 +30,14 @@ class GatedLM(CausalLM):
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """Wait until as many steps are allowed as this one needs."""
         folder = Path(os.environ[_RUN_DIR])
-        while len(runs.values(folder, "step")) >= _limit(folder):
+        while len(runs.values(folder, "step")) >= limit(folder.parent):
             time.sleep(0.02)
         return super().loss_sum(batch)
 
 
-def _limit(run_dir: Path) -> int:
-    path = run_dir.with_name("limit")
+def limit(output: Path) -> int:
+    """The last step that is allowed to begin."""
+    path = output / "limit"
     return int(path.read_text() or 0) if path.exists() else 10**9
 
 

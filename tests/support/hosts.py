@@ -141,6 +141,7 @@ class Host:
         bed: where it stands.
         env: variables of its commands, beside those of this process.
         started: commands that were started on it, and may have ended.
+        is_cut: its network cable is not plugged in.
     """
 
     name: str
@@ -150,10 +151,12 @@ class Host:
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     _init: subprocess.Popen[str] | None = None
     pid: int = 0
+    is_cut: bool = False
 
     def boot(self) -> None:
         """Turn it on: no processes, an empty `/tmp`, the cable plugged in."""
         assert self._init is None, f"{self.name} is on"
+        self.is_cut = False
         self._init, self.pid = _start_init(self.name, self.bed.tmp_size, self.bed.kept)
         cable = f"c-{self.name}"
         self.bed.ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(self.pid))
@@ -182,10 +185,12 @@ class Host:
     def cut(self) -> None:
         """Pull the network cable."""
         self.bed.ip("link", "set", f"c-{self.name}", "down")
+        self.is_cut = True
 
     def heal(self) -> None:
         """Plug it in again."""
         self.bed.ip("link", "set", f"c-{self.name}", "up")
+        self.is_cut = False
 
     @contextmanager
     def partitioned(self) -> Iterator[None]:

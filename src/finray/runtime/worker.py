@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finray.checkpoint.store import replace_text
 from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.paths import run_path, run_url
@@ -408,4 +409,4 @@ def _record_processes(run_dir: Path, strategy: Any) -> None:
     }
     processes = strategy.all_gather_object({**ranks, "host": socket.gethostname(), "pid": os.getpid()})
     if strategy.rank == 0:
-        (run_dir / "workers.json").write_text(json.dumps(processes, indent=2) + "\n", encoding="utf-8")
+        replace_text(run_dir / "workers.json", json.dumps(processes, indent=2) + "\n")

@@ -1,0 +1,22 @@
+"""A node of Ray with less beside it: what `ray start` calls first where `RAY_START_HOOK` names it. Imports little.
+
+Left out are what follows its logs, what a dashboard would ask, and a server for Ray clients. A node waits for these as
+it starts, on a busy machine for longer than Ray gives it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def light(parameters: Any, head: bool) -> None:
+    """Leave out what no test looks at."""
+    from ray._private import node, utils
+
+    def start_nothing(self: Any, **_: Any) -> None:
+        self._webui_url = ""
+
+    parameters.ray_client_server_port = None
+    utils.get_dashboard_dependency_error = lambda: ImportError("not needed")
+    for name in ("monitor", "log_monitor", "api_server"):
+        setattr(node.Node, f"start_{name}", start_nothing)
