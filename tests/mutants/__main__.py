@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import time
 import tomllib
@@ -236,6 +237,7 @@ def main() -> int:
     )
     parser.add_argument("--again", action="store_true", help="run the survivors of this sample once more")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     preload()
     with suppress(KeyboardInterrupt):
         if arguments.command == "known":

@@ -122,6 +122,7 @@ def fork(copy: Copy, files: list[str], wanted: Mapping[str, float] | None, *, tr
         for stream, target in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (out, 2)):
             os.dup2(stream, target)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sys.path[:] = [str(copy.src), str(ROOT), *(one for one in sys.path if not (Path(one) / "finray").is_dir())]
         os.environ.update(
             PYTHONPATH=f"{copy.src}:{ROOT}",

@@ -16,6 +16,13 @@ from typing import Any
 TARGET = "FINRAY_LINES"
 _seen: set[tuple[CodeType, int]] = set()
 _kept: dict[CodeType, Callable[..., Any] | None] = {}
+# Lines of a function that were not seen yet: where there are none, its frames are not traced, which is quicker.
+_left: dict[CodeType, int] = {}
+
+
+def _anew() -> None:
+    _seen.clear()
+    _left.clear()
 
 
 def start(file: str) -> Callable[[], None]:
@@ -26,21 +33,25 @@ def start(file: str) -> Callable[[], None]:
         key = (frame.f_code, frame.f_lineno)
         if key not in _seen:
             _seen.add(key)
+            code = frame.f_code
+            if code not in _left:
+                _left[code] = len({line for _, _, line in code.co_lines() if line} - {code.co_firstlineno})
+            _left[code] -= frame.f_lineno != code.co_firstlineno
             os.write(handle, f"{frame.f_code.co_filename}:{frame.f_lineno}\n".encode())
         return local
 
     def called(frame: FrameType, event: str, value: Any) -> Any:
         code = frame.f_code
         try:
-            return _kept[code]
+            return None if _left.get(code) == 0 else _kept[code]
         except KeyError:
             _kept[code] = local if "/finray/" in code.co_filename else None
             return _kept[code]
 
     sys.settrace(called)
     threading.settrace(called)
-    os.register_at_fork(after_in_child=_seen.clear)
-    return _seen.clear
+    os.register_at_fork(after_in_child=_anew)
+    return _anew
 
 
 if __name__ == "sitecustomize" and os.environ.get(TARGET):

@@ -180,7 +180,8 @@ def _model(engine: Engine, adapter: bool) -> Any:
             found = []
             for request in requests:
                 ids = self.tok_encode(request.args[0], add_special_tokens=False)
-                windows = get_rolling_token_windows(ids, self.prefix_token_id, min(limit, 2**20), 1)
+                # Of a window the model reads one token more: the context that it begins with.
+                windows = get_rolling_token_windows(ids, self.prefix_token_id, limit - 1, 1)
                 parts = [(None, *make_disjoint_window(one)) for one in windows]
                 found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
             return found

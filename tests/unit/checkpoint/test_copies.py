@@ -1,0 +1,172 @@
+"""Copies of runs behind a URL: what is fetched, what goes back, and in which order, on a storage in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finray.checkpoint import copies, manifest
+from finray.checkpoint.copies import bring_back, local_copy, move_aside, pull, pull_folder, push, push_folder
+from finray.checkpoint.objects import Objects
+from finray.errors import CheckpointError
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"memory://{tmp_path.name}-{id(tmp_path)}/runs/run"
+
+
+@pytest.fixture
+def objects(url: str) -> Objects:
+    return Objects(url)
+
+
+def listed(folder: Path, files: dict[str, bytes]) -> Path:
+    """A folder of files with their manifest."""
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    entries: list[manifest.Entry] = [
+        {"path": name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in files.items()
+    ]
+    manifest.write(folder, entries, step=1, metrics={})
+    return folder
+
+
+def uploads(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is written and removed, in order."""
+    done: list[str] = []
+    upload, remove = objects.upload, objects.remove
+    monkeypatch.setattr(objects, "upload", lambda path, name: (done.append(name), upload(path, name)))
+    monkeypatch.setattr(objects, "remove", lambda *names: (done.extend(f"-{one}" for one in names), remove(*names)))
+    return done
+
+
+def test_files_and_folders_go_behind_the_url_where_they_are_there(objects: Objects, tmp_path: Path) -> None:
+    (tmp_path / "evaluation" / "train").mkdir(parents=True)
+    (tmp_path / "evaluation" / "train" / "metrics.json").write_bytes(b"1")
+    (tmp_path / "evaluation" / "a").write_bytes(b"2")
+    (tmp_path / "report.html").write_bytes(b"3")
+    (tmp_path / "other").write_bytes(b"4")
+    push(tmp_path, objects, ["evaluation", "report.html", "missing"])
+    assert objects.files() == ["evaluation/a", "evaluation/train/metrics.json", "report.html"]
+    assert objects.read("evaluation/train/metrics.json") == b"1"
+
+
+def test_a_folder_is_there_when_its_manifest_is(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed(tmp_path / "final", {"b": b"two", "a": b"one"})
+    for older in ("final/manifest.json", "final/old", "final/b", "finals"):
+        objects.write(older, b"older")
+    done = uploads(objects, monkeypatch)
+    push_folder(tmp_path, objects, "final")
+    assert done == [
+        *("-final/manifest.json", "-final/manifest.json", "-final/old"),
+        *("final/a", "final/b", "final/manifest.json"),
+    ]
+    assert objects.files() == ["final/a", "final/b", "final/manifest.json", "finals"]
+
+
+def test_a_folder_is_fetched_where_it_is_not_the_same_and_nothing_else_is_left(
+    objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed(tmp_path / "here" / "final", {"a": b"one", "b": b"two", "c": b"three"})
+    push_folder(tmp_path / "here", objects, "final")
+    copy = tmp_path / "copy"
+    assert pull_folder(copy, objects, "final")
+    (copy / "final" / "b").write_bytes(b"TWO")
+    (copy / "final" / "c").unlink()
+    (copy / "final" / "stray").write_bytes(b"x")
+    fetched: list[str] = []
+    download = objects.download
+    monkeypatch.setattr(
+        objects, "download", lambda name, path, **of: (fetched.append(name), download(name, path, **of))
+    )
+    assert pull_folder(copy, objects, "final")
+    assert fetched == ["final/b", "final/c"], "what is whole stays"
+    assert {one.name: one.read_bytes() for one in (copy / "final").iterdir() if one.name != "manifest.json"} == {
+        **{"a": b"one", "b": b"two", "c": b"three"}
+    }
+    objects.remove("final/manifest.json")
+    assert not pull_folder(copy, objects, "final")
+    assert not (copy / "final").exists()
+
+
+def test_small_files_become_what_they_are_there_but_for_lines_that_were_added_here(
+    objects: Objects, tmp_path: Path
+) -> None:
+    there = {"new": b"1", "changed": b"2", "same": b"3", "more.jsonl": b"a\n", "other.jsonl": b"b\n", "longer": b"4"}
+    here = {"changed": b"x", "same": b"3", "more.jsonl": b"a\nb\n", "other.jsonl": b"c\nb\n", "longer": b"45"}
+    for name, content in there.items():
+        objects.write(name, content)
+    for name, content in {**here, "gone": b"y", "kept": b"z"}.items():
+        (tmp_path / name).write_bytes(content)
+    before = (tmp_path / "same").stat().st_ino
+    pull(tmp_path, objects, [*there, "gone", "never"])
+    found = {one.name: one.read_bytes() for one in tmp_path.iterdir()}
+    assert found == there | {"more.jsonl": b"a\nb\n", "kept": b"z"}
+    assert (tmp_path / "same").stat().st_ino == before, "it is not written again"
+
+
+def test_a_run_is_moved_so_that_a_kill_loses_nothing(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["config.yaml", "final/a", "final/manifest.json", "metrics.jsonl"]
+    for name in names:
+        objects.write(name, name.encode())
+    done = uploads(objects, monkeypatch)
+    copied: list[str] = []
+    copy = objects.copy
+    monkeypatch.setattr(objects, "copy", lambda *one: (copied.append(one[0]), done.append("copied"), copy(*one)))
+    target = f"{objects.url}-2"
+    move_aside(objects, target)
+    assert done == ["copied"] * 4 + ["-final/manifest.json", "-final/a", "-metrics.jsonl", "-config.yaml"]
+    assert objects.files() == []
+    moved = Objects(target)
+    assert {name: moved.read(name) for name in moved.files()} == {name: name.encode() for name in names}
+
+
+def test_what_a_command_made_goes_back_to_the_run_that_was_named(url: str, objects: Objects, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"c")
+    (tmp_path / "final").mkdir()
+    for number, (named, path) in enumerate(
+        [(url, tmp_path), (f"{url}/final", tmp_path / "final"), (f"{url}/", tmp_path)]
+    ):
+        (tmp_path / "report.html").write_bytes(f"{number}".encode())
+        bring_back(named, path)
+        assert objects.read("report.html") == f"{number}".encode()
+        assert objects.files() == ["report.html"]
+    (tmp_path / "report.html").write_bytes(b"local")
+    bring_back(tmp_path, tmp_path)
+    assert objects.read("report.html") == b"2", "a run that is no URL is where it is"
+
+
+def test_a_local_copy_of_what_is_there(
+    url: str, objects: Objects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    monkeypatch.setattr(copies, "copy_path", lambda name, local_dir: place / (local_dir or "none"))
+    assert local_copy(tmp_path) == tmp_path
+    assert local_copy("runs/run") == "runs/run"
+    with pytest.raises(CheckpointError, match="there is no run") as caught:
+        local_copy(url)
+    assert caught.value.where == url
+    objects.write("config.yaml", b"c")
+    objects.write("summary.json", b"s")
+    assert local_copy(f"{url}/", weights=False, local_dir="own") == place / "own"
+    assert sorted(one.name for one in (place / "own").iterdir()) == ["config.yaml", "summary.json"]
+    with pytest.raises(CheckpointError, match="has no final/ yet"):
+        local_copy(f"{url}/final")
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        local_copy(f"{url}/checkpoint-000004")
+    listed(tmp_path / "made" / "final", {"weights": b"w"})
+    push_folder(tmp_path / "made", objects, "final")
+    told: list[str] = []
+    named: dict[str, Any] = {url: place / "none", f"{url}/final": place / "none" / "final"}
+    for name, expected in named.items():
+        assert local_copy(name, warn=told.append) == expected
+        assert (place / "none" / "final" / "weights").read_bytes() == b"w"
+    assert told == []

@@ -1,0 +1,288 @@
+"""lm-eval's tasks: the engine as lm-eval asks it, beside lm-eval's own model; and what becomes of its results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM
+
+from finray.errors import ConfigError, FinrayError
+from finray.evaluation import harness
+from finray.evaluation.engines import Answer, Sampling
+from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.harness import Found, joined
+from finray.evaluation.outcome import Estimate, Evaluated
+from finray.evaluation.statistics import Interval
+
+LIMIT = 24
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model_dir: Path, tokenizer: Any) -> tuple[Any, Any]:
+    """finray's engine as a model of lm-eval, and lm-eval's own."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval()
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=LIMIT - 1)
+    engine = TransformersEngine.of(
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).eval(), tokenizer, batch_size=2
+    )
+    engine.max_length = LIMIT
+    return harness._model(engine, True), theirs
+
+
+def asked(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, one, number) for number, one in enumerate(arguments)]
+
+
+SHORT, LONG = "the cat runs", " ".join(["the dog sings", "a river", "seven green trees sleep"] * 9)
+
+
+def test_likelihoods_are_those_of_lm_evals_own_model(pair: tuple[Any, Any]) -> None:
+    """With a context and without one, and of a context that is too long, of which the beginning is left out."""
+    requests = asked("loglikelihood", (SHORT, " away"), ("", "tree"), (LONG, " two three"), (SHORT, " and a dog"))
+    ours, theirs = (one.loglikelihood(requests, disable_tqdm=True) for one in pair)
+    assert [one for one, _ in ours] == pytest.approx([one for one, _ in theirs], abs=1e-4)
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+
+
+def test_what_greedy_search_would_say_is_greedy(pair: tuple[Any, Any]) -> None:
+    ours, _ = pair
+    (said,) = ours.generate_until(asked("generate_until", (SHORT, {"max_gen_toks": 2, "until": []})))
+    found = ours.loglikelihood(asked("loglikelihood", (SHORT, said), (SHORT, said[:-1] + "@")), disable_tqdm=True)
+    assert [greedy for _, greedy in found] == [True, False]
+
+
+@pytest.mark.parametrize("text", [SHORT, LONG, "a"])
+def test_rolling_likelihoods_are_those_of_lm_evals_own_model(pair: tuple[Any, Any], text: str) -> None:
+    """Of a text of several windows too: each goes on from the last token of the one before."""
+    requests = asked("loglikelihood_rolling", (text,), (text + " water",))
+    ours, theirs = (one.loglikelihood_rolling(requests, disable_tqdm=True) for one in pair)
+    assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_rolling_likelihoods_by_hand(pair: tuple[Any, Any], tokenizer: Any) -> None:
+    ours, theirs = pair
+    ids = [tokenizer.eos_token_id, *tokenizer(SHORT)["input_ids"]]
+    logprobs = theirs.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = float(sum(logprobs[at, token] for at, token in enumerate(ids[1:])))
+    assert ours.loglikelihood_rolling(asked("loglikelihood_rolling", (SHORT,))) == [pytest.approx(expected, abs=1e-4)]
+
+
+class Recorder:
+    """An engine that notes what it is asked, and answers with the number of the row."""
+
+    name, version, max_length = "recorder", "1", 40
+
+    def __init__(self, tokenizer: Any, text: str = "{row} and.more;") -> None:
+        self.tokenizer, self.text = tokenizer, text
+        self.calls: list[tuple[list[list[int]], Sampling, list[int], bool]] = []
+
+    def generate(self, prompts: Any, sampling: Sampling, *, rows: Any, adapter: bool) -> Any:
+        self.calls.append(([list(one) for one in prompts], sampling, list(rows), adapter))
+        yield from (Answer(row, (1,), self.text.format(row=row), "stop") for row in reversed(rows))
+
+
+def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: Any) -> None:
+    engine = Recorder(tokenizer)
+    one, other = (
+        {"until": [".", ""], "max_gen_toks": 5},
+        {"until": ";", "do_sample": True, "temperature": 0.5, "top_p": 0.9},
+    )
+    plain = {"temperature": 0.7}
+    requests = asked("generate_until", ("one", one), (LONG, other), ("two", dict(one)), ("three", plain))
+    found = harness._model(engine, False).generate_until(requests)  # type: ignore[arg-type]
+    assert found == ["0 and", "1 and.more", "2 and", "3 and.more;"]
+    first, second, third = engine.calls
+    assert first == (
+        [tokenizer("one")["input_ids"], tokenizer("two")["input_ids"]],
+        Sampling(5, stop=(".",)),
+        [0, 2],
+        False,
+    )
+    assert second[1:] == (Sampling(256, 0.5, 0.9, stop=(";",)), [1], False)
+    assert third[1:] == (Sampling(256), [3], False), "a temperature without sampling is none"
+    # Room is left for the answer, at the cost of the beginning.
+    short = {"max_gen_toks": 30, "until": []}
+    harness._model(engine, True).generate_until(asked("generate_until", (LONG, short)))  # type: ignore[arg-type]
+    assert engine.calls[-1][0] == [tokenizer(LONG)["input_ids"][-10:]]
+    assert engine.calls[-1][3] is True
+
+
+def test_the_tokenizers_side_of_the_model(tokenizer: Any) -> None:
+    model = harness._model(Recorder(tokenizer), True)  # type: ignore[arg-type]
+    assert model.eot_token_id == model.prefix_token_id == tokenizer.eos_token_id
+    assert model.tokenizer_name == str(tokenizer.name_or_path)
+    chat = [{"role": "user", "content": "a cat"}]
+    for more in (True, False):
+        expected = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=more)
+        assert model.apply_chat_template(chat, add_generation_prompt=more) == expected
+    assert model.apply_chat_template(chat).endswith("assistant\n")
+
+    class WithBos:
+        eos_token_id, bos_token_id, name_or_path = 5, 9, "x"
+
+        def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+            return {"input_ids": [len(text), options.get("add_special_tokens", 7)]}
+
+    other = harness._model(Recorder(WithBos()), True)  # type: ignore[arg-type]
+    assert (other.eot_token_id, other.prefix_token_id) == (5, 9)
+    assert other.tok_encode("abc") == [3, 7]
+    assert other.tok_encode("abc", add_special_tokens=False) == [3, False]
+    assert other.tok_encode("abc", add_special_tokens=True) == [3, True]
+
+
+RESULTS = {
+    "results": {
+        "t": {
+            "alias": "t",
+            "acc,none": 0.75,
+            "acc_stderr,none": 0.1,
+            "f1,none": 0.9,
+            "f1_stderr,none": "N/A",
+            "bleu,none": 30.0,
+            "bleu_stderr,none": 2.0,
+            "exact,strict": 0.5,
+            "exact_stderr,strict": 0.2,
+            "words,none": "many",
+        },
+        "group": {"acc,none": 0.6, "acc_stderr,none": 0.05},
+    },
+    "samples": {
+        "t": [
+            {"filter": "none", "doc_id": 2, "acc": 1.0, "f1": 0.2, "bleu": ("a", "b")},
+            {"filter": "none", "doc_id": 0, "acc": 0.0, "f1": 0.2, "bleu": ("a", "b")},
+            {"filter": "none", "doc_id": 3, "acc": True, "f1": 0.2, "bleu": ("a", "b")},
+            {"filter": "none", "doc_id": 1, "acc": np.float64(1), "f1": 0.2, "bleu": ("a", "b")},
+            {"filter": "strict", "doc_id": 1, "exact": 1},
+            {"filter": "strict", "doc_id": 0, "exact": 0},
+        ]
+    },
+}
+
+
+@pytest.fixture
+def lm_eval_says(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def simple_evaluate(model: Any, **options: Any) -> Any:
+        seen.update(options, model=model)
+        if isinstance(seen.get("error"), BaseException):
+            raise seen["error"]
+        return RESULTS
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", simple_evaluate)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: options)
+    return seen
+
+
+def test_metrics_of_lm_eval_with_their_rows_where_they_are_means(lm_eval_says: dict[str, Any], tokenizer: Any) -> None:
+    found = harness.run(Recorder(tokenizer), ["t", "group"], adapter=True, seed=4)  # type: ignore[arg-type]
+    assert set(found) == {"t acc", "t f1", "t bleu", "t exact (strict)", "group acc"}
+    rows = found["t acc"].rows
+    assert rows is not None
+    assert rows.tolist() == [[0.0], [1.0], [1.0], [1.0]], "in the order of the documents"
+    assert (found["t acc"].value, found["t acc"].error) == (0.75, 0.1)
+    assert found["t f1"] == Found(0.9, None, None), "no mean of its rows"
+    assert found["t bleu"] == Found(30.0, 2.0, None), "rows without numbers"
+    strict = found["t exact (strict)"].rows
+    assert strict is not None
+    assert strict.tolist() == [[0.0], [1.0]]
+    assert found["group acc"] == Found(0.6, 0.05, None), "a group has no samples"
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    assert {lm_eval_says[name] for name in seeds} == {4}
+    assert lm_eval_says["bootstrap_iters"] == 0
+    assert lm_eval_says["task_manager"] == {"include_path": None, "include_defaults": True}
+
+
+def test_task_files_are_found_by_the_name_that_stands_in_them(
+    lm_eval_says: dict[str, Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("group: x\ntask: colours  \nmore: 1\n", encoding="utf-8")
+    engine: Any = Recorder(tokenizer)
+    harness.run(engine, [str(file)], adapter=True, seed=0)
+    assert lm_eval_says["tasks"] == ["colours"]
+    assert lm_eval_says["task_manager"] == {"include_path": [str(tmp_path)], "include_defaults": False}
+    harness.run(engine, [str(file), "arc_easy"], adapter=True, seed=0)
+    assert lm_eval_says["tasks"] == ["colours", "arc_easy"]
+    assert lm_eval_says["task_manager"]["include_defaults"] is True
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("no such task\nmore"), "lm-eval cannot go on: ValueError: no such task"),
+        (FinrayError("our own"), "our own"),
+    ],
+)
+def test_whatever_lm_eval_raises_is_one_message(
+    lm_eval_says: dict[str, Any], tokenizer: Any, error: Exception, expected: str
+) -> None:
+    lm_eval_says["error"] = error
+    with pytest.raises(FinrayError) as caught:
+        harness.run(Recorder(tokenizer), ["a", "b"], adapter=True, seed=0)  # type: ignore[arg-type]
+    assert caught.value.message == expected
+    assert caught.value.where in ("--harness a,b", None, "")
+
+
+def test_memory_that_is_full_is_not_lm_evals_fault(lm_eval_says: dict[str, Any], tokenizer: Any) -> None:
+    lm_eval_says["error"] = MemoryError()
+    with pytest.raises(MemoryError):
+        harness.run(Recorder(tokenizer), ["a"], adapter=True, seed=0)  # type: ignore[arg-type]
+
+
+def test_scores_of_the_harness_beside_those_of_a_model_and_the_last_against_each_other() -> None:
+    rows = {
+        name: np.array(values)[:, None]
+        for name, values in {"base": [0.0, 0, 1, 0, 0], "tuned": [1.0, 0, 1, 1, 1]}.items()
+    }
+    models = [Evaluated(name, {"loss": Estimate(2.0, Interval(1, 3, "x"))}) for name in ("other", "base", "tuned")]
+    found = {
+        "base": {
+            "t acc": Found(0.2, 0.1, rows["base"]),
+            "t bleu": Found(30.0, 2.0, None),
+            "t one": Found(0.5, None, None),
+        },
+        "tuned": {
+            "t acc": Found(0.8, 0.1, rows["tuned"]),
+            "t bleu": Found(40.0, 2.0, None),
+            "t one": Found(0.6, None, None),
+        },
+    }
+    found["other"] = {
+        "t acc": Found(0.5, 0.1, np.zeros((4, 1))),
+        "t bleu": found["base"]["t bleu"],
+        "t one": found["base"]["t one"],
+    }
+    with_them, compared = joined(models, found, seed=0)
+    assert [one.name for one in with_them] == ["other", "base", "tuned"]
+    tuned = with_them[2].scores
+    assert list(tuned) == ["loss", "t acc", "t bleu", "t one"]
+    assert (tuned["t acc"].value, tuned["t acc"].interval.method, tuned["t acc"].is_share) == (0.8, "Wilson", True)
+    bleu = tuned["t bleu"]
+    assert (bleu.interval.low, bleu.interval.high) == (
+        pytest.approx(40 - 1.96 * 2, abs=1e-3),
+        pytest.approx(40 + 1.96 * 2, abs=1e-3),
+    )
+    assert bleu.is_share is False
+    assert (tuned["t one"].interval.low, tuned["t one"].interval.high) == (None, None)
+    (one,) = compared
+    assert (one.score, one.baseline, one.rows) == ("t acc", "base", 5), "other rows cannot be compared"
+    assert (one.found.difference, one.found.gained, one.found.lost) == (pytest.approx(0.6), 3, 0)
+    assert joined(models, {}, seed=0) == (models, [])
+    edges = {"tuned": {"zero": Found(0.0, None, None), "one": Found(1.0, None, None)}}
+    assert all(one.is_share for name, one in joined(models[2:], edges, seed=0)[0][0].scores.items() if name != "loss")
+
+
+def test_lm_eval_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.require()
+    monkeypatch.setattr(harness, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
+    with pytest.raises(ConfigError, match="not installed") as caught:
+        harness.require()
+    assert caught.value.where == "--harness"

@@ -1,0 +1,85 @@
+"""What an evaluation has computed is kept line by line: a kill loses the line that it cut off, and no other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from finray.errors import FinrayError
+from finray.evaluation.kept import Kept
+
+BELONGS = {"model": "m", "sampling": {"seed": 1}}
+
+
+def add(folder: Path, values: dict[int, object], by: str = "one") -> Kept:
+    kept = Kept(folder, "answers", BELONGS)
+    with kept.adding(made_by={"engine": by}) as adding:
+        for row, value in values.items():
+            adding.add(row, value)
+    return kept
+
+
+def test_values_are_found_again_by_row_and_by_what_they_belong_to(tmp_path: Path) -> None:
+    first = add(tmp_path, {3: ["a"], 1: [0.5, 2]})
+    assert first.found == {3: ["a"], 1: [0.5, 2]}
+    again = Kept(tmp_path, "answers", BELONGS)
+    assert again.found == first.found
+    assert again.made_by == [{"engine": "one"}]
+    for kind, belongs in (("losses", BELONGS), ("answers", {**BELONGS, "model": "other"})):
+        other = Kept(tmp_path, kind, belongs)
+        assert (other.found, other.made_by) == ({}, [])
+    (file,) = tmp_path.iterdir()
+    assert file.name.startswith("answers-")
+    assert len(file.stem) == len("answers-") + 16
+
+
+def test_the_file_says_what_it_belongs_to_once_and_who_made_the_lines_when_that_changes(tmp_path: Path) -> None:
+    for by, row in (("one", 0), ("one", 1), ("two", 2), ("one", 3)):
+        kept = add(tmp_path, {row: row}, by)
+    lines = [json.loads(line) for line in next(tmp_path.iterdir()).read_text().splitlines()]
+    one, two = {"made_by": {"engine": "one"}}, {"made_by": {"engine": "two"}}
+    rows = [{"row": row, "value": row} for row in range(4)]
+    assert lines == [{"belongs_to": BELONGS}, one, rows[0], rows[1], two, rows[2], one, rows[3]]
+    assert kept.made_by == [{"engine": "one"}, {"engine": "two"}, {"engine": "one"}]
+    assert kept.found == {row: row for row in range(4)}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(cut=st.integers(0, 400))
+def test_after_a_kill_at_any_byte_whole_lines_are_there_and_the_rest_is_computed_again(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    folder = tmp_path_factory.mktemp("kept")
+    values = {row: f"text ü {row}" for row in range(5)}
+    add(folder, values)
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    file.write_bytes(content[:cut])
+    whole = [json.loads(line) for line in content[:cut].split(b"\n")[:-1]]
+    kept = Kept(folder, "answers", BELONGS)
+    assert kept.found == {one["row"]: one["value"] for one in whole if "row" in one}
+    add(folder, {row: value for row, value in values.items() if row not in kept.found})
+    assert file.read_bytes() == content
+
+
+def test_text_that_is_no_character_is_kept_all_the_same(tmp_path: Path) -> None:
+    add(tmp_path, {0: "half \ud83d of a pair"})
+    assert set(Kept(tmp_path, "answers", BELONGS).found) == {0}
+
+
+def test_each_line_is_on_disk_when_the_next_is_computed(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, "answers", BELONGS)
+    with kept.adding(made_by={"engine": "one"}) as adding:
+        adding.add(7, "a")
+        assert Kept(tmp_path, "answers", BELONGS).found == {7: "a"}
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "missing", "answers", BELONGS)
+    with pytest.raises(FinrayError, match="answers cannot be written: No such file") as caught, kept.adding(made_by={}):
+        pass
+    assert str(tmp_path / "missing") in str(caught.value.where)
