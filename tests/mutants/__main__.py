@@ -19,11 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tests.mutants import child, reach
-from tests.mutants.operators import Mutant, all_mutants
+from tests.mutants.operators import Mutant, all_candidates, is_python
 
 HERE = Path(__file__).parent
 ROOMS = ("data", "models", "training", "parallel", "checkpoint", "evaluation")
@@ -146,8 +147,9 @@ def mutant_jobs(chosen: list[Mutant], texts: dict[str, str], cap: float, write: 
 def sample(arguments: argparse.Namespace) -> None:
     texts = reach.sources()
     rooms = tuple(arguments.rooms.split(","))
-    everything = list(all_mutants(texts, rooms))
-    chosen = random.Random(arguments.seed).sample(everything, min(arguments.count, len(everything)))
+    everything = list(all_candidates(texts, rooms))
+    drawn = random.Random(arguments.seed).sample(everything, len(everything))
+    chosen = list(islice((one for one in drawn if is_python(one, texts[one.file])), arguments.count))
     path = reach.STATE / "results" / f"{arguments.seed}-{arguments.count}-{arguments.rooms.replace('/', '.')}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     results = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

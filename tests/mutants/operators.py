@@ -77,20 +77,26 @@ def required_keywords(sources: Mapping[str, str]) -> set[tuple[str, str]]:
     return found
 
 
-def mutants(file: str, text: str, required: set[tuple[str, str]] | None = None) -> list[Mutant]:
-    """All mutants of a file that are Python."""
+def candidates(file: str, text: str, required: set[tuple[str, str]] | None = None) -> list[Mutant]:
+    """All mutants of a file, each text once; some are no Python, which takes long to see of so many."""
     source = text.encode()
     finder = _Finder(file, source, required or set())
     finder.statements(ast.parse(text).body, scope=None)
-    good = {}
-    for mutant in finder.found:
-        changed = mutant.applied(source)
-        try:
-            ast.parse(changed)
-        except SyntaxError:
-            continue
-        good[changed] = mutant
-    return list(good.values())
+    return list({mutant.applied(source): mutant for mutant in finder.found}.values())
+
+
+def is_python(mutant: Mutant, text: str) -> bool:
+    """Whether a file with the mutant can be parsed."""
+    try:
+        ast.parse(mutant.applied(text.encode()))
+    except SyntaxError:
+        return False
+    return True
+
+
+def mutants(file: str, text: str) -> list[Mutant]:
+    """All mutants of a file that are Python."""
+    return [mutant for mutant in candidates(file, text) if is_python(mutant, text)]
 
 
 class _Finder:
@@ -310,9 +316,9 @@ def _defined(node: ast.stmt) -> tuple[str, ...]:
     return tuple(one.id for target in targets if target for one in ast.walk(target) if isinstance(one, ast.Name))
 
 
-def all_mutants(sources: Mapping[str, str], rooms: tuple[str, ...]) -> Iterator[Mutant]:
+def all_candidates(sources: Mapping[str, str], rooms: tuple[str, ...]) -> Iterator[Mutant]:
     """Of every file in the rooms; `sources` are all files by their path under `src/finray`."""
     required = required_keywords(sources)
     for file in sorted(sources):
         if file.startswith(tuple(f"{room}/" for room in rooms)):
-            yield from mutants(file, sources[file], required)
+            yield from candidates(file, sources[file], required)
