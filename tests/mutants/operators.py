@@ -27,6 +27,8 @@ OPPOSITES = {"min": "max", "max": "min", "all": "any", "any": "all"}
 # What only a person reads, and what has no effect on a result.
 TALK = re.compile(r"(^|[._])(print|log|warn\w*|info|debug|progress|tell|say|cast|[A-Z]\w*(Error|Warning))$")
 IDLE_KEYWORDS = {"encoding", "strict", "stacklevel", "daemon", "doc", "desc", "thread_name_prefix", "repair", "where"}
+# How much is remembered or done at a time; what a library prints; whether what cannot be cleaned up ends a run.
+IDLE_KEYWORDS |= {"maxsize", "max_workers", "verbose", "ignore_errors"}
 SYMMETRIC = {"isinstance", "min", "max"}
 KEYED = {"get", "pop", "setdefault"}
 # The names of scratch files are random: how many letters of them are taken does not matter.

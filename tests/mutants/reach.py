@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import re
@@ -84,6 +85,7 @@ class Reach:
         self.texts = texts
         self.seconds: dict[str, float] = {}
         self.size: Counter[str] = Counter()
+        self._bodies: dict[str, dict[str, str]] = {}
         # By line: names of a file's tests, and the numbers of those that run the line.
         self.tests: dict[tuple[str, int], list[tuple[list[str], list[int]]]] = defaultdict(list)
         followed: dict[tuple[str, str], dict[int, list[int]]] = {}
@@ -110,6 +112,17 @@ class Reach:
         """The tests that run a line."""
         return {names[number] for names, numbers in self.tests.get((source, line), []) for number in numbers}
 
+    def body(self, name: str) -> str:
+        """The text of a test: one that names a constant looks at its value."""
+        file, _, test = name.partition("[")[0].partition("::")
+        if file not in self._bodies:
+            path = ROOT / file
+            text = path.read_text(encoding="utf-8") if path.exists() else ""
+            own = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+            lines = text.splitlines()
+            self._bodies[file] = {one.name: "\n".join(lines[one.lineno - 1 : one.end_lineno]) for one in own}
+        return self._bodies[file].get(test.rpartition("::")[2], "")
+
     def of(self, mutant: Mutant) -> dict[str, float]:
         """Seconds of the tests that run the mutant, by test; first those that are quick and reach little else."""
         found: set[str] = set()
@@ -121,6 +134,7 @@ class Reach:
                 for line, content in enumerate(text.splitlines(), start=1):
                     if word.search(content):
                         found |= self.at(source, line)
+            found |= {name for name in self.seconds if word.search(self.body(name))}
         ordered = sorted(found, key=lambda name: (self.seconds[name] + 0.05) * self.size[name])
         # Not many cases of one test before the first of another.
         seen: Counter[str] = Counter()

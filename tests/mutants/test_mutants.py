@@ -87,6 +87,8 @@ def test_branches_are_always_or_never_taken_and_errors_not_caught() -> None:
         "def f(a):\n    return FinrayError(f'{a - 1}', where=a['x'])\n",
         "class P(Protocol):\n    def f(self, a=1):\n        '''Words.'''\n",
         "def f(a):\n    return open(a, encoding='utf-8')\n",
+        "def f(a):\n    return rmtree(a, ignore_errors=True)\n",
+        "def f(a):\n    return Pool(max_workers=1 + a)\n",
     ],
 )
 def test_what_nobody_would_miss_is_left_alone(text: str) -> None:
@@ -138,6 +140,10 @@ def test_tests_are_picked_by_line_quick_and_narrow_ones_first(tmp_path: Path, mo
     assert picked["condition", "a"] == ["quick", "other", "slow"]
     assert picked["constant", "1"] == ["quick", "other", "slow"], "the default of an argument: the whole function"
     assert picked["constant", "5"] == ["quick", "slow"], "a constant: who uses its name"
+    named = "tests/mutants/test_mutants.py::test_tests_are_picked_by_line_quick_and_narrow_ones_first[a case]"
+    known.seconds[named] = 0.3
+    constant = next(one for one in mutants("data/x.py", text) if one.old == "5")
+    assert set(known.of(constant)) == {"quick", "slow", named}, "and the tests that name it, as this one does: LIMIT"
 
 
 # --- the lists ------------------------------------------------------------------------------------------------------

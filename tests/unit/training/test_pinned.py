@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from finray.checkpoint import manifest
+from finray.checkpoint import manifest, objects
 from finray.data.dataset import plan
 from finray.data.sampling import splits
 from finray.data.sampling.packing import plan_packs
 from finray.data.sources import pieces
 from finray.data.tokenize import chat
+from finray.evaluation import overlap, statistics
+from finray.evaluation.engines import vllm
 from finray.models import attention, blocks, head, packed
 from finray.models.export import TOLERANCE
 from finray.parallel import ddp
 from finray.parallel.ddp import _Bucket
-from finray.training import allocator
+from finray.training import allocator, evaluator, nonfinite, step
 from finray.training.optim import adamw_8bit, rounded_adamw
 from finray.training.optim.optimizer import Optimizer
 from finray.training.state import TrainState
@@ -42,6 +44,22 @@ def test_in_which_pieces_sums_are_made() -> None:
     assert (ddp.BUCKET_ELEMENTS, attention.EXPLICIT_UP_TO) == (8_388_608, 512)
     assert (blocks.SMALLEST_OFFLOAD, packed._HEAD_CHECK_TOKENS) == (1_048_576, 64)
     assert TOLERANCE == {"fp32": 0.0001, "bf16": 0.05}
+
+
+def test_by_which_numbers_scores_are_judged() -> None:
+    """Intervals, p-values and what counts as known of the training data; guide and reports name them."""
+    assert (statistics.LEVEL, statistics._RESAMPLES, statistics._SWAPS) == (0.95, 2_000, 4_000)
+    assert (statistics._ALL_SWAPS, statistics._JACKKNIFED) == (12, 10_000)
+    assert (overlap.RUN, overlap._COMMON, overlap._NAMED) == (13, 10, 20)
+
+
+def test_numbers_that_others_have_set() -> None:
+    """torch's GradScaler; kernels of vLLM; S3, which takes 10,000 parts; sums in doubles that stay exact."""
+    assert (nonfinite.FIRST_SCALE, nonfinite.GROWTH_STEPS, nonfinite.MOST_SKIPPED) == (65_536.0, 2_000, 20)
+    assert vllm._RANKS == (8, 16, 32, 64, 128, 256, 320, 512)
+    assert (objects._PART, objects._PARTS, objects.TRIES) == (67_108_864, 9_000, 6)
+    assert (step.ASKED, step.CAME) == (4_294_967_296.0, 281_474_976_710_656.0)
+    assert evaluator.MOST_OUT == 4
 
 
 def test_rows_of_one_length_stay_in_their_order() -> None:
