@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from rich.console import Console
 
+from finray.checkpoint.copies import local_copy
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.evaluation.artifacts import export_model, find_artifact
@@ -101,7 +102,7 @@ def export_gguf(
     """Write a GGUF file and a ``Modelfile``.
 
     Args:
-        path: a run, checkpoint or model directory; an adapter is merged.
+        path: a run, checkpoint or model directory, or the URL of a run; an adapter is merged.
         output: directory to make.
         kind: of the weights, ``f16`` or ``q8_0``.
         converter: llama.cpp's `convert_hf_to_gguf.py`; None for the one that is installed.
@@ -117,7 +118,7 @@ def export_gguf(
     command = find_converter(converter)
     if find_spec("gguf") is None:
         raise ModelError("a GGUF file is read back by the package gguf", repair="pip install 'finray[gguf]'")
-    artifact = find_artifact(Path(path).expanduser(), base=base)
+    artifact = find_artifact(Path(local_copy(path)).expanduser(), base=base)
     if not output.parent.is_dir():
         output.parent.mkdir(parents=True)
     require_writable(output.parent)
