@@ -1,7 +1,8 @@
 """A Hub of our own over real HTTP, which the real `huggingface_hub` talks to: a part of the Hub's API, and faults.
 
 It takes what the client sends to make a model, to upload large files (git LFS, basic) and to commit, keeps it in
-memory, and gives it back to whoever downloads.
+memory, and gives it back to whoever downloads. Of Xet, which the client takes where it may, there is as much as is
+needed to refuse.
 
 :meth:`Hub.fail` has requests fail as a network or an overloaded server does.
 """
@@ -269,6 +270,11 @@ def _batch(hub: Hub, name: str, body: bytes) -> Any:
     return {"transfer": "basic", "objects": found}, {}
 
 
+def _xet_token(hub: Hub, name: str, body: bytes) -> Any:
+    _repo(hub, name)
+    return {"casUrl": f"{hub.url}/cas", "exp": 2**33, "accessToken": SIGNATURE}, {}
+
+
 def _commit(hub: Hub, name: str, body: bytes) -> Any:
     repo = _repo(hub, name)
     files, message = dict(repo.files), ""
@@ -320,6 +326,7 @@ _ROUTES: list[tuple[str, str, Callable[..., Any]]] = [
     ("POST", "/api/validate-yaml", _yaml),
     ("POST", rf"/api/models/{_NAME}/preupload/main", _preupload),
     ("POST", rf"/api/models/{_NAME}/commit/main", _commit),
+    ("GET", rf"/api/models/{_NAME}/xet-write-token/main", _xet_token),
     ("GET", rf"/api/models/{_NAME}/tree/([\w.-]+)", _tree),
     ("GET", rf"/api/models/{_NAME}(?:/revision/([\w.-]+))?", _info),
     ("POST", rf"/{_NAME}.git/info/lfs/objects/batch", _batch),

@@ -327,6 +327,42 @@ def test_neither_token_nor_signed_url_is_said(
     assert hubs.SIGNATURE in caplog.text + "".join(capfd.readouterr())
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("xet-write-token", 401, "the Hub does not know the token (401)"),
+        ("xet-write-token", 403, "the token may not do that there (403)"),
+        ("/cas/", 403, "the token may not do that there (403)"),
+        ("/cas/", 503, f"the Hub refuses with 503, {TRIES} times"),
+        ("/cas/", 429, f"the Hub refuses with 429, {TRIES} times"),
+        ("xet-write-token", None, f"the Hub does not answer, {TRIES} times"),
+    ],
+)
+def test_what_xet_is_refused_is_said_as_it_is_for_lfs(
+    trained: Path,
+    hub: hubs.Hub,
+    pushed_as: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    status: int | None,
+    said: str,
+) -> None:
+    # Weights go by way of Xet, whose own tries are few here.
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_BASE_DELAY", "10ms")
+    for method in ("GET", "POST"):
+        hub.fail(method, path, times=10**6, status=status)
+    with pytest.raises(HubError) as found:
+        pushed_as(trained, to="ada/poems")
+    assert hub.count("GET", "xet-write-token") > 0
+    assert said in found.value.message
+    assert ("the same command goes on" in str(found.value.repair)) == ("times" in said)
+    assert hub.repos["ada/poems"].commits == ["first"]
+    assert hub.token not in str(found.value)
+    assert hubs.SIGNATURE not in str(found.value)
+
+
 def test_a_merged_model_is_not_merged_again_after_a_failed_push(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
     fault = hub.fail("PUT", "^/lfs/", times=10**6, status=500)
     with pytest.raises(HubError):

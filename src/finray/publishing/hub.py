@@ -11,6 +11,7 @@ import fnmatch
 import logging
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ _AGAIN = {408, 409, 412, 425, 429}
 MARK = "finray.json"
 # What a model is loaded from, chosen by its name: what an earlier push has left of it would be loaded with a new one.
 LOADED = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json")
+_XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})\b")
 _TOKEN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write; tokens are made in the Hub's settings"
 _LATER = "the same command goes on: what is there already is not sent again"
 
@@ -292,11 +294,14 @@ def _failure(error: BaseException) -> _Failure | None:
             said = found.server_message or ""
             url = f"{asked.scheme}://{asked.netloc.rpartition('@')[2]}{asked.path}"
             return _Failure(answer.status_code, said, url, seconds if math.isfinite(seconds) else None)
+        # `hf_xet` sends the weights, and tells a status in words alone.
+        if type(found).__module__.startswith("hf_xet"):
+            return _Failure(401 if isinstance(found, PermissionError) else None, str(found))
         # The client's own errors: `httpx`, or `httpx2` with newer versions of `huggingface_hub`.
         if type(found).__module__.partition(".")[0].startswith("httpx") or isinstance(found, ConnectionError):
-            return _Failure(None, str(found) or type(found).__name__)
-        if isinstance(found, RuntimeError) and type(found).__module__.startswith("hf_xet"):
-            return _Failure(None, str(found))
+            said = str(found) or type(found).__name__
+            status = _XET_STATUS.search(said)
+            return _Failure(None if status is None else int(status[1]), said)
         found = found.__cause__ or found.__context__
     # A README whose front matter is not valid, or a quota that is used up.
     return _Failure(0, str(error)) if isinstance(error, ValueError) else None
