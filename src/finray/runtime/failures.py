@@ -46,8 +46,8 @@ def log_name(rank: int) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Type and first line of an exception."""
-    lines = str(error).strip().splitlines()
+    """Type and first line of an exception, secrets masked."""
+    lines = redact_text(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

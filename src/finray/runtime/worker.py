@@ -23,6 +23,7 @@ from finray.checkpoint.store import replace_text
 from finray.config.environment import accept
 from finray.config.load import build_config
 from finray.config.paths import run_path, run_url
+from finray.config.redact import redact_text
 from finray.config.resolved import Resolved, Settled
 from finray.config.schema import Config
 from finray.errors import CheckpointError, FinrayError, TrainingError
@@ -202,6 +203,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         who = f"rank {strategy.rank} on {socket.gethostname()}"
         if (memory := failures.out_of_memory(error, who, step if loop is None else loop.state.step)) is not None:
             raise memory from error
+        if redact_text(str(error)) != str(error):
+            # Ray writes into its logs what is raised.
+            raise RuntimeError(failures.describe(error)) from None
         raise
     finally:
         sender.close()
