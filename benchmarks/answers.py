@@ -1,4 +1,6 @@
-"""Answers to prompts on a CPU: finray's engine beside Transformers' `generate`, in its best static batch.
+"""Answers to prompts, and likelihoods, on a CPU: finray's engine beside Transformers.
+
+Answers are beside `generate` in its best static batch, likelihoods beside one forward pass for each row.
 
 Prompts are questions (GSM8K's and Alpaca's, where `--data` has them), answered greedily by the same model in the same
 set-up. `generate` gets them sorted by length; a batch is computed until its last row is finished. Both sides are given
@@ -65,6 +67,52 @@ def over_best(block: str) -> case.Value:
     return value
 
 
+ALONE, FOUR_TIMES = "one row at a time", "finray, four times the rows"
+SCORED = 24
+CHOICES, WHOLE = "questions with four answers each", "whole rows"
+
+
+def scorer(engine: str, block: str, times: int = 1) -> Run:
+    def measure(bench: Bench, pair: int) -> Result:
+        asked = []
+        for row in bench.pool[: (4 if bench.quick else SCORED) * times]:
+            *_, question, answer = (one["content"] for one in row["messages"])
+            words = answer.split()
+            parts = [" ".join(words[at::4][:6]) or "no" for at in range(4)] if block == CHOICES else [answer]
+            asked.append([question, [f" {one}" for one in parts]])
+        file = bench.empty_folder() / "rows.jsonl"
+        file.write_text("".join(json.dumps(one) + "\n" for one in asked), encoding="utf-8")
+        job = {"model": str(bench.model), "rows": str(file), "engine": engine, "precision": "fp32"}
+        command = [sys.executable, PEERS / "scoring.py", json.dumps(job | {"threads": bench.threads})]
+        return run(command, env=environment(threads=bench.threads, allocator=ALLOCATOR)).result
+
+    return measure
+
+
+def scoring_blocks(bench: Bench) -> Mapping[str, Mapping[str, Run]]:
+    return {
+        block: {OURS: scorer("finray", block), ALONE: scorer("plain", block), FOUR_TIMES: scorer("finray", block, 4)}
+        for block in (CHOICES, WHOLE)
+    }
+
+
+def same_likelihoods(block: str, runs: Runs) -> None:
+    """Raise unless the likelihoods are the same."""
+    ours, theirs = (runs[name][-1]["likelihoods"] for name in (OURS, ALONE))
+    worst = max(abs(one - other) / max(1.0, abs(other)) for one, other in zip(ours, theirs, strict=True))
+    if worst > 1e-3:
+        raise BenchmarkError(f"likelihoods of {block} are apart by {worst:.1e}")
+
+
+def in_block(block: str, above: str, below: str, key: str) -> case.Value:
+    """A ratio within a block."""
+
+    def value(found: Blocks) -> float | None:
+        return case.quotient(above, below, key)({block: found[block]}) if block in found else None
+
+    return value
+
+
 CASES = [
     case.Case(
         group="answers",
@@ -84,5 +132,35 @@ CASES = [
             case.Aim("answers, bf16: finray ÷ `generate` at its best", over_best("bf16"), least=1.5),
         ],
         check=same_answers,
-    )
+    ),
+    case.Case(
+        group="answers",
+        name="scoring",
+        title="Likelihoods of given answers",
+        what=f"Likelihoods in fp32 of {SCORED} rows, and of {4 * SCORED} for the memory that the process grows by.",
+        blocks=scoring_blocks,
+        measures=[
+            case.Measure("rows/s", "rows_per_second", 2),
+            case.Measure("rows", "rows", 0, None),
+            case.Measure("grew by, MiB", "grown", 0, 2, 2.0**-20),
+        ],
+        ratios=lambda runs: [(OURS, ALONE), (FOUR_TIMES, OURS)],
+        aims=[
+            case.Aim(
+                f"likelihoods, {block}: finray ÷ one row at a time",
+                in_block(block, OURS, ALONE, "rows_per_second"),
+                least=3.0,
+            )
+            for block in (CHOICES, WHOLE)
+        ]
+        + [
+            case.Aim(
+                f"likelihoods, {block}: memory of four times the rows ÷ of once",
+                in_block(block, FOUR_TIMES, OURS, "grown"),
+                most=1.25,
+            )
+            for block in (CHOICES, WHOLE)
+        ],
+        check=same_likelihoods,
+    ),
 ]

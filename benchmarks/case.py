@@ -131,6 +131,7 @@ class Case:
     # After every pair; raises unless the runs of a block are of equal work.
     check: Callable[[str, Runs], None] = lambda block, runs: None
     most_pairs: int = 1000  # runs of each contender
+    setup: Callable[[Bench], str] | None = None  # model, threads and rows in words, where they are not the usual ones
 
     def pairs(self, bench: Bench) -> int:
         """Runs of each contender."""

@@ -44,6 +44,7 @@ GROUPS = {
     "memory": ("Peak memory: the estimate of finray plan", ("memory",)),
     "checkpoints": ("Checkpoints behind the training", ("start",)),
     "answers": ("Answers on a CPU", ("answers",)),
+    "classification": ("Classification", ("classification",)),
     "serving": ("Serving on a CPU", ("serving",)),
     "gpu": ("One GPU: finray's training step, and Trainer", ("gpu",)),
     "against": ("Another checkout", ("start",)),
@@ -82,6 +83,11 @@ def described(case: Case, bench: Bench, results: Blocks, given: list[str], took:
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
         lines.insert(1, f"- {device}; CUDA {torch.version.cuda}")
+    elif case.setup is not None:
+        lines.append(
+            f"- {case.setup(bench)}; runs of each in turn: {case.pairs(bench)}; medians, with the smallest "
+            "and the largest in parentheses"
+        )
     else:
         lengths = count_tokens(bench.rows, bench.model, max_length=bench.max_length)
         source = "rows made with Alpaca's lengths" if bench.data is None else "GSM8K's and Alpaca's rows"

@@ -2,7 +2,7 @@
 
     python benchmarks/sst2_plain.py --model .models/MiniLM-L6 --train sst2_train.jsonl --dev sst2_dev.jsonl
 
-Random batches padded to their longest row, torch's AdamW, a linear schedule with warm-up. Rows: `sentence`, `label`.
+Random batches padded to their longest row, torch's AdamW, a schedule with warm-up. Rows: `sentence`, `label`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_linear_schedule_with_warmup
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -37,6 +37,8 @@ def main() -> None:
     parser.add_argument("--dev", type=Path, required=True)
     parser.add_argument("--alpha", type=float, default=16)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--schedule", choices=["linear", "constant"], default="linear")
+    parser.add_argument("--warmup", type=float, default=0.03, help="share of the steps")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
@@ -52,7 +54,8 @@ def main() -> None:
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
     steps = -(-len(rows) // 64)
-    schedule = get_linear_schedule_with_warmup(optimizer, round(0.03 * steps), steps)
+    shape = "linear" if given.schedule == "linear" else "constant_with_warmup"
+    schedule = get_scheduler(shape, optimizer, round(given.warmup * steps), steps)
     for step in range(steps):
         batch = rows[step * 64 : step * 64 + 64]
         labels = torch.tensor([row["label"] for row in batch])
@@ -71,7 +74,8 @@ def main() -> None:
             part = dev[start : start + 64]
             labels = torch.tensor([row["label"] for row in part])
             right += int((model(**inputs_of(tokenizer, part)).logits.argmax(-1) == labels).sum())
-    print(json.dumps({"accuracy": right / len(dev), "alpha": given.alpha, "seed": given.seed}))
+    share = sum(one.numel() for one in trained) / sum(one.numel() for one in model.parameters())
+    print(json.dumps({"accuracy": right / len(dev), "share": share, "alpha": given.alpha, "seed": given.seed}))
 
 
 if __name__ == "__main__":

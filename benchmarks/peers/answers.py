@@ -32,21 +32,21 @@ def main() -> None:
     torch.set_num_threads(job.threads)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     dtype = torch.float32 if job.precision == "fp32" else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     rows = [json.loads(line) for line in Path(job.prompts).read_text(encoding="utf-8").splitlines()]
     prompts = [
         list(tokenizer.apply_chat_template(row, add_generation_prompt=True, return_dict=True)["input_ids"])
         for row in rows
     ]
     if job.engine == "finray":
-        from finray.evaluation.engines import Sampling
-        from finray.evaluation.engines.transformers import TransformersEngine
+        from finray.evaluation.artifacts import artifact_of
+        from finray.evaluation.engines import Sampling, make_engine
 
-        engine = TransformersEngine.of(model, tokenizer, batch_size=job.batch_size)
+        engine = make_engine("transformers", artifact_of(job.model), dtype=dtype, batch_size=job.batch_size)
         next(engine.generate(prompts[:1], Sampling(2)))
         began, cpu = time.perf_counter(), measuring.cpu_seconds()
         found = {one.row: list(one.tokens) for one in engine.generate(prompts, Sampling(job.max_new_tokens))}
     else:
+        model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
         generate(model, tokenizer, prompts[:1], 1, 2)
         began, cpu = time.perf_counter(), measuring.cpu_seconds()
         found = generate(model, tokenizer, prompts, job.batch_size, job.max_new_tokens)

@@ -150,7 +150,7 @@ def main() -> None:
 
         config = finray_api.build_config(job.config, source="benchmark")
         handle = lambda record: clock.step_done() if finray_api.is_step(record) else None  # noqa: E731
-        summary: Any = finray.train(config, handle=handle).summary
+        summary: Any = finray.train(config, quiet=True, observers=handle).summary
         summary = summary if isinstance(summary, dict) else summary.json()
         clock.peak_rss_bytes, clock.cpu_marks = int(summary["peak_memory_bytes"][0]), []
         found |= {"phases": summary["phases"]}

@@ -50,6 +50,39 @@ def fake_tensors() -> AbstractContextManager[Any]:
     return mode
 
 
+def can_reorder(weight: torch.Tensor) -> bool:
+    """Whether :func:`reordered_weight` takes a weight: in fp32 or bf16, on a CPU that torch has oneDNN for."""
+    import torch
+
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    operations = torch.ops.mkldnn
+    if weight.dtype == torch.bfloat16:
+        return bool(operations._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 and hasattr(operations, "_linear_pointwise")
+
+
+def reordered_weight(weight_OI: torch.Tensor) -> torch.Tensor:
+    """A copy in the order in which oneDNN's product reads it, which torch's inductor uses for frozen weights."""
+    import torch
+
+    # The second argument is how many rows the order is chosen for; other numbers are computed as well.
+    reordered: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, 512)
+    return reordered
+
+
+def reordered_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plus: torch.Tensor | None
+) -> torch.Tensor:
+    """``x W' + b + plus`` with a reordered weight; rounded once."""
+    import torch
+
+    operation = torch.ops.mkldnn._linear_pointwise
+    if plus is not None:
+        return operation.binary(x, plus, weight, bias, "add")  # type: ignore[no-any-return]
+    return operation(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
 # --- transformers 5.23.0 --------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from finray.models.quantised import QuantisedLinear
+from finray.models.reordered import linear
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL
 
 # Marks layers whose output must not be written twice.
@@ -69,6 +70,10 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
         down = torch.cat([down, self.lora_A[PISSA_RESIDUAL].weight])
         up = torch.cat([up, self.lora_B[PISSA_RESIDUAL].weight], dim=1)
     with torch.autocast(device, enabled=False):
+        if base.weight.is_mkldnn:
+            # For inference alone: the same sum, rounded once.
+            low = (x if dropped is None else dropped) @ down.to(x.dtype).T
+            return linear(x, base.weight, base.bias, plus=low * self.scaling[NAME] @ up.to(x.dtype).T)
         result: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
             x,
             dropped,

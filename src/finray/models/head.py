@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from finray.models.reordered import ReorderedLinear, linear
+
 # Elements of one chunk of logits: 48 MiB in fp32, far below the activations, and enough rows to keep the cores busy.
 CHUNK_ELEMENTS = 3 * 2**22
 CHUNK_ROWS = 64
@@ -37,9 +39,9 @@ class Head:
 
     def logits(self, hidden_KH: torch.Tensor) -> torch.Tensor:
         """Logits (K, V) in fp32."""
-        weight = self.weight_VH.to(hidden_KH.dtype)
-        bias = None if self.bias_V is None else self.bias_V.to(hidden_KH.dtype)
-        logits = torch.nn.functional.linear(hidden_KH, weight, bias).float()
+        weight = self.weight_VH if self.weight_VH.is_mkldnn else self.weight_VH.to(hidden_KH.dtype)
+        bias = None if self.bias_V is None else self.bias_V.to(weight.dtype)
+        logits = linear(hidden_KH, weight, bias).float()
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
@@ -48,7 +50,7 @@ class Head:
 def plain_head(model: Any) -> Head | None:
     """The head of a Transformers causal LM, or None when it is more than a projection (adapted, or wrapped)."""
     layer = model.get_output_embeddings()
-    if type(layer) is not torch.nn.Linear:
+    if type(layer) not in (torch.nn.Linear, ReorderedLinear):
         return None
     config = model.config.get_text_config()
     scale = 1.0

@@ -9,9 +9,11 @@ The worker owns its tasks: where it ends, Ray ends them with it, and the next st
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +139,12 @@ class RayEvaluator:
             return None
 
 
+@cache
+def step_back() -> None:
+    """Let the training have a CPU first that both want; once, because a process of Ray's serves several tasks."""
+    os.nice(5)
+
+
 def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None) -> Evaluated:
     """The Ray task; an error that another try would meet again is a result."""
     import torch
@@ -146,6 +154,7 @@ def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | Non
     from finray.training.evaluator import Evaluated
 
     accept(spec.secrets)
+    step_back()
     torch.set_num_threads(spec.threads)
     config = build_config(spec.config, source="driver")
     device = torch.device("cuda" if known.resolved.use_gpu else "cpu")

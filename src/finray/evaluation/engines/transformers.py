@@ -37,6 +37,7 @@ from finray.models.artifacts import load_artifact
 from finray.models.head import CHUNK_ELEMENTS, CHUNK_ROWS
 from finray.models.packed import PackedModel
 from finray.models.packing_check import check_packing_of
+from finray.models.reordered import reorder
 from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
 # Tokens of prompts, and of rows that are scored, in one forward pass, unless a single row has more.
@@ -115,6 +116,7 @@ class TransformersEngine:
         self._is_merged = loading.merge and loading.artifact.is_adapter
         if self._is_merged:
             model = model.merge_and_unload()
+        reorder(model)
         self._hold(model, loading.tokenizer, loading.batch_size, loading.tell)
 
     @classmethod
