@@ -48,12 +48,15 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (("one", "--api-key-env", "FINRAY_NO_SUCH_KEY"), "no variable FINRAY_NO_SUCH_KEY"),
         (("one", "--host", "192.0.2.1"), "--host 192.0.2.1"),
         (("one", "--dtype", "int3"), "`int3`"),
+        (("one", "--engine", "fast"), "there is no engine `fast`"),
+        (("one", "--engine", "vllm"), "vLLM is not installed"),
     ],
 )
 def test_what_cannot_be_served_is_said_before_anything_is_started(
     words: tuple[str, ...], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("finray.evaluation.engines.vllm.find_spec", lambda name: None)
     # A port of its own: else a test that serves might have the default one.
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
