@@ -156,7 +156,7 @@ def test_answers_with_and_without_an_adapter_are_those_of_finrays_own_engine(ada
         base = by_row(engine.generate(PROMPTS, Sampling(7), adapter=False))
         assert base == by_row(own.generate(PROMPTS, Sampling(7), adapter=False))
         assert base != found
-        assert StandIn.last.seen[0].adapter == LoRARequest("tuned", 1, str(adapter))
+        assert StandIn.last.seen[0].adapter == LoRARequest("adapter-1", 1, str(adapter))
         assert StandIn.last.seen[-1].adapter is None
     engine.close()
     assert StandIn.last.is_down
@@ -251,13 +251,40 @@ def test_what_vllm_is_started_with(adapter: Path, tiny_model_dir: Path, monkeypa
     wanted |= {"HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
     assert {name: own[name] for name in wanted} == wanted
     common = {"revision": "main", "tensor_parallel_size": 1, "max_num_seqs": 3, "skip_tokenizer_init": True}
-    common |= {"enforce_eager": True, "disable_log_stats": True}
+    common |= {"enforce_eager": True, "disable_log_stats": True, "max_model_len": None}
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
     assert StandIn.last.options == common | lora | {"model": str(tiny_model_dir), "dtype": "float32"}
     assert (engine.name, engine.max_length) == ("vllm", LIMIT)
     assert engine.version == f"vllm 0.0, torch {torch.__version__}"
     made(tiny_model_dir, dtype=torch.bfloat16)
     assert StandIn.last.options == common | {"model": str(tiny_model_dir), "dtype": "bfloat16"}
+
+
+def test_adapters_that_come_later(adapter: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is made for their ranks, and for no more tokens than the model reads."""
+    loading = Loading.of(artifact_of(tiny_model_dir), dtype=torch.float32)
+    for rank, most in ((1, 8), (9, 16), (512, 512), (600, 512)):
+        engine = VLLMEngine(loading, loras=3, rank=rank)
+        asked = {name: StandIn.last.options[name] for name in ("enable_lora", "max_lora_rank", "max_loras")}
+        assert asked == {"enable_lora": True, "max_lora_rank": most, "max_loras": 3}
+    for asked_for, expected in ((100, 100), (512, 512), (9999, 512), (None, None)):
+        VLLMEngine(loading, max_length=asked_for)
+        assert StandIn.last.options["max_model_len"] == expected
+    loaded: list[Any] = []
+    monkeypatch.setattr(StandIn, "add_lora", lambda self, request: loaded.append(request), raising=False)
+    found = [engine.adapter(adapter) for _ in range(2)]
+    assert found == loaded == [LoRARequest(f"adapter-{number}", number, str(adapter)) for number in (1, 2)]
+
+    def refuses(self: StandIn, request: Any) -> None:
+        raise ValueError("too odd\nmore")
+
+    monkeypatch.setattr(StandIn, "add_lora", refuses)
+    with pytest.raises(ModelError) as caught:
+        engine.adapter(adapter)
+    assert caught.value.message == "vLLM cannot load the adapter: too odd"
+    monkeypatch.setattr(module, "_not_beside", lambda folder: "it is odd")
+    with pytest.raises(ModelError, match="beside others: it is odd"):
+        engine.adapter(adapter)
 
 
 def test_as_many_gpus_as_divide_the_heads(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
