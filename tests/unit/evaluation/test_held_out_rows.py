@@ -110,6 +110,8 @@ def test_files_hold_the_scores_and_every_row(found: Comparison, run_dir: Path) -
     assert made_by["sampling"] == {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
     assert {"finray", "torch", "transformers", "peft", "python"} == set(made_by["versions"])
     assert made_by["engine"][0]["name"] == "transformers"
+    assert {"metrics", "scoring"} <= made_by.keys()
+    assert made_by["harness"] == []
     assert any(name == "adapter_model.safetensors" for name, *_ in made_by["model"]["weights"]["files"])
     lines = [json.loads(line) for line in (found.folder / "predictions.jsonl").read_text().splitlines()]
     assert [line["reference"] for line in lines] == [one.reference for one in found.predictions]
