@@ -339,13 +339,7 @@ def test_neither_token_nor_signed_url_is_said(
     ],
 )
 def test_what_xet_is_refused_is_said_as_it_is_for_lfs(
-    trained: Path,
-    hub: hubs.Hub,
-    pushed_as: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    status: int | None,
-    said: str,
+    hub: hubs.Hub, monkeypatch: pytest.MonkeyPatch, path: str, status: int | None, said: str
 ) -> None:
     # Weights go by way of Xet, whose own tries are few here.
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
@@ -353,8 +347,9 @@ def test_what_xet_is_refused_is_said_as_it_is_for_lfs(
     monkeypatch.setenv("HF_XET_CLIENT_RETRY_BASE_DELAY", "10ms")
     for method in ("GET", "POST"):
         hub.fail(method, path, times=10**6, status=status)
+    user = Hub(hub.token, endpoint=hub.url, wait=lambda seconds: False)
     with pytest.raises(HubError) as found:
-        pushed_as(trained, to="ada/poems")
+        user.push(user.check("ada/poems"), {"model.safetensors": bytes(10**5)}, message="Model")
     assert hub.count("GET", "xet-write-token") > 0
     assert said in found.value.message
     assert ("the same command goes on" in str(found.value.repair)) == ("times" in said)
