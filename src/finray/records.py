@@ -173,7 +173,8 @@ class SystemRecord:
 class Beat:
     """What a rank says of itself to the driver every few seconds; see :class:`finray.training.pulse.Pulse`.
 
-    ``phase`` is ``gone`` where its connection has ended, and ``node`` Ray's name of its machine.
+    ``step`` is -1 while it loads. ``phase`` is ``gone`` where it has ended in order, and ``lost`` where its connection
+    broke, which it makes again if it lives. ``node`` is Ray's name of its machine.
     """
 
     attempt: str

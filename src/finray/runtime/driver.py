@@ -306,17 +306,13 @@ def fit(
             known = settled_now()
         pending = stack.enter_context(deferred())
 
-        def note_size(header: RunHeader) -> None:
-            if (kept := run.resolved()) is not None and kept.world_size != header.world_size:
-                run.keep_resolved(replace(kept, world_size=header.world_size))
-
         watch = Watch(
             connected.ray,
             group,
             connected.placement,
             pending,
             handle,
-            started=note_size,
+            started=partial(_note_size, run, handle),
             hang_s=config.cluster.hang_seconds,
             end_hanging=partial(end_hanging, connected.ray),
             draining=lambda: connected.ray._private.state.state.get_draining_nodes(),
@@ -325,7 +321,7 @@ def fit(
             head_patience_s=_OWN_HEAD_S if connected.is_own else _HEAD_S,
         )
         host = "127.0.0.1" if connected.is_own else connected.ray.util.get_node_ip_address()
-        listener = Listener(host, watch.heard, watch.resize)
+        listener = Listener(host, watch.heard, watch.resize, lambda: watch.began_at)
         watch.listener = listener
 
         keepers = None
@@ -371,6 +367,25 @@ def fit(
             watch.end()
     assert outcome.summary is not None
     return Fitted(outcome.summary, time.perf_counter() - started, prepared_at - started)
+
+
+def _note_size(run: RunDir, handle: Handle, header: RunHeader) -> None:
+    """Write with how many workers the run goes on; behind a URL in a thread, because storage may fail for a while, and
+    whoever hears the workers must not wait. Only the next size is lost by that."""
+    if (kept := run.resolved()) is None or kept.world_size == header.world_size:
+        return
+    decided = replace(kept, world_size=header.world_size)
+
+    def keep() -> None:
+        try:
+            run.keep_resolved(decided)
+        except (FinrayError, OSError) as error:
+            handle(Note(f"the number of workers could not be noted: {error}", header.step, "warning"))
+
+    if run.url is None:
+        keep()
+    else:
+        threading.Thread(target=keep, name="finray-size", daemon=True).start()
 
 
 def _one_at_a_time(handle: Handle) -> Handle:
@@ -419,6 +434,7 @@ def _trainer(
         resolved=resolved,
         prepared=None if known is None else known.prepared,
         run_dir=str(run.path),
+        start=group,
         memory=group if config.checkpoint.in_memory_every is not None else None,
         threads=placement.cpus_per_worker,
         shared_gpus=placement.gpus_per_worker < 1,
@@ -432,7 +448,6 @@ def _trainer(
         alone=connected.is_own,
         group=group,
         watch=look,
-        run_dir=str(run.path),
         listener=listener,
         expected=placement.num_workers,
         evaluator=placement.evaluator,

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,7 +22,6 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision
 from ray.train.v2._internal.execution.scaling_policy.elastic import ElasticScalingPolicy
 from ray.util.placement_group import placement_group_table
 
-from finray.checkpoint import CheckpointStore
 from finray.planning.placement import room
 from finray.runtime.failures import OutOfMemory
 from finray.runtime.progress import Address, resize_to
@@ -160,16 +157,19 @@ def room_for(each: Mapping[str, float], *, group: str, most: int, kept: int) -> 
 
 
 class Failures(DefaultFailurePolicy):  # type: ignore[misc]
-    """Counts failures of the workers since the last checkpoint; one that makes room for more of them is none.
+    """Counts failures of the workers without progress between them; one that makes room for more of them is none.
+
+    Progress is a start from a later step than the one before: wherever checkpoints are kept, on a disk that this
+    process does not see or in memory, the driver has heard of it.
 
     Args:
         failure_config: how many there may be.
-        run_dir: where checkpoints appear.
+        progress: the step that the workers last started from.
     """
 
-    def __init__(self, failure_config: FailureConfig, run_dir: str) -> None:
+    def __init__(self, failure_config: FailureConfig, progress: Callable[[], int]) -> None:
         super().__init__(failure_config)
-        self._run_dir = run_dir
+        self._progress = progress
         self._newest = -1
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
@@ -179,10 +179,7 @@ class Failures(DefaultFailurePolicy):  # type: ignore[misc]
             return FailureDecision.RETRY
         if any(caused_by(one, OutOfMemory) for one in found):
             return FailureDecision.RAISE
-        newest = self._newest
-        with suppress(OSError):
-            newest = max(CheckpointStore(Path(self._run_dir)).steps(), default=-1)
-        if newest > self._newest:
+        if (newest := self._progress()) > self._newest:
             self._newest, self._worker_group_failures = newest, 0
         return super().make_decision(training_failed_error)
 

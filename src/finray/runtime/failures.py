@@ -1,8 +1,9 @@
 """Telling a bug from bad luck: a run that fails twice from the same step is not tried a third time.
 
 Ray restarts workers that die, which is right for a lost machine and useless for a mistake in a model or in the code.
-The file is in the run directory, because workers on any machine write it. Failures before a start knows its step are
-recorded but do not count.
+The file is in the run directory, because workers on any machine write it; where they share no disk, each machine has
+its own, and the ranks tell each other. Only failures of the same ``finray train`` count, and none from before an
+attempt knew its step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import re
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,7 +32,13 @@ LOADING = -1
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An exception that ended an attempt: the step it had resumed from, and the error's type and first line; the rank
-    that had it, its machine, and the end of its traceback."""
+    that had it, its machine, and the end of its traceback.
+
+    Attributes:
+        start: names the ``finray train`` that the attempt belongs to.
+        time: seconds since the epoch.
+        printed: the last lines of the rank's log.
+    """
 
     attempt: str
     from_step: int
@@ -38,6 +46,9 @@ class Failure:
     rank: int = 0
     host: str = ""
     traceback: str = ""
+    start: str = ""
+    time: float = 0.0
+    printed: str = ""
 
 
 def log_name(rank: int) -> str:
@@ -161,12 +172,8 @@ def first_of(failures: list[Failure], from_step: int) -> Failure | None:
     return None
 
 
-def check(run_dir: Path, from_step: int) -> None:
-    """Refuse an attempt that can only fail as those before it did.
-
-    Raises:
-        TrainingError: with the error of the earlier attempts.
-    """
+def known(run_dir: Path, start: str) -> list[Failure]:
+    """The failures of a ``finray train`` that this machine's run directory has."""
     content = b""
     # Whatever is wrong with the file: it saves attempts, and must not cost any.
     with contextlib.suppress(OSError):
@@ -176,14 +183,32 @@ def check(run_dir: Path, from_step: int) -> None:
         # A worker that was killed may have left half a line.
         with contextlib.suppress(ValueError):
             failures.append(typed(json.loads(line), Failure))
-    first = first_of(failures, from_step)
+    return [one for one in failures if one.start == start]
+
+
+def check(failures: Iterable[Failure], from_step: int, run_dir: Path) -> None:
+    """Refuse an attempt that can only fail as those before it did.
+
+    Args:
+        failures: of this ``finray train``, as machines have them, some perhaps twice.
+        from_step: that the attempt goes on from.
+        run_dir: the run directory.
+
+    Raises:
+        TrainingError: with the error of the earlier attempts.
+    """
+    first = first_of(sorted(dict.fromkeys(failures), key=lambda one: one.time), from_step)
     if first is not None:
         since = f"from step {from_step}" if from_step != LOADING else "before the first step"
+        printed = first.printed.splitlines()
         raise TrainingError(
             f"the workers failed {TRIES} times {since}; the first error, of rank {first.rank}"
             f"{' on ' + first.host if first.host else ''}: {first.error}",
             where=str(run_dir),
             repair=f"{LOGS}/{log_name(first.rank)} in the run directory has what it printed; mend the cause, then run "
             "the same command again",
-            problems=tuple(first.traceback.splitlines()),
+            problems=(
+                *first.traceback.splitlines(),
+                *([f"the last that rank {first.rank} printed:", *printed] if printed else ()),
+            ),
         )

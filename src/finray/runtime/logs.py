@@ -15,6 +15,7 @@ from finray.config.redact import redact_text
 _PAUSE_S = 2.0
 _MOST_BYTES = 20 * 2**20
 _TAIL_BYTES = 64 * 2**10
+_SHOWN = 5
 
 
 class LogCopy:
@@ -48,6 +49,11 @@ class LogCopy:
                     sources[Path(f"/proc/self/fd/{number}").readlink()] = None
         found = [path for path in sources if path.is_file()]
         return cls(target, found, title=f"{time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}")
+
+    def last(self) -> list[str]:
+        """The last lines of what was printed until now."""
+        self._copy()
+        return [line for line in tail(self._target, _SHOWN) if not line.startswith("== ")]
 
     def close(self) -> None:
         """Copy the rest."""

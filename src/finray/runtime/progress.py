@@ -1,13 +1,14 @@
 """Carries records from the workers to the driver's console, and back what it settles late and its wish that they stop.
 
 A socket of the driver's, because an actor that holds records until they are fetched is one more process to start, and
-``ray.train.report`` is a barrier of all workers. No step waits for the driver: if it cannot be reached, the console
-goes quiet, and training and ``metrics.jsonl`` continue.
+``ray.train.report`` is a barrier of all workers. No step waits for the driver: while it cannot be reached, the console
+is quiet, and training and ``metrics.jsonl`` continue. A connection that breaks is made again.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import secrets
 import selectors
@@ -24,11 +25,15 @@ from finray.errors import TrainingError
 from finray.files import typed
 from finray.records import Beat, EvalRecord, Note, Record, RunHeader, TrainRecord
 
+_logger = logging.getLogger(__name__)
 _KINDS = {kind.__name__: kind for kind in (Note, RunHeader, TrainRecord, EvalRecord, Beat)}
 # What workers send.
 Heard = Record | Beat
 _PATIENCE_S = 5.0
-_ASKS, _RESIZES = "asks", "resizes"
+_AGAIN_S = 1.0
+_ASKS, _RESIZES, _PROGRESS = "asks", "resizes", "progress"
+# The last line of a rank that ends in order.
+_BYE = "bye"
 # What the driver may ask the workers for, a line each: to save a checkpoint and end, to save one and go on, and to save
 # one and end so that another number of workers goes on.
 STOP, SAVE, RESIZE = "stop", "save", "resize"
@@ -51,16 +56,21 @@ class Listener:
         host: address of this machine that the workers reach.
         handle: called with each record, by one thread at a time.
         resize: called with the number of workers that there is room for, where that has grown.
+        progress: the step that the workers last started from.
     """
 
     def __init__(
-        self, host: str, handle: Callable[[Heard], None], resize: Callable[[int], None] = lambda count: None
+        self,
+        host: str,
+        handle: Callable[[Heard], None],
+        resize: Callable[[int], None] = lambda count: None,
+        progress: Callable[[], int] = lambda: -1,
     ) -> None:
         self._server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._server.settimeout(_PATIENCE_S)
         self.address = Address(host, self._server.getsockname()[1], secrets.token_hex(16))
         self._handle = handle
-        self._resize = resize
+        self._resize, self._progress = resize, progress
         self._one_at_a_time = threading.Lock()
         self._stopping = False
         self._settled: Future[Settled] = Future()
@@ -140,6 +150,7 @@ class Listener:
 
     def _read(self, connection: socket.socket) -> None:
         last: Beat | None = None
+        end = "lost"
         try:
             with connection, connection.makefile(encoding="utf-8") as lines:
                 connection.settimeout(_PATIENCE_S)
@@ -151,23 +162,35 @@ class Listener:
                     self._resize(int(asks.removeprefix(_RESIZES)))
                     connection.sendall(b"heard\n")
                     return
+                if asks == _PROGRESS:
+                    connection.sendall(f"{self._progress()}\n".encode())
+                    return
                 if asks:
                     connection.sendall(f"{json.dumps(asdict(self._settled.result()))}\n".encode())
                     return
                 with self._told(connection):
                     for line in lines:
+                        if line.strip() == _BYE:
+                            end = "gone"
+                            return
                         plain = json.loads(line)
                         record = _KINDS[plain.pop("record")](**plain)
                         last = record if isinstance(record, Beat) else last
-                        with self._one_at_a_time:
-                            self._handle(record)
+                        self._hand_over(record)
         except (OSError, ValueError, CancelledError):
             # Half a line of a worker that was killed, or somebody else's.
             return
         finally:
             if last is not None:
-                with self._one_at_a_time:
-                    self._handle(replace(last, phase="gone"))
+                self._hand_over(replace(last, phase=end))
+
+    def _hand_over(self, record: Heard) -> None:
+        # What cannot be shown (a console that is gone, say) must not take from the driver what else it hears and asks.
+        with self._one_at_a_time:
+            try:
+                self._handle(record)
+            except Exception as error:
+                _logger.warning("a record of the workers could not be shown: %s: %s", type(error).__name__, error)
 
 
 def ask(address: Address) -> Settled:
@@ -198,6 +221,18 @@ def resize_to(address: Address, count: int) -> bool:
             return bool(connection.recv(1))
     except OSError:
         return False
+
+
+def progress_of(address: Address) -> int:
+    """The step that the workers last started from, as the driver knows it; -1 where it cannot be asked."""
+    try:
+        with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
+            connection.settimeout(_PATIENCE_S)
+            connection.sendall(f"{address.token} {_PROGRESS}\n".encode())
+            with connection.makefile(encoding="utf-8") as lines:
+                return int(lines.readline())
+    except (OSError, ValueError):
+        return -1
 
 
 class Sender:
@@ -249,20 +284,34 @@ class Sender:
             self._thread.join(_PATIENCE_S)
 
     def _send(self) -> None:
-        try:
-            with socket.create_connection((self._address.host, self._address.port), _PATIENCE_S) as connection:
-                connection.settimeout(None)
-                connection.sendall(f"{self._address.token}\n".encode())
-                threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
-                while (record := self._records.get()) is not None:
-                    line = json.dumps({"record": type(record).__name__, **asdict(record)})
-                    connection.sendall(f"{line}\n".encode())
-                # Closing alone would wait for the thread that receives.
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
+        line = ""
+        while True:
+            try:
+                with socket.create_connection((self._address.host, self._address.port), _PATIENCE_S) as connection:
+                    connection.settimeout(None)
+                    connection.sendall(f"{self._address.token}\n".encode())
+                    threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+                    while True:
+                        line = line or self._next_line()
+                        connection.sendall(f"{line}\n".encode())
+                        if line == _BYE:
+                            break
+                        line = ""
+                    # Closing alone would wait for the thread that receives.
+                    connection.shutdown(socket.SHUT_RDWR)
+                    return
+            except OSError:
+                if self._closed.wait(_AGAIN_S):
+                    return
+
+    def _next_line(self) -> str:
+        record = self._records.get()
+        return _BYE if record is None else json.dumps({"record": type(record).__name__, **asdict(record)})
 
     def _receive(self, connection: socket.socket) -> None:
         with suppress(OSError), connection.makefile("rb") as lines:
             while line := lines.readline(_WISH_BYTES):
                 self._wishes.put(line.decode().strip())
+        # What would be sent into a connection that the other side has closed is lost without a word.
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)

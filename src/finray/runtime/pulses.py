@@ -2,7 +2,7 @@
 
 Every rank sends a :class:`~finray.records.Beat` every few seconds, by a thread: nothing is added to a step, and what
 the driver hears does not grow with the steps. A rank that was stopped or whose machine was cut off sends none; one that
-hangs in a step goes on to send the same.
+hangs in a step goes on to send the same. One whose connection broke makes another; it is silent if it does not.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from finray.records import Beat
+from finray.runtime.failures import LOADING
 
 # A rank's own part of a step that takes so many times as long as the others' is named, where it has done this many.
 SLOW, SLOW_STEPS = 1.5, 10
-# A step may take so many times as long as the longest before it.
-_LONGER = 3.0
+# A step may take so many times as long as the longest before it; loading and the first step, which may compile, so many
+# times as long as a rank may be waited for.
+_LONGER, _FIRST = 3.0, 6.0
 _EXAMINE_S = 30.0
 _DUMP_S = 10.0
 _SHOWN = 4
@@ -41,6 +43,7 @@ class _Rank:
     beat: Beat
     heard: float
     since: float
+    is_lost: bool = False
 
 
 class Pulses:
@@ -70,6 +73,10 @@ class Pulses:
             self.forget()
             return
         known = self._ranks.get(beat.rank)
+        if beat.phase == "lost":
+            if known is not None:
+                known.is_lost = True
+            return
         same = known is not None and (known.beat.step, known.beat.phase) == (beat.step, beat.phase)
         self._ranks[beat.rank] = _Rank(beat, now, known.since if same and known is not None else now)
 
@@ -92,7 +99,13 @@ class Pulses:
             # It was this process that heard nothing: it was stopped, or had no time.
             for one in ranks:
                 one.heard = one.since = now
-        silent = [one.beat for one in ranks if now - one.heard > self._hang_s]
+        if all(one.is_lost for one in ranks):
+            # Their processes were ended, or the network was: there is nobody that waits, as far as is known.
+            return None
+        first_s = _FIRST * self._hang_s
+        silent = [
+            one.beat for one in ranks if now - one.heard > (first_s if one.beat.step == LOADING else self._hang_s)
+        ]
         if silent:
             return Hang(silent, f"has said nothing for {self._hang_s:g} s")
         limit = max([self._hang_s, *(_LONGER * one.beat.longest_s for one in ranks)])
@@ -101,7 +114,9 @@ class Pulses:
         if waiting and (behind := [one.beat for one in ranks if one.beat.phase != "waiting"]):
             step = waiting[0].beat.step
             return Hang(behind, f"has not come to the sum of step {step} for {limit:g} s, where the others wait")
-        if stuck and len(stuck) == len(ranks) and all(one.beat.steps for one in ranks):
+        is_first = not all(one.beat.steps for one in ranks)
+        limit = max(limit, first_s) if is_first else limit
+        if stuck and all(now - one.since > limit and one.beat.phase != "other" for one in ranks):
             where = "wait for each other in its sum" if waiting else "compute"
             return Hang(
                 [one.beat for one in stuck], f"has been in step {stuck[0].beat.step} for {limit:g} s; all {where}"

@@ -9,6 +9,7 @@ that has moved the modules imported here fails, so pyproject.toml names the vers
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +25,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from finray.runtime.elastic import Elastic, Failures
-from finray.runtime.progress import Address
+from finray.runtime.progress import Address, progress_of
 
 # What a run never uses: data sets of Ray Data.
 _UNUSED = {"DatasetsCallback"}
@@ -44,8 +45,7 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         alone: Ray was started for this run, and ends with it.
         group: begin of the name of the run's placement group; no other run's begins like it.
         watch: called again and again while the run is at work; what it raises ends the run.
-        run_dir: where checkpoints appear.
-        listener: where the driver is told that there is room for more workers.
+        listener: where the driver is told that there is room for more workers, and asked how far the run has come.
         expected: workers at the first start, where their number follows the cluster.
         evaluator: whether one worker's resources are left to an evaluator.
         options: as Ray's trainer takes them.
@@ -58,7 +58,6 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         alone: bool,
         group: str,
         watch: Callable[[], None],
-        run_dir: str,
         listener: Address,
         expected: int,
         evaluator: bool,
@@ -68,7 +67,6 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
         self._alone = alone
         self._group = group
         self._watch = watch
-        self._run_dir = run_dir
         self._listener, self._expected, self._evaluator = listener, expected, evaluator
 
     def _create_default_callbacks(self) -> list[Any]:
@@ -87,7 +85,7 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
             )
         elif self._alone and type(arguments.get("scaling_policy")) is FixedScalingPolicy:
             arguments["scaling_policy"] = _FixedSize(self.scaling_config)
-        arguments["failure_policy"] = Failures(self.run_config.failure_config, self._run_dir)
+        arguments["failure_policy"] = Failures(self.run_config.failure_config, partial(progress_of, self._listener))
         arguments["callbacks"] = [*arguments["callbacks"], _NamedGroup(self._group)]
         # As in Ray, but for the waiting: there, a handler of signals of its own ends the process with exit code 1.
         here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}

@@ -30,6 +30,7 @@ class Watch:
         workers: in words.
         listener: where they are heard, and asked to stop; set before the first look.
         is_lost: Ray's head process is gone.
+        began_at: the step that the workers last started from; -1 before the first start.
 
     Args:
         ray: connected.
@@ -76,6 +77,7 @@ class Watch:
         self._draining = draining
         self._said_draining: set[str] = set()
         self._world_size: int | None = None
+        self.began_at = -1
         self.listener: Listener | None = None
         self._waiting: Callable[[], str | None] = lambda: workers_wait(
             ray, group, f"{self.workers} of {amounts(placement.resources)}"
@@ -101,7 +103,7 @@ class Watch:
                 self._handle(Note(slow, record.step, "warning"))
             return
         if isinstance(record, RunHeader):
-            self._has_begun = True
+            self._has_begun, self.began_at = True, record.step
             self._started(record)
             before, self._world_size = self._world_size, record.world_size
             if before not in (None, record.world_size):

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
@@ -80,6 +81,7 @@ class WorkerSpec:
         prepared: directory or URL of the prepared dataset; None where it is still being made, and the driver is
             asked.
         run_dir: the run directory.
+        start: names this `finray train`.
         threads: of this worker.
         shared_gpus: whether several workers may share a GPU.
         listener: where the driver takes records.
@@ -93,6 +95,7 @@ class WorkerSpec:
     resolved: Resolved
     prepared: str | None
     run_dir: str
+    start: str
     threads: int
     listener: Address
     shared_gpus: bool = False
@@ -124,7 +127,6 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     import torch
 
     from finray.parallel import make_strategy
-    from finray.parallel.base import on_all_ranks
     from finray.runtime.elastic import Resize
     from finray.training.allocator import keep_freed_memory
     from finray.training.assemble import assemble
@@ -148,13 +150,17 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     pusher = _pusher(config, spec.push, sender.put) if spec.push is not None and strategy.rank == 0 else None
     log = LogCopy.of_this_process(run_dir / failures.LOGS / failures.log_name(strategy.rank))
     step, loop = failures.LOADING, None
+    hang_s = config.cluster.hang_seconds
+    _start_beating(sender, strategy.rank, attempt, lambda: None if loop is None else loop.pulse, hang_s=hang_s)
 
     def failed(error: BaseException) -> failures.Failure:
         described, end = failures.describe(error), failures.end_of(error)
-        return failures.Failure(attempt, step, described, strategy.rank, socket.gethostname(), end)
+        who = attempt, step, described, strategy.rank, socket.gethostname(), end
+        return failures.Failure(*who, spec.start, time.time(), "\n".join(log.last()))
 
     try:
-        on_all_ranks(strategy, lambda: failures.check(run_dir, failures.LOADING))
+        before = [one for part in strategy.all_gather_object(failures.known(run_dir, spec.start)) for one in part]
+        failures.check(before, failures.LOADING, run_dir)
         loop = assemble(
             config,
             resolved,
@@ -171,10 +177,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             wish=sender.take_wish,
         ).loop
         step = loop.state.step
-        on_all_ranks(strategy, lambda: failures.check(run_dir, step))
+        failures.check(before, step, run_dir)
         _record_processes(run_dir, strategy)
         is_over = False
-        _start_beating(sender, strategy.rank, attempt, loop.pulse, hang_s=config.cluster.hang_seconds)
         try:
             loop.run()
             is_over = not loop.stopped
@@ -381,8 +386,13 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
     )
 
 
-def _start_beating(sender: Sender, rank: int, attempt: str, pulse: Pulse, *, hang_s: float | None) -> None:
-    """Tell the driver where this rank stands, from now on, in a thread; SIGUSR1 writes the stacks of all threads."""
+def _start_beating(
+    sender: Sender, rank: int, attempt: str, pulse: Callable[[], Pulse | None], *, hang_s: float | None
+) -> None:
+    """Tell the driver where this rank stands, from now on, in a thread; SIGUSR1 writes the stacks of all threads.
+
+    ``pulse`` gives None while the rank loads.
+    """
     import faulthandler
 
     import ray
@@ -395,10 +405,13 @@ def _start_beating(sender: Sender, rank: int, attempt: str, pulse: Pulse, *, han
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
     def beat() -> None:
-        who = Beat(attempt, rank, socket.gethostname(), os.getpid(), node)
+        who = Beat(attempt, rank, socket.gethostname(), os.getpid(), node, step=failures.LOADING)
         while not sender.is_closed:
-            of = pulse.step, pulse.phase, pulse.steps, pulse.work_s, pulse.longest_s
-            sender.put(Beat(who.attempt, who.rank, who.host, who.pid, who.node, *of))
+            if (now := pulse()) is None:
+                sender.put(who)
+            else:
+                of = now.step, now.phase, now.steps, now.work_s, now.longest_s
+                sender.put(Beat(who.attempt, who.rank, who.host, who.pid, who.node, *of))
             sender.wait_closed(pause_s)
 
     threading.Thread(target=beat, name="finray-beat", daemon=True).start()

@@ -47,7 +47,7 @@ def test_what_finray_has_set_in_this_process_is_not_the_users(monkeypatch: pytes
 def test_secrets_go_to_workers_as_arguments_that_nobody_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     secrets = secrets_of({"HF_TOKEN": "hf_mine", "HOME": "/root", "HUGGING_FACE_HUB_TOKEN": ""})
     assert secrets == {"HF_TOKEN": "hf_mine"}
-    spec = WorkerSpec({}, None, "p", "r", threads=1, listener=("", 0, ""), secrets=secrets)  # type: ignore[arg-type]
+    spec = WorkerSpec({}, None, "p", "r", "s", threads=1, listener=("", 0, ""), secrets=secrets)  # type: ignore[arg-type]
     assert "hf_mine" not in repr(spec)
     monkeypatch.setenv("HF_TOKEN", "of-the-node")
     accept(secrets)

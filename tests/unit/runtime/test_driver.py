@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from finray.checkpoint import CheckpointStore
+from finray.checkpoint import CheckpointStore, rundir
 from finray.checkpoint.rundir import RunDir
 from finray.config.resolved import Resolved, Settled
-from finray.errors import DataError
+from finray.errors import DataError, StorageError
 from finray.planning.placement import Placement
-from finray.records import RunSummary
+from finray.records import RunHeader, RunSummary
 from finray.runtime import driver, failures
 from finray.runtime.progress import ask
 from finray.runtime.worker import Outcome
@@ -52,6 +54,37 @@ def test_a_person_who_starts_a_run_again_has_its_failures_forgotten(
     with pytest.raises(Begun):
         driver.train(asked)
     assert not (run_dir / "failures.jsonl").exists()
+
+
+def test_a_size_that_storage_does_not_take_is_a_warning_and_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that hears rank 0 notes it: what it raises, or waits for, would make the driver deaf."""
+    failing = threading.Event()
+
+    class Failing:
+        def __init__(self, url: str) -> None: ...
+
+        def upload(self, path: Path, name: str) -> None:
+            assert failing.wait(60)
+            raise StorageError("the storage failed 6 times", where=name)
+
+    monkeypatch.setattr(rundir, "Objects", Failing)
+    kept = replace(Resolved("fp32", None, None, True, "ddp", 3), global_batch_size=4)
+    (tmp_path / "resolved.json").write_text(json.dumps(asdict(kept)))
+    said: list[Any] = []
+    header = RunHeader(**{one.name: 2 for one in fields(RunHeader)})  # type: ignore[arg-type]
+    driver._note_size(RunDir(tmp_path, "s3://bucket/run"), said.append, header)
+    assert said == []
+    failing.set()
+    for thread in threading.enumerate():
+        if thread.name == "finray-size":
+            thread.join(60)
+    assert [(one.level, "could not be noted: the storage failed" in one.message) for one in said] == [("warning", True)]
+    # On this machine it is known all the same; and where it is the same, nothing is written.
+    assert json.loads((tmp_path / "resolved.json").read_text())["world_size"] == 2
+    driver._note_size(RunDir(tmp_path, "s3://bucket/run"), said.append, header)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(("keep_best", "step"), [(True, 4), (False, 6)])

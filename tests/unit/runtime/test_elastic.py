@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
 from finray.records import Note
 from finray.runtime.failures import OutOfMemory
-from finray.runtime.progress import RESIZE, STOP, Listener, Sender, resize_to
+from finray.runtime.progress import RESIZE, STOP, Listener, Sender, progress_of, resize_to
 from tests.unit.runtime.test_progress import wish_of
 from tests.unit.runtime.test_watch import HEADER, Run
 
@@ -46,6 +46,24 @@ def test_who_says_that_there_is_room_needs_the_token_and_the_driver() -> None:
     assert counts == [3]
 
 
+def test_how_far_the_run_has_come_is_asked_of_the_driver_wherever_its_checkpoints_are() -> None:
+    steps = [-1]
+    with Listener("127.0.0.1", lambda record: None, progress=lambda: steps[-1]) as listener:
+        assert progress_of(listener.address) == -1
+        steps.append(12)
+        assert progress_of(listener.address) == 12
+        wrong = type(listener.address)(listener.address.host, listener.address.port, "0" * 32)
+        assert progress_of(wrong) == -1
+    assert progress_of(listener.address) == -1
+
+
+def test_the_driver_knows_from_which_step_the_workers_started(run: Run) -> None:
+    assert run.watch.began_at == -1
+    for step in (0, 20):
+        run.watch.heard(replace(HEADER, step=step))
+        assert run.watch.began_at == step
+
+
 def test_wishes_come_to_the_worker_once() -> None:
     heard: list[object] = []
     with Listener("127.0.0.1", heard.append) as listener:
@@ -75,8 +93,8 @@ def test_a_group_makes_place_unless_the_run_is_ending(run: Run) -> None:
     assert asked == [RESIZE]
 
 
-def test_which_failures_count(tmp_path: Path) -> None:
-    """Those in a row without a new checkpoint between them; one that makes place is none, and memory is no bad luck."""
+def test_which_failures_count() -> None:
+    """Those in a row without progress between them; one that makes place is none, and memory is no bad luck."""
     from ray.train import FailureConfig
     from ray.train.v2._internal.execution.failure_handling import FailureDecision
     from ray.train.v2.api.exceptions import WorkerGroupError
@@ -87,9 +105,10 @@ def test_which_failures_count(tmp_path: Path) -> None:
         return policy.make_decision(WorkerGroupError("failed", {0: error, 1: error}))
 
     retry, end = FailureDecision.RETRY, FailureDecision.RAISE
-    policy = Failures(FailureConfig(max_failures=2), str(tmp_path))
+    steps = [0]
+    policy = Failures(FailureConfig(max_failures=2), lambda: steps[-1])
     assert [after(ValueError()), after(Resize()), after(ValueError())] == [retry] * 3
-    (tmp_path / "checkpoint-000004").mkdir()
+    steps.append(4)
     assert [after(ValueError()), after(ValueError()), after(Resize()), after(ValueError())] == [
         retry,
         retry,
@@ -97,7 +116,7 @@ def test_which_failures_count(tmp_path: Path) -> None:
         end,
     ]
     assert (
-        Failures(FailureConfig(max_failures=2), str(tmp_path)).make_decision(
+        Failures(FailureConfig(max_failures=2), lambda: 0).make_decision(
             WorkerGroupError("failed", {0: OutOfMemory("no"), 1: ValueError()})
         )
         == end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from finray.runtime.failures import (
     describe,
     first_of,
     forget,
+    known,
     last_line,
     lost_process,
     out_of_memory,
@@ -50,14 +52,27 @@ def test_anything_else_is_worth_another_try(failures: list[Failure]) -> None:
 
 
 def test_failures_are_kept_between_attempts_until_a_person_starts_the_run_again(tmp_path: Path) -> None:
-    check(tmp_path, 4)
+    check(known(tmp_path, "now"), 4, tmp_path)
     for failure in SAME:
-        record(tmp_path, failure)
-    check(tmp_path, 5)
+        record(tmp_path, replace(failure, start="now"))
+    found = known(tmp_path, "now")
+    check(found, 5, tmp_path)
     with pytest.raises(TrainingError, match="2 times from step 4; the first error, of rank 0: ValueError: no"):
-        check(tmp_path, 4)
+        check(found, 4, tmp_path)
+    # Of an earlier command, on a machine that the driver does not reach.
+    assert known(tmp_path, "later") == []
     forget(tmp_path)
-    check(tmp_path, 4)
+    assert known(tmp_path, "now") == []
+
+
+def test_failures_that_lie_on_several_machines_count_together_and_once(tmp_path: Path) -> None:
+    later = Failure("b", 4, "KeyError: x", rank=1, host="h2", start="now", time=20.0)
+    first = Failure("a", 4, "ValueError: no", host="h1", start="now", time=10.0, printed="loading\nstep 4")
+    with pytest.raises(TrainingError, match="of rank 0 on h1: ValueError: no") as caught:
+        check([later, first], 4, tmp_path)
+    assert caught.value.problems == ("the last that rank 0 printed:", "loading", "step 4")
+    # Negative control: on a shared disk every rank reads the same one.
+    check([first, replace(first), first], 4, tmp_path)
 
 
 def test_errors_are_described_in_one_line() -> None:
@@ -119,13 +134,13 @@ def test_an_exception_is_no_lost_process_and_named_by_its_last_line() -> None:
 def test_a_damaged_file_costs_no_attempt(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "failures.jsonl"
     file.mkdir() if content is None else file.write_bytes(content)
-    check(tmp_path, 3)
+    assert known(tmp_path, "") == []
     if content is not None:
         for attempt in "ab":
             record(tmp_path, Failure(attempt, 3, "ValueError: x"))
         if content.endswith(b"\n"):
             with pytest.raises(TrainingError, match="2 times"):
-                check(tmp_path, 3)
+                check(known(tmp_path, ""), 3, tmp_path)
 
 
 class OutOfMemoryError(RuntimeError):

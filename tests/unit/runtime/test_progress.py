@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 
 from finray.config.resolved import Resolved, Settled
-from finray.errors import TrainingError
-from finray.records import EvalRecord, Note, Record, RunHeader, TrainRecord
+from finray.errors import StorageError, TrainingError
+from finray.records import Beat, EvalRecord, Note, Record, RunHeader, TrainRecord
+from finray.runtime import progress
 from finray.runtime.progress import STOP, Listener, Sender, ask
 
 
@@ -94,6 +96,66 @@ def test_a_sender_goes_on_when_nobody_listens() -> None:
         sender.put(Note("lost"))
     sender.close()
     assert time.monotonic() - started < 5
+
+
+def until(what: Callable[[], object]) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+BEAT = Beat("a", 1, "h", 7, "n", 3)
+
+
+def test_a_connection_that_breaks_is_made_again_and_wishes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_AGAIN_S", 0.01)
+    heard: list[object] = []
+    with Listener("127.0.0.1", heard.append) as listener:
+        sender = Sender(listener.address)
+        sender.put(BEAT)
+        until(lambda: listener.has_workers and BEAT in heard)
+        for one in list(listener._workers):
+            one.shutdown(socket.SHUT_RDWR)
+        until(lambda: replace(BEAT, phase="lost") in heard)
+        later = replace(BEAT, step=4)
+        until(lambda: sender.put(later) or later in heard)  # type: ignore[func-returns-value]
+        listener.stop()
+        assert wish_of(sender) == STOP
+        sender.close()
+    # It ended in order.
+    assert heard[-1] == replace(later, phase="gone")
+
+
+def test_a_process_that_was_killed_is_lost_and_one_that_ends_in_order_is_gone() -> None:
+    heard: list[object] = []
+    with Listener("127.0.0.1", heard.append) as listener:
+        killed = socket.create_connection((listener.address.host, listener.address.port))
+        line = json.dumps({"record": "Beat", **asdict(BEAT)})
+        killed.sendall(f"{listener.address.token}\n{line}\n".encode())
+        until(lambda: heard)
+        killed.close()
+    assert heard == [BEAT, replace(BEAT, phase="lost")]
+
+
+def test_a_record_that_cannot_be_shown_takes_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[object] = []
+
+    def handle(record: object) -> None:
+        heard.append(record)
+        if record == Note("first"):
+            raise StorageError("the storage failed")
+
+    with Listener("127.0.0.1", handle) as listener:
+        sender = Sender(listener.address)
+        sender.put(Note("first"))
+        sender.put(Note("second"))
+        until(lambda: len(heard) == 2)
+        listener.stop()
+        assert wish_of(sender) == STOP
+        sender.close()
+    assert "could not be shown: StorageError: the storage failed" in caplog.text
 
 
 def wish_of(sender: Sender) -> str:

@@ -72,6 +72,8 @@ def test_all_that_wait_for_each_other_are_named() -> None:
         (beat(0, 7, "other"), beat(1, 7, "other")),
         # The first step compiles.
         (beat(0, 1, "computing", steps=0), beat(1, 1, "computing", steps=0)),
+        # They load.
+        (beat(0, -1, "other", steps=0), beat(1, -1, "other", steps=0)),
         # Steps were as long before.
         (beat(0, 7, "computing", longest_s=400.0), beat(1, 7, "waiting", longest_s=400.0)),
     ],
@@ -92,6 +94,55 @@ def test_ranks_of_an_attempt_that_is_over_are_forgotten() -> None:
     ranks.say(beat(0, 3, "gone", attempt="b"))
     assert ranks.after(3 * HANG_S) is None
     assert ranks.pulses.hosts() == {}
+
+
+def test_a_connection_that_breaks_ends_no_watch(ranks_of_three: Ranks) -> None:
+    """The rank makes another one; where it does not, it is silent."""
+    ranks = ranks_of_three
+    ranks.after(10)
+    ranks.pulses.hear(beat(1, 7, "lost"), ranks.now)
+    # It is back, and hangs later.
+    hang = ranks.after(HANG_S + 20)
+    assert hang is not None
+    assert [one.rank for one in hang.ranks] == [1]
+
+
+@pytest.fixture
+def ranks_of_three() -> Ranks:
+    return Ranks(beat(0, 7, "waiting"), beat(1, 7, "computing"), beat(2, 7, "waiting"))
+
+
+def test_a_rank_that_does_not_come_back_is_named_and_processes_that_ended_are_not(ranks_of_three: Ranks) -> None:
+    ranks = ranks_of_three
+    ranks.say(*(replace(one, phase="other") for one in ranks.beats))
+    ranks.after(10)
+    ranks.pulses.hear(beat(1, 7, "lost"), ranks.now)
+    others = [one for one in ranks.beats if one.rank != 1]
+    ranks.say(*others)
+    assert ranks.after(HANG_S - 20) is None
+    hang = ranks.after(40)
+    assert hang is not None
+    assert ([one.rank for one in hang.ranks], hang.why) == ([1], "has said nothing for 100 s")
+    # Negative control: Ray has ended all, and takes its time to start them again.
+    ranks = Ranks(*others)
+    ranks.after(10)
+    for one in others:
+        ranks.pulses.hear(replace(one, phase="lost"), ranks.now)
+    ranks.say()
+    assert ranks.after(10 * HANG_S) is None
+
+
+def test_a_first_step_and_a_load_that_do_not_end_are_found() -> None:
+    hang = Ranks(beat(0, 1, "waiting", steps=0), beat(1, 1, "waiting", steps=0)).after(7 * HANG_S)
+    assert hang is not None
+    assert hang.why == "has been in step 1 for 600 s; all wait for each other in its sum"
+    ranks = Ranks(beat(0, -1, "other", steps=0), beat(1, -1, "other", steps=0))
+    ranks.after(10)
+    ranks.say(beat(0, -1, "other", steps=0))
+    assert ranks.after(5 * HANG_S) is None
+    hang = ranks.after(2 * HANG_S)
+    assert hang is not None
+    assert [one.rank for one in hang.ranks] == [1]
 
 
 def test_a_driver_that_was_stopped_itself_blames_nobody() -> None:
