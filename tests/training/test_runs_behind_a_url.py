@@ -84,6 +84,37 @@ def test_a_killed_run_goes_on_in_another_directory_as_if_nothing_had_been(
     assert bucket.get("runs/run/metrics.jsonl") == (tmp_path / "second" / "metrics.jsonl").read_bytes()
 
 
+def test_what_workers_print_is_behind_the_url_and_ranks_on_other_machines_bring_their_own(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket
+) -> None:
+    """A machine that is lost takes its logs with it."""
+    objects = Objects(bucket.url("runs/run"))
+    stores = {}
+    for rank, share in ((0, (0, 2)), (1, (1, 2)), (2, (0, 1))):
+        # Ranks 0 and 1 are on one machine.
+        here = tmp_path / f"machine{rank // 2}"
+        (here / "logs").mkdir(parents=True, exist_ok=True)
+        (here / "logs" / f"rank-{rank:05d}.log").write_text(f"I am {rank}\n")
+        (here / "metrics.jsonl").write_text(f"of {rank // 2}\n")
+        stores[rank] = RemoteStore(here, objects, attempt="a" * 32, first=rank == 0, share=share)
+    stores[0].take()
+    mark = bucket.mark()
+    for _ in range(2):
+        for one in stores.values():
+            one.follow()
+    logs = {f"logs/aaaaaaaa/rank-{rank:05d}.log": f"I am {rank}\n".encode() for rank in range(3)}
+    assert bucket.content("runs/run/") == {"attempt": b"a" * 32, "metrics.jsonl": b"of 0\n", **logs}
+    assert len(bucket.asked("PUT", mark)) == 4
+    # The next attempt has rank 1 on another machine, and overwrites nothing.
+    later = RemoteStore(tmp_path / "machine1", objects, attempt="b" * 32, first=True, share=(0, 1))
+    later.take()
+    later.follow()
+    assert bucket.content("runs/run/logs/aaaaaaaa/").keys() == {name.rpartition("/")[2] for name in logs}
+    (tmp_path / "machine0" / "logs" / "rank-00001.log").write_text("late")
+    with pytest.raises(CheckpointError, match="another attempt"):
+        stores[0].follow()
+
+
 def test_retention_deletes_behind_the_url_and_here(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
     plain = runs.changed(tiny_on_s3, {"checkpoint.keep_last": 1})
     runs.run_alone(plain, tmp_path / "run")

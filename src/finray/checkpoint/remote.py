@@ -30,7 +30,10 @@ from finray.files import FileKind, sealed
 INDEX = "checkpoints.json"
 # What else of a run directory is kept behind the URL: files that a start, a report or a tracker reads.
 FOLLOWING = ("metrics.jsonl", "starts.jsonl", "run_id", "sent-wandb.json", "sent-mlflow.json")
-FOLLOWING_FOLDERS = ("tensorboard", "profile")
+FOLLOWING_FOLDERS = ("tensorboard",)
+# What every machine has its own part of. A rank may be on another machine in the next attempt, so logs of two attempts
+# have two names.
+PROFILE, LOGS = "profile", "logs"
 _NAME = re.compile(r"^checkpoint-(\d{6,})-[0-9a-f]{8}$")
 _DAMAGED = "damaged-manifest.json"
 _INDEX = FileKind(CheckpointError)
@@ -116,8 +119,7 @@ class RemoteStore(CheckpointStore):
         with _uploading(step, self._objects.url):
             for one in entries:
                 self._objects.upload(scratch / one["path"], f"{self._folder(step)}/{one['path']}")
-            if self._first:
-                self.follow()
+            self.follow()
         return entries
 
     def commit(self, scratch: Path, step: int, entries: list[Entry], *, metrics: dict[str, float]) -> Path:
@@ -137,14 +139,16 @@ class RemoteStore(CheckpointStore):
         return target
 
     def follow(self) -> None:
-        """Upload the other files of the run that have changed since the last call.
+        """Upload the other files of the run that have changed since the last call: records by the first rank, what each
+        machine has of its own by the first rank there.
 
         Raises:
             CheckpointError: another attempt has taken the run over.
         """
-        folders = (self.run_dir / name for name in FOLLOWING_FOLDERS)
-        paths = [self.run_dir / name for name in FOLLOWING]
-        paths += [path for folder in folders for path in folder.rglob("*")]
+        paths = [self.run_dir / name for name in FOLLOWING if self._first]
+        folders = list(FOLLOWING_FOLDERS) if self._first else []
+        folders += [PROFILE, LOGS] if (self._first if self.share is None else self.share[0] == 0) else []
+        paths += [path for name in folders for path in (self.run_dir / name).rglob("*")]
         changed = {}
         for path in (one for one in paths if one.is_file()):
             name, known = path.relative_to(self.run_dir).as_posix(), path.stat()
@@ -153,8 +157,9 @@ class RemoteStore(CheckpointStore):
         if changed:
             self.check()
         for name, signature in changed.items():
+            target = f"{LOGS}/{self._attempt[:8]}/{Path(name).name}" if name.startswith(f"{LOGS}/") else name
             # Read at once: the training goes on writing.
-            self._objects.write(name, (self.run_dir / name).read_bytes())
+            self._objects.write(target, (self.run_dir / name).read_bytes())
             self._followed[name] = signature
 
     def _folder(self, step: int) -> str:

@@ -21,6 +21,7 @@ from finray.runtime.signals import Interrupted, Pending
 SILENCE_S = 10.0
 _PROBE_EVERY_S = 2.0
 KINDS = ("CPU", "GPU")
+_NODES_SHOWN = 8
 
 
 class Watch:
@@ -226,14 +227,22 @@ def amounts(resources: Mapping[str, float]) -> str:
 
 
 def waiting_text(
-    what: str, *, total: Mapping[str, float], free: Mapping[str, float], held: Sequence[tuple[str, Mapping[str, float]]]
+    what: str,
+    *,
+    total: Mapping[str, float],
+    free: Mapping[str, float],
+    held: Sequence[tuple[str, Mapping[str, float]]],
+    nodes: Sequence[Mapping[str, Any]] = (),
+    free_there: Mapping[str, Mapping[str, float]] | None = None,
 ) -> str:
-    """What is waited for, what is free of it, and who has the rest.
+    """What is waited for, what is free of it and on which node, who has the rest, and which nodes are gone.
 
     Args:
         what: is waited for.
         total, free: resources of the cluster.
         held: whose they are.
+        nodes: of the cluster, as ``ray.nodes()`` has them.
+        free_there: resources by node id.
     """
     left = ", ".join(f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s" for kind in KINDS if total.get(kind))
     counts: Counter[str] = Counter()
@@ -242,6 +251,27 @@ def waiting_text(
             counts[f"{who} ({part})"] += 1
     holders = [f"{count} x {one}" if count > 1 else one for one, count in counts.most_common(8)]
     rest = "; held by " + ", ".join(holders) if holders else ""
+    alive = [one for one in nodes if one["Alive"] and amounts(one["Resources"])]
+    if len(alive) > 1:
+        each = []
+        for one in alive[:_NODES_SHOWN]:
+            has = (free_there or {}).get(one["NodeID"], {})
+            part = ", ".join(
+                f"{has.get(kind, 0):g} of {one['Resources'][kind]:g} {kind}s"
+                for kind in KINDS
+                if one["Resources"].get(kind)
+            )
+            each.append(f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']}) has {part}")
+        more = f" and {len(alive) - _NODES_SHOWN} nodes more" if len(alive) > _NODES_SHOWN else ""
+        rest += "; " + ", ".join(each) + more
+    # A node that came back is another one to Ray.
+    there = {one["NodeManagerAddress"] for one in nodes if one["Alive"]}
+    gone = {
+        f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})"
+        for one in nodes
+        if not one["Alive"] and one["NodeManagerAddress"] not in there
+    }
+    rest += f"; lost: {', '.join(sorted(gone)[:_NODES_SHOWN])}" if gone else ""
     return f"waiting for {what}: {left} are free{rest}"
 
 
@@ -267,7 +297,11 @@ def holders(ray: Any) -> list[tuple[str, dict[str, float]]]:
 def waiting_for(ray: Any, what: str) -> str | None:
     """:func:`waiting_text` of the connected cluster; None where it cannot be asked."""
     with suppress(Exception):
-        return waiting_text(what, total=ray.cluster_resources(), free=ray.available_resources(), held=holders(ray))
+        from ray._private.state import available_resources_per_node
+
+        nodes, there = ray.nodes(), available_resources_per_node()
+        total, free = ray.cluster_resources(), ray.available_resources()
+        return waiting_text(what, total=total, free=free, held=holders(ray), nodes=nodes, free_there=there)
     return None
 
 

@@ -322,9 +322,8 @@ class CheckpointWriter:
 
     def follow(self) -> None:
         """Bring records to where the checkpoints are, if possible: the next start has them from there."""
-        if self._strategy.rank == 0:
-            with suppress(FinrayError):
-                self._store.follow()
+        with suppress(FinrayError):
+            self._store.follow()
 
     def close(self) -> None:
         """Leave the thread behind, and a checkpoint that was not finished unfinished."""

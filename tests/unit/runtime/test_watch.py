@@ -151,6 +151,29 @@ def test_the_words_say_what_is_wanted_what_is_free_and_who_has_the_rest() -> Non
     )
 
 
+def test_the_words_say_which_node_has_room_and_which_is_gone() -> None:
+    def node(number: int, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+        address = {
+            "NodeID": f"n{number}",
+            "NodeManagerHostname": f"h{number}",
+            "NodeManagerAddress": f"10.0.0.{number}",
+        }
+        return {**address, "Alive": alive, "Resources": resources}
+
+    nodes = [node(1, CPU=4), node(2, CPU=4, GPU=1), node(3, alive=False)]
+    known: dict[str, Any] = {"total": {"CPU": 8, "GPU": 1}, "free": {"CPU": 4, "GPU": 1}, "held": []}
+    there = {"n1": {"CPU": 3.0}, "n2": {"CPU": 1.0, "GPU": 1.0}}
+    text = waiting_text("3 workers of 4 CPUs", nodes=nodes, free_there=there, **known)
+    assert text == (
+        "waiting for 3 workers of 4 CPUs: 4 of 8 CPUs, 1 of 1 GPUs are free; h1 (10.0.0.1) has 3 of 4 CPUs, "
+        "h2 (10.0.0.2) has 1 of 4 CPUs, 1 of 1 GPUs; lost: h3 (10.0.0.3)"
+    )
+    # Negative control: one that came back is not lost, and one node alone is the cluster.
+    back = [*nodes, {**node(3, CPU=4), "NodeID": "n4"}]
+    assert "lost" not in waiting_text("x", nodes=back, free_there=there, **known)
+    assert waiting_text("x", nodes=nodes[:1], free_there=there, **known) == waiting_text("x", **known)
+
+
 def test_an_address_says_whether_somebody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
