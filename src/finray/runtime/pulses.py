@@ -12,12 +12,15 @@ import shutil
 import signal
 import statistics
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from finray.records import Beat
+from finray.records import Beat, Note
 from finray.runtime.failures import LOADING
 
 # A rank's own part of a step that takes so many times as long as the others' is named, where it has done this many.
@@ -27,6 +30,8 @@ SLOW, SLOW_STEPS = 1.5, 10
 _LONGER, _FIRST = 3.0, 6.0
 _EXAMINE_S = 30.0
 _DUMP_S = 10.0
+# How long a process may take to write its stack and to copy it to its log.
+_LOG_S = 5.0
 _SHOWN = 4
 
 
@@ -123,7 +128,7 @@ class Pulses:
             )
         return None
 
-    def slow(self) -> str | None:
+    def slow(self) -> Note | None:
         """A rank whose own part of a step takes much longer than that of the others, once; in words."""
         beats = [one.beat for one in self._ranks.values()]
         if len(beats) < 2 or any(one.steps < SLOW_STEPS for one in beats):
@@ -135,10 +140,11 @@ class Pulses:
         if own[slowest] < SLOW * others or key in self._named_slow:
             return None
         self._named_slow.add(key)
-        return (
+        text = (
             f"{named(slowest)} is slow: its part of a step takes {own[slowest]:.3g} s, that of the others "
             f"{others:.3g} s; all wait for it"
         )
+        return Note(text, slowest.step, "warning")
 
 
 def named(beat: Beat) -> str:
@@ -183,7 +189,9 @@ def examine(pid: int) -> str:
         return "the process is gone"
     words = {"stopped": "it is stopped (SIGSTOP)", "disk-sleep": "it waits in the kernel, for a disk or a network file"}
     said = [words.get(state, f"it is {state}")]
-    if (spy := shutil.which("py-spy")) is not None:
+    # Ray brings it, where nobody need have put it on the path.
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if (spy := shutil.which("py-spy", path=places)) is not None:
         with suppress(OSError, subprocess.SubprocessError):
             command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S, check=False)
@@ -192,7 +200,8 @@ def examine(pid: int) -> str:
         # Its handler writes the stacks to its standard error, which goes to its log.
         with suppress(OSError):
             os.kill(pid, signal.SIGUSR1)
-        said.append("its stack is in its log (py-spy, where it is installed, shows it here)")
+            time.sleep(_LOG_S)
+        said.append("its stack is in its log (py-spy, where it is installed and may look, shows it here)")
     with suppress(OSError):
         os.kill(pid, signal.SIGKILL)
     return "\n".join(said)

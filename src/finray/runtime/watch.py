@@ -20,6 +20,7 @@ from finray.runtime.signals import Interrupted, Pending
 # After so long, waiting is not silent any more.
 SILENCE_S = 10.0
 _PROBE_EVERY_S = 2.0
+_RANKS_EVERY_S = 1.0
 KINDS = ("CPU", "GPU")
 _NODES_SHOWN = 8
 
@@ -74,6 +75,10 @@ class Watch:
         self._started = started
         self._pulses = Pulses(hang_s)
         self._pulses_change = threading.Lock()
+        self._ranks_at, self._ranks_every_s = (
+            clock(),
+            _RANKS_EVERY_S if hang_s is None else min(_RANKS_EVERY_S, hang_s / 10),
+        )
         self._end_hanging = end_hanging
         self._draining = draining
         self._said_draining: set[str] = set()
@@ -99,9 +104,6 @@ class Watch:
         if isinstance(record, Beat):
             with self._pulses_change:
                 self._pulses.hear(record, self._clock())
-                slow = self._pulses.slow()
-            if slow is not None:
-                self._handle(Note(slow, record.step, "warning"))
             return
         if isinstance(record, RunHeader):
             self._has_begun, self.began_at = True, record.step
@@ -159,12 +161,19 @@ class Watch:
                 self._handle(Note(text))
 
     def _look_at_ranks(self, now: float) -> bool:
-        """Name ranks that hang, show their stacks, and end them; whether there were any."""
+        """Name ranks that are slow and those that hang, show their stacks, and end them; whether there were any."""
+        if now < self._ranks_at:
+            return False
+        # All ranks are looked at, so not in every look: what that costs the driver does not grow with the steps.
+        self._ranks_at = now + self._ranks_every_s
         with self._pulses_change:
-            hang = self._pulses.hung(now)
-            if hang is None:
-                return False
-            self._pulses.forget()
+            hang, slow = self._pulses.hung(now), self._pulses.slow()
+            if hang is not None:
+                self._pulses.forget()
+        if slow is not None:
+            self._handle(slow)
+        if hang is None:
+            return False
         who = ", ".join(named(one) for one in hang.ranks[:4])
         more = f" and {len(hang.ranks) - 4} more" if len(hang.ranks) > 4 else ""
         rest = "ended, so that the workers start again from the last checkpoint (cluster.hang_seconds)"

@@ -63,8 +63,9 @@ class Pushing:
         return cls(target, constants.ENDPOINT, get_token() or "")
 
 
-# The longest pause between two words of a rank about itself.
-_BEAT_S = 10.0
+# The shortest pause between two words of a rank about itself where it may be waited for long, and what each rank adds
+# to it: the driver hears no more of many ranks than of eight.
+_BEAT_S, _BEAT_RANK_S = 10.0, 1.25
 # How long the end of a worker waits for Ray to have heard of its checkpoints.
 _REPORTS_S = 5.0
 # Linux's request for the address of an interface.
@@ -151,7 +152,9 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     log = LogCopy.of_this_process(run_dir / failures.LOGS / failures.log_name(strategy.rank))
     step, loop = failures.LOADING, None
     hang_s = config.cluster.hang_seconds
-    _start_beating(sender, strategy.rank, attempt, lambda: None if loop is None else loop.pulse, hang_s=hang_s)
+    _start_beating(
+        sender, strategy.rank, strategy.world_size, attempt, lambda: None if loop is None else loop.pulse, hang_s=hang_s
+    )
 
     def failed(error: BaseException) -> failures.Failure:
         described, end = failures.describe(error), failures.end_of(error)
@@ -387,7 +390,7 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
 
 
 def _start_beating(
-    sender: Sender, rank: int, attempt: str, pulse: Callable[[], Pulse | None], *, hang_s: float | None
+    sender: Sender, rank: int, world_size: int, attempt: str, pulse: Callable[[], Pulse | None], *, hang_s: float | None
 ) -> None:
     """Tell the driver where this rank stands, from now on, in a thread; SIGUSR1 writes the stacks of all threads.
 
@@ -400,7 +403,7 @@ def _start_beating(
     if hang_s is None:
         return
     node = ray.get_runtime_context().get_node_id()
-    pause_s = min(hang_s / 5, _BEAT_S)
+    pause_s = beat_pause(hang_s, world_size)
     with suppress(ValueError, OSError, RuntimeError):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -415,6 +418,11 @@ def _start_beating(
             sender.wait_closed(pause_s)
 
     threading.Thread(target=beat, name="finray-beat", daemon=True).start()
+
+
+def beat_pause(hang_s: float, world_size: int) -> float:
+    """Seconds between two words of a rank about itself."""
+    return min(hang_s / 5, max(_BEAT_S, _BEAT_RANK_S * world_size))
 
 
 def _record_processes(run_dir: Path, strategy: Any) -> None:

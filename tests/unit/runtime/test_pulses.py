@@ -158,7 +158,10 @@ def test_a_slow_rank_is_named_once() -> None:
         pulses.hear(one, 1.0)
     said = pulses.slow()
     assert said is not None
-    assert said.startswith("rank 1 (pid 101 on h1) is slow: its part of a step takes 2.5 s, that of the others 1 s")
+    assert (said.step, said.level) == (20, "warning")
+    assert said.message.startswith(
+        "rank 1 (pid 101 on h1) is slow: its part of a step takes 2.5 s, that of the others 1 s"
+    )
     assert pulses.slow() is None
     # Control: a little slower is not slow.
     pulses = Pulses(HANG_S)

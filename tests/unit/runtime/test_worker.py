@@ -7,7 +7,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from finray.runtime.worker import interface_of, listen, meet
+from finray.runtime.worker import beat_pause, interface_of, listen, meet
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -21,6 +21,15 @@ def test_the_workers_store_listens_where_it_is_told_to_and_nowhere_else(host: st
     assert store.get("key") == b"value"
     listens = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     assert [one.ip for one in listens if one.port == address[1]] == [host]
+
+
+def test_many_ranks_say_no_more_to_the_driver_than_eight() -> None:
+    heard = {count: count / beat_pause(300.0, count) for count in (2, 8, 32)}
+    assert heard[8] == heard[32]
+    assert heard[2] < heard[8]
+    # However many: five times before one is missed.
+    assert beat_pause(300.0, 1024) == 60.0
+    assert beat_pause(6.0, 1024) == 1.2
 
 
 def test_the_interface_of_an_address_is_found() -> None:
