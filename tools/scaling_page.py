@@ -1,4 +1,4 @@
-"""What the formulas of communication and memory say for 8, 64 and 1024 GPUs: the tables of `docs/guide/scaling.md`.
+"""What formulas of communication, memory and failures say for 8, 64 and 1024 GPUs: the tables in `docs/guide/scaling.md`.
 
 Nothing is measured here; `tests/integration/test_volumes.py` compares the formulas of communication with bytes counted
 on gloo, and `benchmarks/run.py memory` those of memory with measured peaks.
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from tools import goodput
 from tools.volumes import Machines, exchanges, seconds
 
 from finray.config.schema import AdapterConfig, ModelConfig
@@ -26,6 +27,7 @@ from finray.pretrained.bundled_configs import bundled_config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "scaling.md"
 MARKS = ("<!-- tables: python -m tools.scaling_page --write -->", "<!-- end of tables -->")
+FAILURES = ("<!-- failures: python -m tools.scaling_page --write -->", "<!-- end of failures -->")
 MODELS = {"8B": "meta-llama/Llama-3.1-8B-Instruct", "70B": "meta-llama/Llama-3.1-70B-Instruct"}
 GPU = GPUS["h100-80gb"]
 # The assumptions, all of them.
@@ -163,13 +165,14 @@ def tables() -> str:
 
 def main() -> int:
     """Print the tables, and write them into the page."""
-    found = tables()
-    print(found)
-    if "--write" in sys.argv:
-        text = PAGE.read_text(encoding="utf-8")
-        begin, end = map(re.escape, MARKS)
-        text = re.sub(f"{begin}.*{end}", lambda _: f"{MARKS[0]}\n\n{found}\n\n{MARKS[1]}", text, flags=re.DOTALL)
-        PAGE.write_text(text, encoding="utf-8")
+    for marks, found in ((MARKS, tables()), (FAILURES, goodput.tables())):
+        print(found)
+        if "--write" in sys.argv:
+            text = PAGE.read_text(encoding="utf-8")
+            begin, end = map(re.escape, marks)
+            put = f"{marks[0]}\n\n{found}\n\n{marks[1]}"
+            text = re.sub(f"{begin}.*{end}", lambda _, put=put: put, text, flags=re.DOTALL)  # type: ignore[misc]
+            PAGE.write_text(text, encoding="utf-8")
     return 0
 
 

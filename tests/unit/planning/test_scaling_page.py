@@ -9,6 +9,7 @@ from tools import scaling_page as scaling
 def test_the_page_has_the_tables_of_the_script() -> None:
     # Made by: python -m tools.scaling_page --write
     assert scaling.tables() in scaling.PAGE.read_text(encoding="utf-8")
+    assert scaling.goodput.tables() in scaling.PAGE.read_text(encoding="utf-8")
 
 
 def test_a_ring_by_hand() -> None:

@@ -1,0 +1,154 @@
+"""What a run costs its driver, by the number of workers: workers without torch, which say to the driver and to Ray what
+finray's say, through the same code.
+
+    python driver_cost.py '{"workers": [2, 8, 32], "steps": 200, "step_s": 0.05}'
+
+Three parts of the same number of steps: steps alone; steps of which each has an evaluation; steps of which every fourth
+reports a checkpoint to Ray. Each worker sleeps in a step, so that the machine's cores are the driver's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import secrets
+import sys
+import tempfile
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+PARTS = ("steps", "evaluations", "checkpoints")
+REPORT_EVERY = 4
+HANG_S = 300.0
+
+
+def work(payload: dict[str, Any]) -> None:
+    """A worker."""
+    import ray.train
+
+    from finray.records import EvalRecord, Note, TrainRecord
+    from finray.runtime.progress import Sender
+    from finray.runtime.worker import Reports, _report, _start_beating
+    from finray.training.pulse import Pulse
+
+    context = ray.train.get_context()
+    rank, count = context.get_world_rank(), context.get_world_size()
+    sender, reports, pulse = Sender(payload["listener"]), Reports(_report), Pulse()
+    _start_beating(sender, rank, count, "a", lambda: pulse, hang_s=HANG_S)
+    record = {one.name: 1 for one in fields(TrainRecord)}
+    folder = Path(payload["folder"])
+    # All begin at once, however long their processes took to start.
+    ray.train.collective.barrier()
+    step = 0
+    for part in PARTS:
+        if rank == 0:
+            sender.put(Note(part))
+        for _ in range(payload["steps"]):
+            step += 1
+            pulse.begins(step)
+            time.sleep(payload["step_s"])
+            pulse.waits()
+            pulse.ends()
+            if rank == 0:
+                sender.put(TrainRecord(**{**record, "step": step, "samples": None}))
+            if rank == 0 and part == "evaluations":
+                sender.put(EvalRecord(step, {"eval_loss": 0.1}, 2, 0.5, None))
+            if part == "checkpoints" and step % REPORT_EVERY == 0:
+                path = folder / f"checkpoint-{step:06d}"
+                path.mkdir(exist_ok=True)
+                reports.put(path, {"step": float(step)})
+    if rank == 0:
+        sender.put(Note("end"))
+    reports.close(60.0)
+    sender.close()
+
+
+def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
+    """The driver's CPU seconds and what it heard, for each part."""
+    import psutil
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+    from finray.planning.placement import Placement
+    from finray.records import Note
+    from finray.runtime.progress import Listener
+    from finray.runtime.signals import Pending
+    from finray.runtime.trainer import Trainer
+    from finray.runtime.watch import Watch
+
+    marks: list[tuple[str, float, float, int]] = []
+    heard = [0]
+    controllers: list[psutil.Process] = []
+
+    def mark(name: str) -> None:
+        if not controllers:
+            for one in psutil.Process().children(recursive=True):
+                if "TrainController" in " ".join(one.cmdline()):
+                    controllers.append(one)
+        spent = sum(sum(one.cpu_times()[:2]) for one in controllers)
+        marks.append((name, time.process_time(), spent, heard[0]))
+
+    def handle(record: Any) -> None:
+        if isinstance(record, Note):
+            mark(record.message)
+
+    watch = Watch(
+        ray, "bench", Placement(count, 1, use_gpu=False), Pending(), handle,
+        grace_s=60.0, head=lambda: True, head_patience_s=60.0, hang_s=HANG_S,
+    )  # fmt: skip
+
+    def hear(record: Any) -> None:
+        heard[0] += 1
+        watch.heard(record)
+
+    listener = Listener("127.0.0.1", hear, watch.resize, lambda: watch.began_at)
+    watch.listener = listener
+    with tempfile.TemporaryDirectory() as folder, listener:
+        payload = {"listener": listener.address, "folder": folder, "steps": steps, "step_s": step_s}
+        Trainer(
+            work,
+            alone=True,
+            group="bench",
+            watch=watch.look,
+            listener=listener.address,
+            expected=count,
+            evaluator=False,
+            train_loop_config=payload,
+            scaling_config=ScalingConfig(num_workers=count, resources_per_worker={"CPU": 1}),
+            run_config=RunConfig(name="bench", storage_path=folder, failure_config=FailureConfig(max_failures=0)),
+        ).fit()
+    found: dict[str, Any] = {"workers": count}
+    for before, after in itertools.pairwise(marks):
+        found[before[0]] = {
+            "driver_ms": 1000 * (after[1] - before[1]) / steps,
+            "controller_ms": 1000 * (after[2] - before[2]) / steps,
+            "messages": (after[3] - before[3]) / steps,
+        }
+    return found
+
+
+def main() -> None:
+    """Measure each number of workers in one Ray."""
+    job = json.loads(sys.argv[1])
+    from finray.runtime.cluster import LOCAL_RAY
+
+    os.environ.update(
+        {**LOCAL_RAY, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25"}
+    )
+    import ray
+
+    options = {"include_dashboard": False, "logging_level": logging.ERROR, "log_to_driver": False}
+    ray.init(address="local", num_cpus=max(job["workers"]) + 1, object_store_memory=100_000_000, **options)
+    results = []
+    for count in job["workers"]:
+        results.append(measured(ray, count, job["steps"], job["step_s"]))
+        print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    ray.shutdown()
+    print(json.dumps({"results": results}))
+
+
+if __name__ == "__main__":
+    main()
