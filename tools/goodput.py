@@ -8,7 +8,7 @@ Generation Computer Systems 22, 2006) the share of the time in which the run goe
     interval / (mtbf * exp(restart / mtbf) * (exp((interval + cost) / mtbf) - 1))
 
 and the best interval is nearly sqrt(2 * cost * mtbf) (J. W. Young, "A first order approximation to the optimum
-checkpoint interval", Communications of the ACM 17, 1974). `tests/unit/planning/test_goodput.py` simulates runs beside it.
+checkpoint interval", Communications of the ACM 17, 1974). `tests/unit/planning/test_goodput.py` simulates runs.
 """
 
 from __future__ import annotations

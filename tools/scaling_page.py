@@ -1,4 +1,4 @@
-"""What formulas of communication, memory and failures say for 8, 64 and 1024 GPUs: the tables in `docs/guide/scaling.md`.
+"""What formulas of communication, memory and failures say for 8, 64 and 1024 GPUs: the tables of docs/guide/scaling.md.
 
 Nothing is measured here; `tests/integration/test_volumes.py` compares the formulas of communication with bytes counted
 on gloo, and `benchmarks/run.py memory` those of memory with measured peaks.

@@ -506,8 +506,8 @@ class ClusterConfig(Section):
     max_failures: int = Field(
         3,
         ge=0,
-        description="How often in a row, without a new checkpoint between them, Ray may restart the workers from the "
-        "last one.",
+        description="How often in a row Ray may restart the workers from the last checkpoint, without a start from a "
+        "later step between them.",
     )
     hang_seconds: float | None = Field(
         300.0,
