@@ -29,6 +29,7 @@ HANG_S = 300.0
 def work(payload: dict[str, Any]) -> None:
     """A worker."""
     import ray.train
+    import ray.train.collective
 
     from finray.records import EvalRecord, Note, TrainRecord
     from finray.runtime.progress import Sender

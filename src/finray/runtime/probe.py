@@ -24,6 +24,7 @@ from finray.runtime import nodes
 _SENT = 2**25
 _LIMIT_S = 150.0
 _NAME = ".finray-doctor-"
+_QUESTIONS = ("NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeStats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,7 @@ def listening() -> list[tuple[str, int]]:
 
 
 def open_sockets(known: list[tuple[str, int]]) -> list[str]:
-    """Those that answer HTTP without a token. What speaks gRPC asks for one where the head does."""
+    """Those that answer without a token: HTTP, or Ray's gRPC (its head process, a raylet)."""
     found = []
     for ip, port in known:
         host = "127.0.0.1" if ip in ("0.0.0.0", "::") else ip
@@ -219,9 +220,24 @@ def open_sockets(known: list[tuple[str, int]]) -> list[str]:
             if error.code not in (401, 403):
                 found.append(f"{nodes.joined(ip, port)} (HTTP {error.code})")
         except Exception:
-            # It speaks something else, such as gRPC.
-            continue
+            # It speaks something else.
+            if (method := _answered(nodes.joined(host, port))) is not None:
+                found.append(f"{nodes.joined(ip, port)} (gRPC {method})")
     return found
+
+
+def _answered(address: str) -> str | None:
+    """The first of some questions of Ray's gRPC, all harmless, that is answered to somebody without a token."""
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        for method in _QUESTIONS:
+            try:
+                channel.unary_unary(f"/ray.rpc.{method}", None, None)(b"", timeout=5)
+            except grpc.RpcError:
+                continue
+            return method
+    return None
 
 
 def folder_of(storage: str) -> str:

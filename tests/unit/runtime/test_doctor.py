@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -100,6 +101,31 @@ def test_a_server_that_asks_for_no_token_is_found() -> None:
         Answers.code = 401
         assert probe.open_sockets([here]) == []
         server.shutdown()
+
+
+def test_a_head_that_asks_for_no_token_is_found() -> None:
+    """Its dashboard may be on loopback, and whoever reaches the head runs code on all nodes all the same."""
+    import grpc
+
+    asks = [False]
+
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        if asks[0]:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+        return b""
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    methods = {"GetAllNodeInfo": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ray.rpc.NodeInfoGcsService", methods),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        method = "NodeInfoGcsService/GetAllNodeInfo"
+        assert probe.open_sockets([("127.0.0.1", port)]) == [f"127.0.0.1:{port} (gRPC {method})"]
+        asks[0] = True
+        assert probe.open_sockets([("127.0.0.1", port)]) == []
+    finally:
+        server.stop(None)
 
 
 def test_this_machine_is_looked_at_and_a_report_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,188 @@
+"""From a kill of a worker to training again, by phase, on this machine.
+
+    python -m tools.recovery --kills 3
+
+trains an adapter of a small model on a Ray of its own with two workers, kills one of them by SIGKILL at a random step,
+and measures until the first step after the restart:
+
+- detect: until Ray Train's controller has seen it and decides what to do;
+- teardown: until the processes of all workers have ended;
+- Ray: until the new ones have started their function;
+- workers: until they have met in their process group;
+- load: until model and checkpoint are loaded;
+- first step: until a step is done that was not done yet when its attempt began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+PHASES = ("detect", "teardown", "Ray", "workers", "load", "first step")
+PATIENCE_S = 300.0
+
+
+@dataclass
+class Marks:
+    """When something happened since a kill, by ``time.monotonic()``."""
+
+    killed: float
+    found: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, name: str) -> None:
+        """The first time counts."""
+        self.found.setdefault(name, time.monotonic())
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each; what ended before the phase before it took none."""
+        seconds, last = {}, self.killed
+        for name in PHASES:
+            now = max(last, self.found[name])
+            seconds[name], last = now - last, now
+        return seconds
+
+
+class Recovery:
+    """Watches a run through what its driver hears."""
+
+    def __init__(self) -> None:
+        self.marks: Marks | None = None
+        self.step = 0
+        self.attempt = ""
+        self.changed = threading.Event()
+
+    def heard(self, record: Any) -> None:
+        """What the workers say."""
+        from finray.records import Beat, RunHeader, TrainRecord
+
+        if isinstance(record, Beat) and record.phase not in ("lost", "gone"):
+            if self.marks is not None and self.attempt and record.attempt != self.attempt:
+                # It has met the others before it says so.
+                self.marks.mark("workers")
+            self.attempt = record.attempt
+        if isinstance(record, RunHeader) and self.marks is not None:
+            self.marks.mark("load")
+        if isinstance(record, TrainRecord):
+            self.step = record.step
+            if self.marks is not None and "load" in self.marks.found:
+                self.marks.mark("first step")
+            self.changed.set()
+
+
+def workers() -> set[int]:
+    """Processes of workers of this process's Ray."""
+    found = set()
+    for one in psutil.Process().children(recursive=True):
+        try:
+            if one.status() != psutil.STATUS_ZOMBIE and "RayTrainWorker" in " ".join(one.cmdline()):
+                found.add(one.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def config_of(model: Path, folder: Path, *, every: int) -> Any:
+    """A run that does not end by itself."""
+    from finray.config.load import build_config
+
+    rows = folder / "rows.jsonl"
+    lines = [{"prompt": f"{number} and", "completion": f" {number + 1}"} for number in range(256)]
+    rows.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    plain = {
+        "run": {"output_dir": str(folder / "runs"), "name": "recovery"},
+        "model": {"name": str(model)},
+        "adapter": {"rank": 4},
+        "data": {"source": str(rows), "max_length": 64},
+        "train": {"max_steps": 100_000, "global_batch_size": 4, "micro_batch_size": 2, "precision": "fp32"},
+        "checkpoint": {"every_steps": every, "keep_last": 2},
+        "evaluation": {"on_start": False},
+        "tracking": {"tensorboard": False, "every_steps": 1},
+        "cluster": {"num_workers": 2, "cpus_per_worker": 1, "max_failures": 1000},
+    }
+    return build_config(plain, source="recovery")
+
+
+def measure(model: Path, kills: int, *, seed: int, every: int) -> list[dict[str, float]]:
+    """Seconds of each phase, for each kill."""
+    from finray.runtime import driver, progress
+
+    recovery, draw = Recovery(), random.Random(seed)
+
+    class Listening(progress.Listener):
+        def __init__(self, host: str, handle: Any, resize: Any, asked: Any) -> None:
+            def both(record: Any) -> None:
+                recovery.heard(record)
+                handle(record)
+
+            def decide() -> int:
+                # The controller asks when it decides.
+                if recovery.marks is not None:
+                    recovery.marks.mark("detect")
+                return int(asked())
+
+            super().__init__(host, both, resize, decide)
+
+    driver.Listener = Listening  # type: ignore[misc]
+    found: list[dict[str, float]] = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + PATIENCE_S * (kills + 1)
+        for _ in range(kills):
+            goal = recovery.step + draw.randrange(every, 3 * every)
+            while recovery.step < goal and time.monotonic() < deadline:
+                time.sleep(0.02)
+            old = workers()
+            victim = draw.choice(sorted(old))
+            recovery.marks = marks = Marks(time.monotonic())
+            os.kill(victim, signal.SIGKILL)
+            while "first step" not in marks.found and time.monotonic() < deadline:
+                now = workers()
+                if not now & old:
+                    marks.mark("teardown")
+                    if len(now) > 1:
+                        marks.mark("Ray")
+                time.sleep(0.02)
+            recovery.marks = None
+            found.append(marks.phases())
+            print(json.dumps({name: round(value, 2) for name, value in found[-1].items()}), file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with tempfile.TemporaryDirectory() as folder:
+        threading.Thread(target=kill, daemon=True).start()
+        with suppress(KeyboardInterrupt):
+            driver.train(config_of(model, Path(folder), every=every))
+    return found
+
+
+def main() -> int:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=Path(".models/SmolLM2-135M-Instruct"))
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--every", type=int, default=5, help="steps between two checkpoints")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    found = measure(options.model.absolute(), options.kills, seed=options.seed, every=options.every)
+    print("| phase | seconds: median (smallest to largest) |\n| --- | ---: |")
+    for name in (*PHASES, "together"):
+        values = [sum(one.values()) if name == "together" else one[name] for one in found]
+        print(f"| {name} | {median(values):.1f} ({min(values):.1f} to {max(values):.1f}) |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
