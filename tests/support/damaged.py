@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from finray.checkpoint import CheckpointStore
+
 # Of any file: what is drawn must not depend on its size, which may be another at the next example.
 _PLACES = st.integers(0, 2**40)
 
@@ -41,3 +43,46 @@ def draw(file: Path, data: st.DataObject) -> None:
         flip_bit(file, data.draw(_PLACES, label="bit") % (8 * size))
     else:
         file.write_bytes(file.read_bytes()[: data.draw(_PLACES, label="keep") % size])
+
+
+def damages(content: bytes, other: bytes | None) -> dict[str, bytes | None]:
+    """What may become of a file; None is that it is gone."""
+    flipped = bytearray(content)
+    flipped[len(flipped) // 2] ^= 8
+    found: dict[str, bytes | None] = {
+        "missing": None,
+        "empty": b"",
+        "truncated": content[:-1],
+        "flipped": bytes(flipped),
+    }
+    # What is the same at every step is not damaged by that of another.
+    return {**found, "of another step": other} if other not in (None, content) else found
+
+
+def check_that_all_damage_is_named(run_dir: Path) -> list[str]:
+    """Damage each file of a run's newest checkpoint in each way: it is named, and the checkpoint before is used.
+
+    Returns their names. Afterwards the files are as they were.
+    """
+    store = CheckpointStore(run_dir)
+    *_, before, newest = store.steps()
+    names = []
+    for path in sorted(one for one in store.path_of(newest).rglob("*") if one.is_file()):
+        content, other = path.read_bytes(), store.path_of(before) / path.relative_to(store.path_of(newest))
+        if not content:
+            continue
+        for kind, damaged in damages(content, other.read_bytes() if other.exists() else None).items():
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            said: list[str] = []
+            found = CheckpointStore(run_dir).latest(said.append)
+            assert found is not None, (path, kind)
+            assert (found.step, len(said)) == (before, 1), (path, kind)
+            assert str(path) in said[0], (kind, said)
+        path.write_bytes(content)
+        names.append(path.relative_to(store.path_of(newest)).as_posix())
+    # Negative control: as they were, the newest is used, and nothing said.
+    assert CheckpointStore(run_dir).latest(pytest.fail) is not None
+    return names

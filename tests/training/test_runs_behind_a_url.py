@@ -8,7 +8,7 @@ import importlib
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from finray.checkpoint.rundir import RunDir, check_output, open_run
 from finray.config.paths import with_absolute_paths
 from finray.errors import CheckpointError, StorageError
 from finray.records import Note, Record
-from tests.support import faulty_s3, recorded, runs, s3, tiny
+from tests.support import damaged, faulty_s3, recorded, runs, s3, tiny
 
 Plain = runs.Plain
 
@@ -143,20 +143,6 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tiny_on_s3: Plain, tmp_pa
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
-def damages(content: bytes, other: bytes | None) -> dict[str, bytes | None]:
-    """What may become of a file; None is that it is gone."""
-    flipped = bytearray(content)
-    flipped[len(flipped) // 2] ^= 8
-    found: dict[str, bytes | None] = {
-        "missing": None,
-        "empty": b"",
-        "truncated": content[:-1],
-        "flipped": bytes(flipped),
-    }
-    # What is the same at every step is not damaged by that of another.
-    return {**found, "of another step": other} if other not in (None, content) else found
-
-
 def test_damage_of_any_file_of_a_checkpoint_behind_a_url(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
     runs.run_alone(runs.changed(tiny_on_s3, {"train.max_steps": 4}), tmp_path / "run")
     objects = Objects(bucket.url("runs/run"))
@@ -167,11 +153,11 @@ def test_damage_of_any_file_of_a_checkpoint_behind_a_url(tiny_on_s3: Plain, tmp_
     copy, count = tmp_path / "copy", 0
     for name, content in sorted(files.items()):
         key = f"runs/run/{newest}/{name}"
-        for kind, damaged in damages(content, older.get(name)).items():
-            if damaged is None:
+        for kind, changed in damaged.damages(content, older.get(name)).items():
+            if changed is None:
                 bucket.delete(key)
             else:
-                bucket.put(key, damaged)
+                bucket.put(key, changed)
             # Not what was fetched from the checkpoint when its other files were damaged.
             shutil.rmtree(copy / "checkpoint-000004", ignore_errors=True)
             said: list[str] = []
@@ -185,24 +171,13 @@ def test_damage_of_any_file_of_a_checkpoint_behind_a_url(tiny_on_s3: Plain, tmp_
     assert RemoteStore(copy, objects).latest(pytest.fail) is not None
 
 
-def test_damage_of_any_file_of_a_local_checkpoint(tiny_on_s3: Plain, tmp_path: Path) -> None:
-    plain = runs.changed(tiny_on_s3, {"run.output_dir": str(tmp_path), "train.max_steps": 4})
+@pytest.mark.parametrize("method", ["lora", "none"])
+def test_damage_of_any_file_of_a_local_checkpoint(tiny_run: Callable[..., Plain], tmp_path: Path, method: str) -> None:
+    plain = tiny_run({"adapter.method": method, "train.max_steps": 4, "checkpoint.every_steps": 2})
     runs.run_alone(plain, tmp_path / "run")
-    newest, before = (tmp_path / "run" / f"checkpoint-{step:06d}" for step in (4, 2))
-    for path in sorted(one for one in newest.rglob("*") if one.is_file()):
-        content, other = path.read_bytes(), before / path.relative_to(newest)
-        for kind, damaged in damages(content, other.read_bytes() if other.exists() else None).items():
-            if damaged is None:
-                path.unlink()
-            else:
-                path.write_bytes(damaged)
-            said: list[str] = []
-            found = CheckpointStore(tmp_path / "run").latest(said.append)
-            assert found is not None, (path, kind)
-            assert (found.step, len(said)) == (2, 1), (path, kind)
-            assert str(path) in said[0], (kind, said)
-        path.write_bytes(content)
-    assert CheckpointStore(tmp_path / "run").latest(pytest.fail) is not None
+    names = damaged.check_that_all_damage_is_named(tmp_path / "run")
+    weights = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
+    assert {weights, "config.json" if method == "none" else "adapter_config.json", "manifest.json"} <= {*names}
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_and_never_anew(
