@@ -43,6 +43,7 @@ GROUPS = {
     "prepare": ("Preparing data", ("prepare",)),
     "memory": ("Peak memory: the estimate of finray plan", ("memory",)),
     "checkpoints": ("Checkpoints behind the training", ("start",)),
+    "driver": ("What a run costs its driver", ("driver",)),
     "answers": ("Answers on a CPU", ("answers",)),
     "classification": ("Classification", ("classification",)),
     "serving": ("Serving on a CPU", ("serving",)),
