@@ -1,10 +1,11 @@
 """What a run costs its driver, by the number of workers: workers without torch, which say to the driver and to Ray what
 finray's say, through the same code.
 
-    python driver_cost.py '{"workers": [2, 8, 32], "steps": 200, "step_s": 0.05}'
+    python driver_cost.py '{"workers": [2, 8, 32], "steps": 200, "step_s": 0.05, "ray": true}'
 
 Three parts of the same number of steps: steps alone; steps of which each has an evaluation; steps of which every fourth
-reports a checkpoint to Ray. Each worker sleeps in a step, so that the machine's cores are the driver's.
+reports a checkpoint to Ray. Each worker sleeps in a step, so that the machine's cores are the driver's. Without Ray the
+workers are forks of this process, and report nothing: what is left is what finray's own driver does.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import secrets
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,26 +28,39 @@ from typing import Any
 PARTS = ("steps", "evaluations", "checkpoints")
 REPORT_EVERY = 4
 HANG_S = 300.0
+WARM_S = 5.0
 
 
 def work(payload: dict[str, Any]) -> None:
-    """A worker."""
+    """A worker of Ray Train."""
+    import ray
     import ray.train
     import ray.train.collective
 
-    from finray.records import EvalRecord, Note, TrainRecord
-    from finray.runtime.progress import Sender
-    from finray.runtime.worker import Reports, _report, _start_beating
-    from finray.training.pulse import Pulse
+    from finray.runtime.worker import Reports, _report
 
-    context = ray.train.get_context()
+    context, reports = ray.train.get_context(), Reports(_report)
     rank, count = context.get_world_rank(), context.get_world_size()
-    sender, reports, pulse = Sender(payload["listener"]), Reports(_report), Pulse()
-    _start_beating(sender, rank, count, "a", lambda: pulse, hang_s=HANG_S)
-    record = {one.name: 1 for one in fields(TrainRecord)}
-    folder = Path(payload["folder"])
     # All begin at once, however long their processes took to start.
     ray.train.collective.barrier()
+    node = ray.get_runtime_context().get_node_id()
+    speak(rank, count, node, payload, lambda path, step: reports.put(path, {"step": float(step)}))
+    reports.close(60.0)
+
+
+def speak(rank: int, count: int, node: str, payload: dict[str, Any], report: Callable[[Path, int], None]) -> None:
+    """Say what a rank says while it trains."""
+    from finray.records import EvalRecord, Note, TrainRecord
+    from finray.runtime.progress import Sender
+    from finray.runtime.worker import beat
+    from finray.training.pulse import Pulse
+
+    sender, pulse = Sender(payload["listener"]), Pulse()
+    beat(sender, rank, count, "a", lambda: pulse, node=node, hang_s=HANG_S)
+    record = {one.name: 1 for one in fields(TrainRecord)}
+    folder = Path(payload["folder"])
+    # The first beats belong to the start.
+    time.sleep(WARM_S)
     step = 0
     for part in PARTS:
         if rank == 0:
@@ -61,23 +78,59 @@ def work(payload: dict[str, Any]) -> None:
             if part == "checkpoints" and step % REPORT_EVERY == 0:
                 path = folder / f"checkpoint-{step:06d}"
                 path.mkdir(exist_ok=True)
-                reports.put(path, {"step": float(step)})
+                report(path, step)
     if rank == 0:
         sender.put(Note("end"))
-    reports.close(60.0)
     sender.close()
+
+
+def fit(count: int, payload: dict[str, Any], look: Callable[[], None]) -> None:
+    """Have the workers work under Ray Train."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+
+    from finray.runtime.trainer import Trainer
+
+    Trainer(
+        work,
+        alone=True,
+        group="bench",
+        watch=look,
+        listener=payload["listener"],
+        expected=count,
+        evaluator=False,
+        train_loop_config=payload,
+        scaling_config=ScalingConfig(num_workers=count, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(
+            name="bench", storage_path=payload["folder"], failure_config=FailureConfig(max_failures=0)
+        ),
+    ).fit()
+
+
+def fork(count: int, payload: dict[str, Any], look: Callable[[], None]) -> None:
+    """Have forks of this process work; meanwhile do what the driver does while Ray Train is at work."""
+    context = multiprocessing.get_context("fork")
+    forks = [
+        context.Process(target=speak, args=(rank, count, "n", payload, lambda path, step: None))
+        for rank in range(count)
+    ]
+    for one in forks:
+        one.start()
+    while any(one.is_alive() for one in forks):
+        look()
+        time.sleep(0.1)
+    for one in forks:
+        one.join()
+        assert one.exitcode == 0
 
 
 def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
     """The driver's CPU seconds and what it heard, for each part."""
     import psutil
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from finray.planning.placement import Placement
     from finray.records import Note
     from finray.runtime.progress import Listener
     from finray.runtime.signals import Pending
-    from finray.runtime.trainer import Trainer
     from finray.runtime.watch import Watch
 
     marks: list[tuple[str, float, float, int]] = []
@@ -87,13 +140,14 @@ def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
     def mark(name: str) -> None:
         if not controllers:
             for one in psutil.Process().children(recursive=True):
-                if "TrainController" in " ".join(one.cmdline()):
-                    controllers.append(one)
+                with suppress(psutil.Error):
+                    if "TrainController" in " ".join(one.cmdline()):
+                        controllers.append(one)
         spent = sum(sum(one.cpu_times()[:2]) for one in controllers)
         marks.append((name, time.process_time(), spent, heard[0]))
 
     def handle(record: Any) -> None:
-        if isinstance(record, Note):
+        if isinstance(record, Note) and record.message in (*PARTS, "end"):
             mark(record.message)
 
     watch = Watch(
@@ -109,18 +163,10 @@ def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
     watch.listener = listener
     with tempfile.TemporaryDirectory() as folder, listener:
         payload = {"listener": listener.address, "folder": folder, "steps": steps, "step_s": step_s}
-        Trainer(
-            work,
-            alone=True,
-            group="bench",
-            watch=watch.look,
-            listener=listener.address,
-            expected=count,
-            evaluator=False,
-            train_loop_config=payload,
-            scaling_config=ScalingConfig(num_workers=count, resources_per_worker={"CPU": 1}),
-            run_config=RunConfig(name="bench", storage_path=folder, failure_config=FailureConfig(max_failures=0)),
-        ).fit()
+        if ray is None:
+            fork(count, payload, watch.look)
+        else:
+            fit(count, payload, watch.look)
     found: dict[str, Any] = {"workers": count}
     for before, after in itertools.pairwise(marks):
         found[before[0]] = {
@@ -134,6 +180,10 @@ def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
 def main() -> None:
     """Measure each number of workers in one Ray."""
     job = json.loads(sys.argv[1])
+    if not job.get("ray", True):
+        found = [measured(None, count, job["steps"], job["step_s"]) for count in job["workers"]]
+        print(json.dumps({"results": found}))
+        return
     from finray.runtime.cluster import LOCAL_RAY
 
     os.environ.update(

@@ -125,6 +125,7 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     Args:
         payload: ``spec``.
     """
+    import ray
     import torch
 
     from finray.parallel import make_strategy
@@ -152,9 +153,8 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     log = LogCopy.of_this_process(run_dir / failures.LOGS / failures.log_name(strategy.rank))
     step, loop = failures.LOADING, None
     hang_s = config.cluster.hang_seconds
-    _start_beating(
-        sender, strategy.rank, strategy.world_size, attempt, lambda: None if loop is None else loop.pulse, hang_s=hang_s
-    )
+    pulse, node = (lambda: None if loop is None else loop.pulse), ray.get_runtime_context().get_node_id()
+    beat(sender, strategy.rank, strategy.world_size, attempt, pulse, node=node, hang_s=hang_s)
 
     def failed(error: BaseException) -> failures.Failure:
         described, end = failures.describe(error), failures.end_of(error)
@@ -389,8 +389,15 @@ def _report(path: Path, metrics: dict[str, float]) -> None:
     )
 
 
-def _start_beating(
-    sender: Sender, rank: int, world_size: int, attempt: str, pulse: Callable[[], Pulse | None], *, hang_s: float | None
+def beat(
+    sender: Sender,
+    rank: int,
+    world_size: int,
+    attempt: str,
+    pulse: Callable[[], Pulse | None],
+    *,
+    node: str,
+    hang_s: float | None,
 ) -> None:
     """Tell the driver where this rank stands, from now on, in a thread; SIGUSR1 writes the stacks of all threads.
 
@@ -398,16 +405,13 @@ def _start_beating(
     """
     import faulthandler
 
-    import ray
-
     if hang_s is None:
         return
-    node = ray.get_runtime_context().get_node_id()
     pause_s = beat_pause(hang_s, world_size)
     with suppress(ValueError, OSError, RuntimeError):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
-    def beat() -> None:
+    def go_on() -> None:
         who = Beat(attempt, rank, socket.gethostname(), os.getpid(), node, step=failures.LOADING)
         while not sender.is_closed:
             if (now := pulse()) is None:
@@ -417,7 +421,7 @@ def _start_beating(
                 sender.put(Beat(who.attempt, who.rank, who.host, who.pid, who.node, *of))
             sender.wait_closed(pause_s)
 
-    threading.Thread(target=beat, name="finray-beat", daemon=True).start()
+    threading.Thread(target=go_on, name="finray-beat", daemon=True).start()
 
 
 def beat_pause(hang_s: float, world_size: int) -> float:
