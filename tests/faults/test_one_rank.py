@@ -1,0 +1,72 @@
+"""One rank of two fails in its own way: the run says who, where and what to change, and none goes on alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finray.records import Note, Record, RunHeader
+from finray.runtime import driver
+from finray.runtime.failures import OutOfMemory
+from tests.support import lacking, runs
+from tests.support.group import run_group
+from tests.support.runs import Plain
+
+
+def test_a_rank_without_memory_ends_the_run_with_what_it_asked_for_and_the_smallest_change(
+    tiny_run: Callable[..., Plain], ray_cluster: str
+) -> None:
+    """No restart would help, and the change is one that planning finds."""
+    plain = tiny_run(
+        {
+            "model.task": lacking.NO_MEMORY,
+            "cluster.num_workers": 2,
+            "train": {"max_steps": 8, "micro_batch_size": 2, "gradient_checkpointing": "none"},
+        }
+    )
+    headers: list[Record] = []
+    with pytest.raises(OutOfMemory) as caught:
+        driver.train(
+            runs.config_of(plain), handle=lambda one: headers.append(one) if isinstance(one, RunHeader) else None
+        )
+    error = caught.value
+    assert error.message.startswith("rank 1 on ")
+    assert "ran out of memory after step" in error.message
+    assert "it asked for 2.00 KiB more, and 1.00 KiB were free" in error.message
+    assert error.repair is not None
+    assert "the smallest change with which it should fit: train.micro_batch_size=1" in error.repair
+    assert error.where == "train.micro_batch_size"
+    assert len(headers) == 1
+
+
+def test_a_rank_that_sleeps_in_a_step_is_named_with_its_stack_and_the_run_goes_on(
+    tiny_run: Callable[..., Plain], dropout_model: Path, tmp_path: Path, ray_cluster: str
+) -> None:
+    """It goes on to send its pulse: only that it does not come to the sum gives it away."""
+    run_dir, mark = tmp_path / "run", tmp_path / "mark"
+    plain = tiny_run(
+        {
+            "model.task": lacking.SLEEPING,
+            "run.output_dir": str(tmp_path),
+            "train.max_steps": 8,
+            "adapter.dropout": 0.2,
+            "checkpoint": {"every_steps": 2, "asynchronous": False},
+            "cluster": {"num_workers": 2, "hang_seconds": 6, "env": {lacking.MARK: str(mark)}},
+        },
+        rows=50,
+        model=dropout_model,
+    )
+    said: list[Note] = []
+    driver.train(runs.config_of(plain), handle=lambda one: said.append(one) if isinstance(one, Note) else None)
+    pid = mark.read_text()
+    warnings = [one.message for one in said if one.level == "warning" and f"rank 1 (pid {pid} on" in one.message]
+    assert "has not come to the sum of step" in warnings[0]
+    assert "cluster.hang_seconds" in warnings[0]
+    assert not any("rank 0 (pid" in one.message for one in said)
+    # The stack is told where py-spy may look, else it is in the log of the rank.
+    assert "asleep" in warnings[1] + (run_dir / "logs" / "rank-00001.log").read_text()
+    undisturbed = tmp_path / "undisturbed"
+    run_group(runs.changed(plain, {"model.task": "causal_lm"}), undisturbed, world_size=2)
+    assert runs.trace(run_dir) == runs.trace(undisturbed)
