@@ -110,7 +110,7 @@ def config_of(model: Path, folder: Path, *, every: int) -> Any:
         "train": {"max_steps": 100_000, "global_batch_size": 4, "micro_batch_size": 2, "precision": "fp32"},
         "checkpoint": {"every_steps": every, "keep_last": 2},
         "evaluation": {"on_start": False},
-        "tracking": {"tensorboard": False, "every_steps": 1},
+        "tracking": {"tensorboard": False, "log_every": 1},
         "cluster": {"num_workers": 2, "cpus_per_worker": 1, "max_failures": 1000},
     }
     return build_config(plain, source="recovery")
