@@ -1,0 +1,66 @@
+"""Workers, raylets, hosts, the driver and the head are killed, and hosts are cut off, at random steps of a run."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts import kills
+from tests.support import hosts, runs
+
+SEED = int(os.environ.get("FINRAY_TEST_SEED", "1"))
+# How often each thing is done; three times take two cores some eight minutes.
+TIMES = int(os.environ.get("FINRAY_TEST_TIMES", "0"))
+# Each was seen to work by itself, and not yet three times in a row.
+pytestmark = pytest.mark.skipif(TIMES == 0, reason="set FINRAY_TEST_TIMES=3 to kill on several hosts")
+STEPS = kills.steps_for(len(kills.KINDS))
+
+
+@pytest.fixture(scope="module")
+def plain(bed: hosts.Bed, tokenizer: Any) -> runs.Plain:
+    return kills.small_run(bed.shared, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plain: runs.Plain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kills.undisturbed(plain, tmp_path_factory.mktemp("undisturbed"), steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def cluster(bed: hosts.Bed) -> kills.RayHosts:
+    return kills.RayHosts(bed, workers=3)
+
+
+@pytest.mark.parametrize("number", range(TIMES))
+def test_whatever_is_killed_the_steps_since_the_last_checkpoint_are_lost_and_nothing_else(
+    bed: hosts.Bed, cluster: kills.RayHosts, plain: runs.Plain, undisturbed: Path, number: int
+) -> None:
+    """Each kind once in a run, in a random order; at each, how much is lost is looked at."""
+    print(f"seed {SEED + number} (FINRAY_TEST_SEED={SEED})")
+    chance = random.Random(SEED + number)
+    run = kills.victim(cluster, plain, bed.shared / f"kills-{number}", {}, steps=STEPS)
+    kills.disturb(run, kills.plan(kills.KINDS, chance), chance)
+    # Now and then it was less than to the last checkpoint on storage: the memory of the cluster was used.
+    assert any(one.again > one.stored for one in run.kills)
+    kills.require_same(run.run_dir, undisturbed)
+
+
+def test_a_host_that_comes_back_and_still_writes_changes_nothing(
+    bed: hosts.Bed, cluster: kills.RayHosts, plain: runs.Plain, tmp_path: Path
+) -> None:
+    """It is alone, so that nothing stops it: it trains on for twenty seconds, into the same directory."""
+    chance, at, steps = random.Random(SEED), 0, 8 * kills.EVERY * TIMES
+    print(f"seed {SEED} (FINRAY_TEST_SEED)")
+    tracker = f"{kills.__name__}:{kills.Did.__name__}"
+    changes = {"cluster.num_workers": 1, "checkpoint.in_memory_every": None, "tracking.trackers": [tracker]}
+    run = kills.victim(cluster, plain, bed.shared / "still", changes, steps=steps)
+    run.train()
+    for _ in range(TIMES):
+        at = max(at, run.steps()) + chance.randint(2, 2 * kills.EVERY)
+        print(kills.cut_off_and_writing(run, at, chance), flush=True)
+    run.finish()
+    kills.require_same(run.run_dir, kills.undisturbed(plain, tmp_path / "undisturbed", steps=steps, workers=1))

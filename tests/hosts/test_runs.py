@@ -1,0 +1,78 @@
+"""One config over three hosts, on a shared disk and on S3 without one; what is left of a run holds no secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finray.tracking.starts import read_starts
+from tests.hosts import kills
+from tests.support import hosts, runs, s3, tiny
+
+SECRETS = {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "MLFLOW_TRACKING_PASSWORD": "hunter2-planted"}
+STRATEGIES = {
+    "ZeRO-3": {"parallel.strategy": "deepspeed", "parallel.zero_stage": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(bed: hosts.Bed, hosts_s3: s3.Server) -> kills.RayHosts:
+    return kills.RayHosts(bed, workers=3)
+
+
+@pytest.fixture(scope="module")
+def plain(bed: hosts.Bed, cluster: kills.RayHosts, tokenizer: object) -> runs.Plain:
+    """Four steps of one worker on each host."""
+    tiny.save_model("llama", bed.shared / "model", tokenizer)
+    rows = tiny.write_chat_rows(bed.shared, 24)
+    changes = {"train.max_steps": 4, "train.global_batch_size": 6, "checkpoint.every_steps": 2}
+    placed = {"cluster.address": cluster.address, "cluster.num_workers": 3}
+    return runs.tiny_run(bed.shared / "model", rows, bed.shared / "unused", changes | placed)
+
+
+@pytest.fixture(scope="module")
+def alone(plain: runs.Plain, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    runs.run_alone(plain, run_dir)
+    return run_dir
+
+
+def require_no_secret(cluster: kills.RayHosts, bed: hosts.Bed, bucket: s3.Bucket, said: str) -> None:
+    """On all hosts, in logs of Ray too; on storage; in what the command said. (Job files: tests/unit/jobspec.)"""
+    for secret in (*SECRETS.values(), s3.SECRET, cluster.token):
+        assert secret not in said
+        assert not [name for name, content in bucket.content().items() if secret.encode() in content]
+        for host in (cluster.head, *cluster.workers):
+            found = host.run("grep", "-rlF", "--", secret, "/tmp", bed.shared).out
+            assert found == "", f"{secret[:4]}... on {host.name}"
+
+
+@pytest.mark.parametrize(("strategy", "storage"), [("ZeRO-3", "S3"), ("ZeRO-3", "disk")])
+def test_three_hosts_have_the_curve_of_one_machine(
+    cluster: kills.RayHosts,
+    bed: hosts.Bed,
+    hosts_s3: s3.Server,
+    plain: runs.Plain,
+    alone: Path,
+    strategy: str,
+    storage: str,
+    tmp_path: Path,
+) -> None:
+    """On S3 each host has a directory of the run to itself. (DDP, and FSDP2 on a shared disk: test_cluster.)"""
+    bucket, shared = hosts_s3.bucket(), bed.shared / strategy
+    output = bucket.url("runs") if storage == "S3" else str(shared)
+    changes = {**STRATEGIES[strategy], "run.output_dir": output}
+    config = runs.write_config(runs.changed(plain, changes), bed.shared / "run.yaml")
+    done = cluster.head.finray("train", config, timeout=500, env=SECRETS)
+    assert done.code == 0, done.out + done.err
+    run_dir = shared / "run"
+    if storage == "S3":
+        run_dir = tmp_path / "from-s3"
+        run_dir.mkdir()
+        for name in ("metrics.jsonl", "starts.jsonl"):
+            (run_dir / name).write_bytes(bucket.get(f"runs/run/{name}"))
+    ranks = read_starts(run_dir)[-1].header.workers
+    assert sorted(one.rpartition(" on ")[2] for one in ranks) == ["h2", "h3", "h4"]
+    runs.assert_same_curve(run_dir, alone, rel=1e-5)
+    require_no_secret(cluster, bed, bucket, done.out + done.err)
