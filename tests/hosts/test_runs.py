@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from finray.data.sampling.collate import Batch
+from finray.tasks.causal_lm import CausalLM
 from finray.tracking.starts import read_starts
 from tests.hosts import kills
 from tests.support import hosts, runs, s3, tiny
 
 SECRETS = {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "MLFLOW_TRACKING_PASSWORD": "hunter2-planted"}
 STRATEGIES = {
+    "FSDP2": {"parallel.strategy": "fsdp"},
     "ZeRO-3": {"parallel.strategy": "deepspeed", "parallel.zero_stage": 3},
 }
 
@@ -48,7 +53,7 @@ def require_no_secret(cluster: kills.RayHosts, bed: hosts.Bed, bucket: s3.Bucket
             assert found == "", f"{secret[:4]}... on {host.name}"
 
 
-@pytest.mark.parametrize(("strategy", "storage"), [("ZeRO-3", "S3"), ("ZeRO-3", "disk")])
+@pytest.mark.parametrize(("strategy", "storage"), [("ZeRO-3", "S3"), ("ZeRO-3", "disk"), ("FSDP2", "S3")])
 def test_three_hosts_have_the_curve_of_one_machine(
     cluster: kills.RayHosts,
     bed: hosts.Bed,
@@ -75,4 +80,26 @@ def test_three_hosts_have_the_curve_of_one_machine(
     ranks = read_starts(run_dir)[-1].header.workers
     assert sorted(one.rpartition(" on ")[2] for one in ranks) == ["h2", "h3", "h4"]
     runs.assert_same_curve(run_dir, alone, rel=1e-5)
+    require_no_secret(cluster, bed, bucket, done.out + done.err)
+
+
+class Crashing(CausalLM):
+    """Fails as the client of a service does that says whom it asked how."""
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Fail."""
+        password, token = os.environ["MLFLOW_TRACKING_PASSWORD"], os.environ["HF_TOKEN"]
+        raise RuntimeError(f"401 for https://me:{password}@host, {token}")
+
+
+def test_no_secret_is_in_anything_that_is_left_of_a_crash(
+    cluster: kills.RayHosts, bed: hosts.Bed, hosts_s3: s3.Server, plain: runs.Plain
+) -> None:
+    bucket = hosts_s3.bucket()
+    changes: runs.Plain = {"run.output_dir": bucket.url("runs"), "cluster.num_workers": 1, "cluster.max_failures": 0}
+    changes["model.task"] = f"{__name__}:{Crashing.__name__}"
+    config = runs.write_config(runs.changed(plain, changes), bed.shared / "crash.yaml")
+    done = cluster.head.finray("train", config, timeout=500, env=SECRETS)
+    assert done.code == 2, done.out + done.err
+    assert "401 for" in done.out + done.err
     require_no_secret(cluster, bed, bucket, done.out + done.err)
