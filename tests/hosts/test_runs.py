@@ -103,3 +103,18 @@ def test_no_secret_is_in_anything_that_is_left_of_a_crash(
     assert done.code == 2, done.out + done.err
     assert "401 for" in done.out + done.err
     require_no_secret(cluster, bed, bucket, done.out + done.err)
+
+
+def test_a_ray_that_was_left_behind_is_in_nobodys_way(bed: hosts.Bed, plain: runs.Plain) -> None:
+    """After a kill its address stays in a file, and `ray.init()` would wait for it for minutes."""
+    host = bed.host()
+    host.write("/tmp/ray/ray_current_cluster", b"10.77.0.99:6379")
+    own: runs.Plain = {"run.output_dir": str(bed.shared / "own"), "train.max_steps": 1, "cluster.num_workers": 1}
+    own["cluster.address"] = None
+    config = runs.write_config(runs.changed(plain, own), bed.shared / "own.yaml")
+    done = host.finray("train", config, "cluster.address=auto")
+    assert done.code == 2
+    assert "nobody answers at 10.77.0.99:6379" in done.out + done.err
+    done = host.finray("train", config)
+    assert done.code == 0, done.out + done.err
+    host.kill()
