@@ -16,11 +16,14 @@ from collections.abc import Mapping
 from statistics import median, quantiles
 from typing import Any
 
+import openai
+
 import case
 from case import Bench, BenchmarkError, Result, Run
 from processes import environment, run
 
-OURS, THEIRS, BATCHING = "finray serve", "transformers serve", "transformers serve, continuous batching"
+# With --continuous-batching, Transformers 5.23 breaks its first stream off on a CPU.
+OURS, THEIRS = "finray serve", "transformers serve"
 CLIENTS = (1, 16)
 REQUESTS, NEW = 32, 64
 # Greedy answers part where two tokens are equally likely but for the order of a sum.
@@ -38,13 +41,16 @@ def runner(name: str, clients: int) -> Run:
             command += ["--port", str(port), "--dtype", "fp32", "--engine", "transformers"]
         else:
             command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--port", str(port)]
-            command += ["--dtype", "float32", *(["--continuous-batching"] if name == BATCHING else [])]
+            command += ["--dtype", "float32"]
         found: Result = {}
 
         def is_done() -> bool:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
                 asked = "model" if name == OURS else model
-                found.update(asyncio.run(load(bench, asked, port, clients)))
+                try:
+                    found.update(asyncio.run(load(bench, asked, port, clients)))
+                except openai.OpenAIError as error:
+                    raise BenchmarkError(f"{name} failed with {clients} clients: {error}") from None
                 return True
             time.sleep(0.5)
             return False
@@ -57,8 +63,6 @@ def runner(name: str, clients: int) -> Run:
 
 async def load(bench: Bench, model: str, port: int, clients: int) -> Result:
     """Ask everything, and say how long it took."""
-    import openai
-
     rows = [row["messages"][:-1] for row in bench.pool][: clients if bench.quick else max(REQUESTS, 2 * clients)]
     waiting, first, tokens, answers = list(enumerate(rows)), list[float](), list[int](), dict[int, str]()
     async with openai.AsyncOpenAI(
@@ -102,18 +106,15 @@ async def load(bench: Bench, model: str, port: int, clients: int) -> Result:
 
 def check(block: str, runs: case.Runs) -> None:
     """Refuse servers that do not say the same."""
-    ours = runs[OURS][-1]["answers"]
-    for name in (THEIRS, BATCHING):
-        apart = sum(one.strip() != other.strip() for one, other in zip(ours, runs[name][-1]["answers"], strict=True))
-        if apart > MOST_APART * len(ours):
-            raise BenchmarkError(f"{block}: {apart} of {len(ours)} answers of {name} are not those of finray")
+    ours, theirs = runs[OURS][-1]["answers"], runs[THEIRS][-1]["answers"]
+    apart = sum(one.strip() != other.strip() for one, other in zip(ours, theirs, strict=True))
+    if apart > MOST_APART * len(ours):
+        raise BenchmarkError(f"{block}: {apart} of {len(ours)} answers are not those of {THEIRS}")
 
 
 def blocks(bench: Bench) -> Mapping[str, Mapping[str, Run]]:
     return {
-        f"{clients} client{'s' if clients > 1 else ''}": {
-            name: runner(name, clients) for name in (OURS, THEIRS, BATCHING)
-        }
+        f"{clients} client{'s' if clients > 1 else ''}": {name: runner(name, clients) for name in (OURS, THEIRS)}
         for clients in CLIENTS
     }
 
