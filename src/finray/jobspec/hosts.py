@@ -16,6 +16,7 @@ _SLURM = """\
 # Made by `finray jobspec --to slurm`. Submit it with: sbatch {file}
 # A job that is preempted, or ends by its time limit, saves a checkpoint and is queued again. The same script goes on
 # from there.
+# shellcheck disable=SC2016  # What stands in single quotes is for the steps.
 set -euo pipefail
 umask 077
 
@@ -30,30 +31,38 @@ cat > "$config" <<'FINRAY_CONFIG'
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')
 export RAY_AUTH_TOKEN
+# Since Slurm 22.05 a step has one CPU unless it asks for more.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
+# The first host is this one. Two jobs on one machine have two ports.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head=${{hosts[0]}}
-# Two jobs on one machine have two ports.
 port=$((20000 + SLURM_JOB_ID % 20000))
-export RAY_ADDRESS="$head:$port"
+export RAY_ADDRESS="${{hosts[0]}}:$port"
+again() {{ scontrol requeue "$SLURM_JOB_ID"; }}
+trap 'again; exit {stopped}' TERM
 
-on() {{ srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" "${{@:2}}"; }}
-
-on "$head" ray start --head --port="$port" --include-dashboard=false{resources} --block &
-ray_pids=($!)
+# Slurm sends SIGTERM to the steps of a job that it preempts. Ray is needed until the checkpoint is written, so its head
+# is no step, and elsewhere the signal stays with a shell that does not hear it.
+ray start --head --port="$port" --include-dashboard=false{resources} --block &
+children=($!)
 for _ in $(seq 60); do
-  if on "$head" ray health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; then break; fi
+  if ray health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; then break; fi
   sleep 2
 done
+on() {{ srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" bash -c "${{@:2}}"; }}
 for host in "${{hosts[@]:1}}"; do
-  on "$host" ray start --address="$RAY_ADDRESS"{resources} --block &
-  ray_pids+=($!)
+  on "$host" 'trap "" TERM; ray start --address="$RAY_ADDRESS"{resources} --block; exit' &
+  children+=($!)
 done
+# This step hears it, and tells this script.
+on "${{hosts[0]}}" 'trap "kill $0 \$! 2> /dev/null" TERM; sleep infinity & wait' $$ &
+children+=($!)
 
-# SIGTERM comes {grace} s before the end (--signal), and when the job is preempted: finray saves a checkpoint.
+# SIGTERM comes {grace} s before the end (--signal), and when the job is preempted: finray saves a checkpoint. A second
+# one would end it without.
 finray train "$config" &
 run=$!
-trap 'kill -TERM "$run" 2> /dev/null || true' TERM
+trap 'trap "" TERM; kill -TERM "$run" 2> /dev/null || true' TERM
 code=0
 wait "$run" || code=$?
 # A signal ends the first wait, and the run goes on until its checkpoint is written.
@@ -61,13 +70,13 @@ while kill -0 "$run" 2> /dev/null; do
   code=0
   wait "$run" || code=$?
 done
-trap - TERM
-kill "${{ray_pids[@]}}" 2> /dev/null || true
-wait "${{ray_pids[@]}}" 2> /dev/null || true
+trap '' TERM
+kill "${{children[@]}}" 2> /dev/null || true
+wait "${{children[@]}}" 2> /dev/null || true
 
 if [ "$code" -eq {stopped} ]; then
   echo "the run was stopped and has a checkpoint: it is queued again"
-  scontrol requeue "$SLURM_JOB_ID"
+  again
 fi
 exit "$code"
 """

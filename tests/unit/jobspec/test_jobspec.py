@@ -271,6 +271,7 @@ def test_the_slurm_script_hands_on_the_signal_and_queues_a_stopped_run_again(
         "SLURM_JOB_ID": "7",
         "TMPDIR": str(tmp_path),
         "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_CPUS_PER_TASK": "4",
     }
     done = subprocess.run(["bash", str(script)], env=env, capture_output=True, text=True, timeout=120)
     said = calls.read_text()
