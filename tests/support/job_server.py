@@ -71,6 +71,8 @@ def serve(folder: Path) -> Iterator[JobServer]:
     token = secrets.token_hex(32)
     env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "FINRAY_TESTS_FORK")}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
+    # Its end need not wait for a node that is idle.
+    env |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
     # What a person has who starts Ray in an environment with finray; the checkout, whatever the caller's path is.
     env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--temp-dir={folder}"]

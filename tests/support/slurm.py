@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 240.0
+PATIENCE_S = 400.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 # The jobs of `low` have GRACE_S seconds from the signal to the end when those of `high` want their CPUs.
-LOW, HIGH, GRACE_S = "low", "high", 120
+LOW, HIGH, GRACE_S = "low", "high", 300
 _CONF = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)

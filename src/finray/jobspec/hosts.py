@@ -29,6 +29,8 @@ cat > "$config" <<'FINRAY_CONFIG'
 
 # A token of this job alone. srun hands the environment on; it is on no command line.
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+# Machines that are busy start slowly. When the run is over Ray has nothing to wait for, and a preempted job no time.
+export RAY_raylet_start_wait_time_s=180 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')
 export RAY_AUTH_TOKEN
 # Since Slurm 22.05 a step has one CPU unless it asks for more.
@@ -49,13 +51,13 @@ for _ in $(seq 60); do
   if ray health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; then break; fi
   sleep 2
 done
-on() {{ srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" bash -c "${{@:2}}"; }}
+on() {{ exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" bash -c "${{@:2}}"; }}
 for host in "${{hosts[@]:1}}"; do
   on "$host" 'trap "" TERM; ray start --address="$RAY_ADDRESS"{resources} --block; exit' &
   children+=($!)
 done
 # This step hears it, and tells this script.
-on "${{hosts[0]}}" 'trap "kill $0 \$! 2> /dev/null" TERM; sleep infinity & wait' $$ &
+on "${{hosts[0]}}" 'trap "kill $0 2> /dev/null; exit" TERM; while true; do sleep 2 & wait; done' $$ &
 children+=($!)
 
 # SIGTERM comes {grace} s before the end (--signal), and when the job is preempted: finray saves a checkpoint. A second
