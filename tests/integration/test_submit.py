@@ -80,7 +80,7 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
     assert len(steps) < STEPS
     assert (run_dir / f"checkpoint-{steps[-1]:06d}" / "manifest.json").is_file(), logs()
     first_log = logs()
-    assert "is saved" in first_log
+    assert "is saved; the same command goes on: finray submit" in first_log
 
     go.touch()
     code, out, err = finray("submit", config, "--env", "MY_SECRET")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from dataclasses import asdict
 from typing import Annotated
 
@@ -41,7 +43,7 @@ def submit(
     require_no_secret(settings)
     secrets_named(names, os.environ)
     server = Server(address)
-    job = server.submit(settings, names)
+    job = server.submit(settings, names, command=shlex.join(["finray", *sys.argv[1:]]))
     for name in SECRETS:
         if os.environ.get(name) and name not in names and not show.mode().quiet:
             show.note(f"{name} is set here and is not sent; --env {name} sends it")

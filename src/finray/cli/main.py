@@ -383,7 +383,8 @@ def main() -> None:
             raise
         notes = getattr(cause, "__notes__", [])
         what = "; ".join([str(cause) or "interrupted", *notes])
-        command = redact_text(shlex.join(["finray", *sys.argv[1:]]))
+        # A job was not started by the command that it runs.
+        command = os.environ.get("FINRAY_COMMAND") or redact_text(shlex.join(["finray", *sys.argv[1:]]))
         text = f"{what}; the same command {'goes on' if notes else 'begins anew'}: {command}"
         errors.print(text, highlight=False, markup=False, soft_wrap=True)
         sys.exit(getattr(cause, "exit_code", _INTERRUPTED))

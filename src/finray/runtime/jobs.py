@@ -36,6 +36,8 @@ CONFIG, SECRETS = "config.yaml", "secrets.json"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 # Together less than the 15 s after which a server that does not answer is an error.
 _CONNECT_S, _ANSWER_S = 4.0, 8.0
+# A head that is busy, or started again, is away for less.
+_SILENCE_S = 60.0
 _RUN = "finray_run"
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 # What a value of this form is usually called.
@@ -149,13 +151,21 @@ class Server:
                 return
         raise ClusterError("whoever listens there is no job server of Ray", where=where, repair=repair)
 
-    def submit(self, config: Config, names: tuple[str, ...] = (), environ: Mapping[str, str] = os.environ) -> Job:
+    def submit(
+        self,
+        config: Config,
+        names: tuple[str, ...] = (),
+        environ: Mapping[str, str] = os.environ,
+        *,
+        command: str = "finray submit",
+    ) -> Job:
         """Send a run; a job of the same run that has not ended is given back instead.
 
         Args:
             config: of the run.
             names: variables of this environment that the job gets.
             environ: where they are.
+            command: that goes on with the run, for the job to say when it is stopped.
 
         Raises:
             ConfigError: the config holds a secret, or a variable is not set.
@@ -184,7 +194,11 @@ class Server:
                 submission_id=identity,
                 runtime_env={
                     "working_dir": folder,
-                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(patience), "PYTHONUNBUFFERED": "1"},
+                    "env_vars": {
+                        "RAY_JOB_STOP_WAIT_TIME_S": str(patience),
+                        "PYTHONUNBUFFERED": "1",
+                        "FINRAY_COMMAND": redact_text(command),
+                    },
                 },
                 metadata={_RUN: run},
             )
@@ -195,10 +209,15 @@ class Server:
 
         Raises:
             ClusterError: there is none.
+            OSError: the server does not answer.
+            RuntimeError: it answers with an error of its own.
         """
         try:
             return _job(self._client.get_job_info(identity))
-        except RuntimeError:
+        except RuntimeError as error:
+            # What Ray's client makes of an answer: `Request failed with status code 404: ...`.
+            if "status code 404" not in str(error):
+                raise
             raise ClusterError(
                 f"there is no job `{identity}`",
                 where=self.address,
@@ -217,12 +236,36 @@ class Server:
         return str(self._client.get_job_logs(identity))
 
     def follow(
-        self, identity: str, write: Callable[[str], None], *, pause: Callable[[float], None] = time.sleep
+        self,
+        identity: str,
+        write: Callable[[str], None],
+        *,
+        pause: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Job:
-        """Write what a job prints, until it has ended; gives the job as it ended then."""
+        """Write what a job prints, until it has ended; gives the job as it ended then.
+
+        Raises:
+            ClusterError: there is no such job, or the server was silent for a minute; the job may go on.
+        """
         import aiohttp
 
         written = 0
+
+        def answered(ask: Callable[[], Any]) -> Any:
+            """What the server says, after it has been silent for up to a minute."""
+            until = clock() + _SILENCE_S
+            while True:
+                try:
+                    return ask()
+                except (OSError, RuntimeError) as error:
+                    if clock() >= until:
+                        raise ClusterError(
+                            f"the job server has been silent for {_SILENCE_S:.0f} s: {redact_text(str(error))[:200]}",
+                            where=self.address,
+                            repair=f"the job may go on; when the server is back: finray jobs logs {identity} --follow",
+                        ) from None
+                    pause(1.0)
 
         async def tail() -> None:
             nonlocal written
@@ -235,11 +278,11 @@ class Server:
                     written += len(fresh)
                     write(fresh)
 
-        while not (job := self.job(identity)).has_ended:
+        while not (job := answered(lambda: self.job(identity))).has_ended:
             with suppress(OSError, RuntimeError, TimeoutError, aiohttp.ClientError):
                 asyncio.run(tail())
             pause(0.5)
-        rest = self.logs(identity)[written:]
+        rest = answered(lambda: self.logs(identity))[written:]
         if rest:
             write(rest)
         return job

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from finray.config.load import load_config
-from finray.errors import ConfigError
+from finray.errors import ClusterError, ConfigError
 from finray.runtime.jobs import CONFIG, DEFAULT_ADDRESS, SECRETS, Server, address_of, require_no_secret, secrets_named
 
 
@@ -74,6 +74,8 @@ class Client:
         self.files: list[dict[str, str]] = []
         self.connections: list[list[str]] = []
         self.log = ""
+        # What it says before it is itself again.
+        self.answers: list[Exception] = []
 
     def list_jobs(self) -> list[SimpleNamespace]:
         return list(self.jobs.values())
@@ -92,6 +94,10 @@ class Client:
         )
 
     def get_job_info(self, identity: str) -> SimpleNamespace:
+        if self.answers:
+            raise self.answers.pop(0)
+        if identity not in self.jobs:
+            raise RuntimeError(f"Request failed with status code 404: Job {identity} does not exist.")
         return self.jobs[identity]
 
     def get_job_logs(self, identity: str) -> str:
@@ -145,6 +151,36 @@ def test_a_log_is_followed_over_connections_that_break(server: Server) -> None:
     job = server.follow(identity, said.append, pause=lambda seconds: None)
     assert job.status == "succeeded"
     assert "".join(said) == client.log
+
+
+SILENT = (
+    ConnectionError("Failed to connect to Ray at address: x"),
+    RuntimeError("Request failed with status code 503: "),
+)
+
+
+def test_a_head_that_is_silent_for_a_moment_does_not_end_what_follows_a_job(server: Server) -> None:
+    client: Any = server._client
+    identity = server.submit(load_config("smollm2-lora", {"run.output_dir": "/runs"})).id
+    client.connections, client.log = [["one\n"]], "one\n"
+    client.answers = [*SILENT, *SILENT]
+    said: list[str] = []
+    job = server.follow(identity, said.append, pause=lambda seconds: None, clock=lambda: 0.0)
+    assert (job.status, "".join(said)) == ("succeeded", "one\n")
+    # One that stays silent is an error, which says that the job may go on.
+    client.jobs[identity].status = "RUNNING"
+    client.answers = [SILENT[0]] * 100
+    times = iter(range(0, 1000, 10))
+    with pytest.raises(ClusterError, match=r"silent for 60 s(?s:.*)the job may go on"):
+        server.follow(identity, said.append, pause=lambda seconds: None, clock=lambda: next(times))
+    # There is no waiting for a job that is not there.
+    client.answers = []
+    with pytest.raises(ClusterError, match="there is no job `other`"):
+        server.follow("other", said.append, pause=lambda seconds: None, clock=lambda: 0.0)
+    # An error of the server's own does not say so.
+    client.answers = [SILENT[1]]
+    with pytest.raises(RuntimeError, match="503"):
+        server.job(identity)
 
 
 def test_the_machines_of_the_workers_do_not_get_the_secrets_of_a_job(
