@@ -6,6 +6,7 @@ interrupted, 143 ended by SIGTERM.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
