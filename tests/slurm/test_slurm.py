@@ -52,9 +52,7 @@ def write_script(file: Path, *words: object) -> Path:
 @pytest.mark.parametrize("name", preset_names())
 def test_slurm_takes_the_script_of_a_preset(name: str, tmp_path: Path, cluster: slurm.Slurm) -> None:
     script = write_script(tmp_path / "job.sbatch", name)
-    # It reads all that is asked for; that is more than one node of two CPUs without GPUs has.
-    said = cluster.run("sbatch", "--test-only", script, check=False)
-    assert any(one in said for one in ("to start at", "Requested node configuration is not available")), said
+    assert "to start at" in cluster.run("sbatch", "--test-only", script)
 
 
 def test_slurm_refuses_a_directive_that_is_none(tmp_path: Path, cluster: slurm.Slurm) -> None:
@@ -103,7 +101,7 @@ def test_a_job_is_preempted_ends_by_its_time_limit_and_goes_on(
     until(lambda: trains_again(0, 0), told)
 
     # A job of more weight wants the node: Slurm signals the steps of the first, which saves a checkpoint and is queued.
-    other = cluster.run("sbatch", "--parsable", f"--partition={slurm.HIGH}", "--cpus-per-task=2", "--wrap=true")
+    other = cluster.run("sbatch", "--parsable", f"--partition={slurm.HIGH}", "--exclusive", "--wrap=true")
     until(lambda: cluster.job(other.strip())["JobState"] == "COMPLETED", told)
     first = len(steps())
     assert (run_dir / f"checkpoint-{first:06d}" / "manifest.json").is_file(), told()

@@ -39,7 +39,6 @@ SelectTypeParameters=CR_CPU_Memory
 SchedulerParameters=sched_interval=1,batch_sched_delay=0,preempt_reorder_count=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-{parameters}
 SwitchType=switch/none
 ReturnToService=2
 KillWait=30
@@ -49,7 +48,9 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd.log
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} State=UNKNOWN
+GresTypes=gpu
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory={memory} Gres=gpu:{gpus} State=UNKNOWN
 PartitionName={low} Nodes={host} Default=YES MaxTime=INFINITE PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
 PartitionName={high} Nodes={host} MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
@@ -101,13 +102,11 @@ class Slurm:
 
 
 @contextmanager
-def serve(folder: Path, *, cpus: int = 2, parameters: str = "") -> Iterator[Slurm]:
+def serve(folder: Path) -> Iterator[Slurm]:
     """A Slurm for as long as the block runs.
 
     Args:
         folder: of its own, with a short path (for the socket).
-        cpus: of the node.
-        parameters: a line of slurm.conf.
     """
     host = socket.gethostname().partition(".")[0]
     with ExitStack() as stack:
@@ -126,14 +125,18 @@ def serve(folder: Path, *, cpus: int = 2, parameters: str = "") -> Iterator[Slur
         node=node,
         user="root",
         folder=folder,
-        cpus=cpus,
-        memory=8000,
+        # It believes what it is told, so that it takes any preset; no job of a test uses that much.
+        cpus=512,
+        memory=4_000_000,
+        gpus=16,
         low=LOW,
         high=HIGH,
         grace=GRACE_S,
-        parameters=parameters,
     )
     (folder / "slurm.conf").write_text(conf)
+    for number in range(16):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-15]\n")
     slurm = Slurm(folder, host)
     env = slurm.env() | {"PATH": f"{os.environ['PATH']}:/usr/sbin"}
     files = [f"--{name}={folder}/munge.{end}" for name, end in (("socket", "sock"), ("key-file", "key"))]

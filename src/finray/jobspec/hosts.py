@@ -28,9 +28,9 @@ cat > "$config" <<'FINRAY_CONFIG'
 {config}FINRAY_CONFIG
 
 # A token of this job alone. srun hands the environment on; it is on no command line.
-export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONUNBUFFERED=1
 # Machines that are busy start slowly. When the run is over Ray has nothing to wait for, and a preempted job no time.
-export RAY_raylet_start_wait_time_s=180 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+export RAY_raylet_start_wait_time_s=300 RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 RAY_AUTH_TOKEN=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')
 export RAY_AUTH_TOKEN
 # Since Slurm 22.05 a step has one CPU unless it asks for more.
@@ -45,12 +45,14 @@ trap 'again; exit {stopped}' TERM
 
 # Slurm sends SIGTERM to the steps of a job that it preempts. Ray is needed until the checkpoint is written, so its head
 # is no step, and elsewhere the signal stays with a shell that does not hear it.
-ray start --head --port="$port" --include-dashboard=false{resources} --block &
+ray start --head --port="$port" --include-dashboard=false{resources} --block > "$folder/ray.log" 2>&1 &
 children=($!)
-for _ in $(seq 60); do
-  if ray health-check --address "$RAY_ADDRESS" > /dev/null 2>&1; then break; fi
-  sleep 2
+# That its port answers does not say that workers can be placed.
+for _ in $(seq 300); do
+  if grep -qs "Ray runtime started" "$folder/ray.log" || ! kill -0 "${{children[0]}}" 2> /dev/null; then break; fi
+  sleep 1
 done
+kill -0 "${{children[0]}}" 2> /dev/null || cat "$folder/ray.log"
 on() {{ exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" bash -c "${{@:2}}"; }}
 for host in "${{hosts[@]:1}}"; do
   on "$host" 'trap "" TERM; ray start --address="$RAY_ADDRESS"{resources} --block; exit' &
