@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from rich.console import Console
@@ -39,6 +39,7 @@ _CONNECT_S, _ANSWER_S = 4.0, 8.0
 # A head that is busy, or started again, is away for less.
 _SILENCE_S = 60.0
 _RUN = "finray_run"
+_T = TypeVar("_T")
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 # What a value of this form is usually called.
 _USUAL = {"hf_": "HF_TOKEN", "sk-": "OPENAI_API_KEY", "gh": "GITHUB_TOKEN", "AKIA": "AWS_ACCESS_KEY_ID"}
@@ -252,7 +253,7 @@ class Server:
 
         written = 0
 
-        def answered(ask: Callable[[], Any]) -> Any:
+        def answered(ask: Callable[[], _T]) -> _T:
             """What the server says, after it has been silent for up to a minute."""
             until = clock() + _SILENCE_S
             while True:
