@@ -69,6 +69,18 @@ def assembled(config: Any, prepared: str, run_dir: Path) -> Any:
 
     placement = Placement(int(os.environ.get("WORLD_SIZE", "1")), torch.get_num_threads(), use_gpu=False)
     resolved = resolve(config, placement, device_of(placement), packing=packing_of(config.model))
+    if config.model.task == "sequence_classification":
+        # As the driver does, when the data are prepared.
+        from dataclasses import replace
+
+        from finray.data.dataset.labels import find_labels
+        from finray.data.dataset.prepared import PreparedDataset
+
+        dataset = PreparedDataset(prepared)
+        found = find_labels(dataset, dataset.splits(config.data, seed=config.run.seed), config)
+        assert found.labels is not None
+        known = {"problem": found.labels.problem, "labels": found.labels.names, "class_weights": found.weights}
+        resolved = replace(resolved, **known)
     return assemble(config, resolved, **options, strategy=make_strategy(config, resolved, device)).loop
 
 
