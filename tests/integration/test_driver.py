@@ -68,7 +68,7 @@ with cluster.connected(ClusterConfig()) as ray:
     from ray.train import RunConfig, ScalingConfig
     from finray.runtime.trainer import Trainer
     run = RunConfig(name="run", storage_path=tempfile.mkdtemp(), worker_runtime_env={"env_vars": env})
-    options = {"alone": True, "group": "test", "watch": lambda: None, "run_dir": run.storage_path}
+    options = {"alone": True, "group": "test", "watch": lambda: None}
     options |= {"listener": ("127.0.0.1", 1, ""), "expected": 1, "evaluator": False}
     trainer = Trainer(describe, **options, scaling_config=ScalingConfig(num_workers=1), run_config=run)
     print(json.dumps([*trainer.fit().return_value, cluster.environment_text(env)]))

@@ -252,6 +252,7 @@ def test_the_slurm_script_hands_on_the_signal_and_queues_a_stopped_run_again(
     commands.mkdir()
     calls = tmp_path / "calls"
     calls.touch()
+    (tmp_path / "tokens").touch()
     note = f'echo "$(basename "$0") $*" >> {calls}'
     wait = f"trap 'echo stopped >> {calls}; exit {code}' TERM\nif [ {code} = {STOPPED} ]; then kill -TERM $PPID; "
     wait += "for _ in $(seq 600); do sleep 0.1; done; fi"
@@ -259,7 +260,8 @@ def test_the_slurm_script_hands_on_the_signal_and_queues_a_stopped_run_again(
         "scontrol": f"{note}\nif [ $1 = show ]; then printf 'n1\\nn2\\n'; fi",
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"',
         "ray": f'{note}\nif [ "$1" = start ]; then echo "$RAY_AUTH_TOKEN" >> {tmp_path}/tokens; fi',
-        "finray": f"{note}\n{wait}\nexit {code}",
+        # Both nodes have started before the run does anything.
+        "finray": f"{note}\nuntil [ $(wc -l < {tmp_path}/tokens) = 2 ]; do sleep 0.05; done\n{wait}\nexit {code}",
     }
     for name, text in scripts.items():
         (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
