@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from finray.tracking.starts import read_starts
 from tests.support import gated, hosts, runs, tiny
 from tests.support.hosts import Host, wait_until
 
@@ -53,6 +55,7 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], token
         output,
         {
             "train.max_steps": STEPS,
+            "adapter.dropout": 0.2,
             "checkpoint": {"every_steps": EVERY, "keep_last": 3, "asynchronous": False},
             "cluster": {"num_workers": {"min": 1, "max": 3}, "cpus_per_worker": 2, "resize_seconds": 1},
         },
@@ -97,9 +100,15 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], token
         gated.allow(output, STEPS)
         time.sleep(20)
     assert started.wait(300) == 0, said
+    starts = [one.header for one in read_starts(run_dir)]
+    assert [one.world_size for one in starts][:4] == [1, 2, 3, 2]
+    assert json.loads((run_dir / "resolved.json").read_text())["world_size"] == starts[-1].world_size
+    # What is done again are the steps since the last checkpoint.
+    assert after_checkpoint - EVERY <= starts[3].step <= after_checkpoint
     undisturbed = bed.shared / "undisturbed"
     runs.run_alone(runs.changed(plain, {"cluster.num_workers": 1}), undisturbed)
     assert runs.values(run_dir, "samples") == runs.values(undisturbed, "samples")
+    runs.assert_same_curve(run_dir, undisturbed, rel=1e-4)
     assert runs.values(run_dir, "loss")[-1] == pytest.approx(runs.values(undisturbed, "loss")[-1], abs=1e-4)
 
 
