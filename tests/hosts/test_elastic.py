@@ -108,8 +108,12 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], token
     undisturbed = bed.shared / "undisturbed"
     runs.run_alone(runs.changed(plain, {"cluster.num_workers": 1}), undisturbed)
     assert runs.values(run_dir, "samples") == runs.values(undisturbed, "samples")
-    runs.assert_same_curve(run_dir, undisturbed, rel=1e-4)
-    assert runs.values(run_dir, "loss")[-1] == pytest.approx(runs.values(undisturbed, "loss")[-1], abs=1e-4)
+    curve, other = runs.values(run_dir, "loss"), runs.values(undisturbed, "loss")
+    assert curve == pytest.approx(other, rel=1e-4)
+    # What three workers round otherwise grows with the steps.
+    norms, others = runs.values(run_dir, "grad_norm"), runs.values(undisturbed, "grad_norm")
+    assert norms[:30] == pytest.approx(others[:30], rel=1e-4)
+    assert curve[-1] == pytest.approx(other[-1], abs=1e-4)
 
 
 def hosts_answer(head: Host) -> bool:
