@@ -119,7 +119,7 @@ def test_nothing_outside_of_planning_reads_an_auto() -> None:
     others = {path for path in readers if path.split("/")[0] not in ("config", "planning")}
     assert "planning/resolve.py" in readers
     formats = ("data/formats/", "data/dataset/prepare.py", "training/assemble.py")
-    engines = ("api.py", "cli/main.py", "evaluation/")
+    engines = ("api.py", "cli/main.py", "cli/serve.py", "evaluation/", "serving/models.py")
     before = ("checkpoint/rundir.py",)
     elsewhere = ("jobspec/spec.py", "serving/protocol.py")
     known = (*formats, *engines, *before, *elsewhere, "parallel/deepspeed/", "inspection/")
