@@ -16,6 +16,7 @@ from finray.checkpoint.remote import FOLLOWING, RemoteStore, keep_only
 from finray.checkpoint.store import ATTEMPT_FILE, directory_name
 from finray.config.paths import copy_path, is_url
 from finray.errors import CheckpointError
+from finray.files import FileKind
 
 CONFIG_FILE = "config.yaml"
 # What every `auto` of the config came to; a continued run keeps to it.
@@ -27,6 +28,7 @@ EVALUATION = "evaluation"
 MADE = (EVALUATION, "report.html")
 # Which rows a checkpoint was trained on is there.
 _COUNTERS = "training_state/state.json"
+_FILES = FileKind(CheckpointError)
 SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
 
 
@@ -64,8 +66,7 @@ def local_copy(
     path.mkdir(parents=True, exist_ok=True)
     pull(path, objects, SMALL)
     if not weights:
-        # A name that leads out of the run is none of finray's.
-        pull(path, objects, (one for one in objects.files(EVALUATION) if ".." not in one.split("/")))
+        pull(path, objects, objects.files(EVALUATION))
         return path
     store = RemoteStore(path, objects)
     if inner.startswith("checkpoint-"):
@@ -93,9 +94,12 @@ def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
     """Make small files of a run directory what they are behind its URL; what is not there is removed.
 
     Lines that were added here to what is there (by a run that goes on) are kept.
+
+    Raises:
+        CheckpointError: a name leads out of the run directory.
     """
     for name in names:
-        path, content = run_dir / name, objects.read(name)
+        path, content = _FILES.inside(run_dir, name, where=objects.url), objects.read(name)
         if content is None:
             path.unlink(missing_ok=True)
             continue

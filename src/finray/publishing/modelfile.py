@@ -69,14 +69,14 @@ def _go(text: str) -> str:
     return f'{{{{- "{quoted}" }}}}' if text else ""
 
 
-def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, begin: str = "") -> tuple[str, str | None]:
+def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, bos: str = "") -> tuple[str, str | None]:
     """The text of a ``Modelfile``, and why it has no template; None where it has one, or the model has none.
 
     Args:
         tokenizer: with the chat template that was trained.
         file: name of the GGUF file.
         notes: of finray, which lie beside the weights.
-        begin: token that the runner itself puts before the rendered text.
+        bos: token that the runner itself puts before the rendered text.
     """
     lines = [f"FROM ./{file}"]
     refused = None
@@ -88,7 +88,7 @@ def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, begin: str
                 list(messages), tokenize=False, add_generation_prompt=True, **arguments
             )
             # Else it would be there twice.
-            return text.removeprefix(begin)
+            return text.removeprefix(bos)
 
         found = frame_of(render)
         if isinstance(found, Frame):

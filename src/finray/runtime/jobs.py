@@ -210,15 +210,15 @@ class Server:
 
         Raises:
             ClusterError: there is none.
-            OSError: the server does not answer.
-            RuntimeError: it answers with an error of its own.
+            OSError: the server does not answer, or with an error of its own.
         """
         try:
             return _job(self._client.get_job_info(identity))
         except RuntimeError as error:
             # What Ray's client makes of an answer: `Request failed with status code 404: ...`.
             if "status code 404" not in str(error):
-                raise
+                said = redact_text(str(error))[:200]
+                raise ConnectionError(f"the job server at {self.address} has an error of its own: {said}") from None
             raise ClusterError(
                 f"there is no job `{identity}`",
                 where=self.address,

@@ -26,7 +26,7 @@ from finray.training.memory import MemoryWriter
 from finray.training.nonfinite import NonFiniteGuard
 from finray.training.profile import Profiler
 from finray.training.pulse import Pulse
-from finray.training.schedule import learning_rate
+from finray.training.schedule import learning_rate, passes_multiple
 from finray.training.state import TrainState
 from finray.training.step import ASKED, CAME, StepResult, evaluate, train_step
 from finray.training.task import Task
@@ -202,7 +202,7 @@ class Loop:
         if section.every_epochs is None:
             return section.every_steps is not None and self.state.step % section.every_steps == 0
         every, position = section.every_epochs * len(self.loader.plan), self.state.position
-        return position // every > (position - items) // every
+        return passes_multiple(position - items, position, every)
 
     def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, asked: bool, came: bool) -> None:
         """Log, evaluate and save, each where it is due; where the run is stopped, log what is left and save."""

@@ -12,6 +12,11 @@ def warmup_steps(train: TrainConfig, total: int) -> int:
     return train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
 
 
+def passes_multiple(before: int, after: int, every: float) -> bool:
+    """Whether a multiple of ``every`` is in (before, after]; a share of a whole number may be rounded either way."""
+    return math.floor(after / every + 1e-6) > math.floor(before / every + 1e-6)
+
+
 def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
     """The learning rate of an update.
 

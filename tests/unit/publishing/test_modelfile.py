@@ -11,7 +11,7 @@ import gguf
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finray.publishing.gguf import added_begin
+from finray.publishing.gguf import added_bos
 from finray.publishing.modelfile import Frame, frame_of, modelfile
 
 CHATML = (
@@ -102,7 +102,7 @@ def test_a_token_that_the_runner_writes_itself_is_not_in_the_template(template: 
         chat_template=template, eos_token=None, apply_chat_template=lambda messages, **options: render(messages)
     )
     for own in (begin, ""):
-        text, refused = modelfile(tokenizer, "m.gguf", {}, begin=own)
+        text, refused = modelfile(tokenizer, "m.gguf", {}, bos=own)
         assert refused is None
         written = re.findall(r'TEMPLATE """(.*)"""', text)[0]
         for messages in (CONVERSATION, CONVERSATION[1:]):
@@ -132,8 +132,8 @@ def test_whether_the_runner_writes_it_is_in_the_gguf_file(tmp_path: Path, said: 
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert added_begin(file, SimpleNamespace(bos_token="<s>")) == expected
-    assert added_begin(file, SimpleNamespace(bos_token=None)) == ""
+    assert added_bos(file, SimpleNamespace(bos_token="<s>")) == expected
+    assert added_bos(file, SimpleNamespace(bos_token=None)) == ""
 
 
 @pytest.mark.parametrize("template", [UPPER, THINKING])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from finray.config.load import build_config
 from finray.config.schema import SCHEDULES, TrainConfig
 from finray.errors import ConfigError
-from finray.training.schedule import learning_rate, warmup_steps
+from finray.training.schedule import learning_rate, passes_multiple, warmup_steps
 
 
 def rates(total: int, **fields: object) -> list[float]:
@@ -124,3 +127,15 @@ def test_fields_whose_place_another_takes_are_named() -> None:
     replaced = TrainConfig(warmup_ratio=0.1, warmup_steps=0).replaced
     assert replaced == ("train.warmup_steps=0 takes the place of train.warmup_ratio=0.1",)
     assert TrainConfig(epochs=3, warmup_ratio=0.1).replaced == TrainConfig(max_steps=3, warmup_steps=4).replaced == ()
+
+
+@given(st.integers(1, 3000), st.integers(1, 12), st.integers(0, 9000), st.integers(1, 64))
+def test_a_part_of_an_epoch_ends_where_it_ends_in_whole_numbers(rows: int, parts: int, before: int, items: int) -> None:
+    part, after = Fraction(rows, parts), before + items
+    assert passes_multiple(before, after, (1 / parts) * rows) == (after // part > before // part)
+
+
+def test_a_fifth_of_an_epoch_ends_with_the_epoch() -> None:
+    """`7 // (0.2 * 7)` is 4: in floats, the last part would end a step late."""
+    assert 7 // (0.2 * 7) == 4
+    assert passes_multiple(6, 7, 0.2 * 7)
