@@ -1,35 +1,45 @@
-"""Answers to prompts, and likelihoods, on a CPU: finray's engine beside Transformers.
+"""Generation and log-likelihoods on a CPU: finray's engine compared with Transformers.
 
-Answers are beside `generate` in its best static batch, likelihoods beside one forward pass for each row.
+Generation is compared with `generate` in its best static batch, likelihoods with one forward pass per row.
 
-Prompts are questions (GSM8K's and Alpaca's, where `--data` has them), answered greedily by the same model in the same
-set-up. `generate` gets them sorted by length; a batch is computed until its last row is finished. Both sides are given
-the allocator that finray sets up for its workers. In fp32, answers must be the same.
+Prompts are GSM8K's questions (made ones without `--data`), answered with greedy decoding by the same model in the same
+set-up. `generate` gets them sorted by length; a batch runs until its last row is finished. Both use the memory
+allocator settings of finray's workers. In fp32, the answers must be the same.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import case
 from case import Bench, BenchmarkError, Blocks, Result, Run, Runs
 from finray.planning.placement import ALLOCATOR
 from processes import PEERS, environment, run
+from rows import Row, read_rows
 
 OURS = "finray"
 STATIC = (8, 16, 32, 64)
 SLOTS = 32
 PROMPTS, NEW = 96, 192
-# Greedy answers part where two tokens are equally likely but for the order of a sum.
+# Greedy answers diverge where two tokens are equally likely up to the order of a sum.
 MOST_APART = 0.02
+
+
+def questions(bench: Bench) -> list[Row]:
+    """Rows whose questions are asked."""
+    count = 8 if bench.quick else PROMPTS
+    if bench.data is None:
+        return bench.pool[:count]
+    return random.Random(bench.seed).sample(read_rows(bench.data / "gsm8k_train.jsonl"), count)
 
 
 def runner(engine: str, size: int, precision: str) -> Run:
     def measure(bench: Bench, pair: int) -> Result:
         folder = bench.empty_folder()
-        rows = [row["messages"][:-1] for row in bench.pool][: 8 if bench.quick else PROMPTS]
+        rows = [row["messages"][:-1] for row in questions(bench)]
         file = folder / "prompts.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         job = {"model": str(bench.model), "prompts": str(file), "engine": engine, "batch_size": size}
@@ -40,16 +50,19 @@ def runner(engine: str, size: int, precision: str) -> Run:
     return measure
 
 
-def blocks(bench: Bench) -> Mapping[str, Mapping[str, Run]]:
-    return {
-        precision: {OURS: runner("finray", SLOTS, precision)}
-        | {f"generate, batches of {size}": runner("generate", size, precision) for size in STATIC}
-        for precision in ("fp32", "bf16")
-    }
+def blocks(precision: str) -> Callable[[Bench], Mapping[str, Mapping[str, Run]]]:
+    contenders = {OURS: runner("finray", SLOTS, precision)}
+    contenders |= {f"generate, batches of {size}": runner("generate", size, precision) for size in STATIC}
+    return lambda bench: {precision: contenders}
+
+
+def setup(bench: Bench) -> str:
+    source = "made questions" if bench.data is None else "GSM8K's questions"
+    return f"`{bench.model.name}`; threads: {bench.threads}; {source}"
 
 
 def same_answers(block: str, runs: Runs) -> None:
-    """Raise unless the answers in fp32 are the same."""
+    """Raise an error unless the answers in fp32 are the same."""
     first, *others = [results[-1]["digests"] for results in runs.values()]
     for name, digests in zip(list(runs)[1:], others, strict=True):
         apart = sum(one != other for one, other in zip(first, digests, strict=True)) / len(first)
@@ -57,25 +70,16 @@ def same_answers(block: str, runs: Runs) -> None:
             raise BenchmarkError(f"{apart:.0%} of the answers of {name} are not those of {OURS}")
 
 
-def over_best(block: str) -> case.Value:
-    """finray's rate divided by the best of the others, pair by pair."""
-
-    def value(found: Blocks) -> float | None:
-        runs = found.get(block)
-        return None if runs is None else case.least_quotient("tokens_per_second")({block: runs})
-
-    return value
-
-
 ALONE, FOUR_TIMES = "one row at a time", "finray, four times the rows"
-SCORED = 24
 CHOICES, WHOLE = "questions with four answers each", "whole rows"
+# Enough to fill a forward pass of finray's engine: the memory for four times the rows is compared with that of one.
+SCORED = {CHOICES: 64, WHOLE: 24}
 
 
 def scorer(engine: str, block: str, times: int = 1) -> Run:
     def measure(bench: Bench, pair: int) -> Result:
         asked = []
-        for row in bench.pool[: (4 if bench.quick else SCORED) * times]:
+        for row in bench.pool[: (4 if bench.quick else SCORED[block]) * times]:
             *_, question, answer = (one["content"] for one in row["messages"])
             words = answer.split()
             parts = [" ".join(words[at::4][:6]) or "no" for at in range(4)] if block == CHOICES else [answer]
@@ -97,7 +101,7 @@ def scoring_blocks(bench: Bench) -> Mapping[str, Mapping[str, Run]]:
 
 
 def same_likelihoods(block: str, runs: Runs) -> None:
-    """Raise unless the likelihoods are the same."""
+    """Raise an error unless the likelihoods are the same."""
     ours, theirs = (runs[name][-1]["likelihoods"] for name in (OURS, ALONE))
     worst = max(abs(one - other) / max(1.0, abs(other)) for one, other in zip(ours, theirs, strict=True))
     if worst > 1e-3:
@@ -114,30 +118,38 @@ def in_block(block: str, above: str, below: str, key: str) -> case.Value:
 
 
 CASES = [
-    case.Case(
-        group="answers",
-        name="answers",
-        title="Answers to prompts",
-        what=f"{PROMPTS} questions, at most {NEW} tokens each, greedy; finray has {SLOTS} slots.",
-        blocks=blocks,
-        measures=[
-            case.Measure("tokens/s", "tokens_per_second"),
-            case.Measure("tokens per CPU second", "tokens_per_cpu_second"),
-            case.Measure("tokens", "tokens", 0, None),
-            case.Measure("peak GiB", "resident", 2, None, 2.0**-30),
-        ],
-        ratios=case.over_others,
-        aims=[
-            case.Aim("answers, fp32: finray ÷ `generate` at its best", over_best("fp32"), least=1.5),
-            case.Aim("answers, bf16: finray ÷ `generate` at its best", over_best("bf16"), least=1.5),
-        ],
-        check=same_answers,
+    *(
+        case.Case(
+            group="answers",
+            name=f"answers-{precision}",
+            title=f"Answers to prompts in {precision}",
+            what=f"{PROMPTS} questions, at most {NEW} tokens each, greedy; finray has {SLOTS} slots.",
+            blocks=blocks(precision),
+            measures=[
+                case.Measure("tokens/s", "tokens_per_second"),
+                case.Measure("tokens per CPU second", "tokens_per_cpu_second"),
+                case.Measure("tokens", "tokens", 0, None),
+                case.Measure("peak GiB", "resident", 2, None, 2.0**-30),
+            ],
+            ratios=case.over_others,
+            aims=[
+                case.Aim(
+                    f"answers, {precision}: finray ÷ `generate` at its best",
+                    case.least_quotient("tokens_per_second"),
+                    least=1.5,
+                )
+            ],
+            check=same_answers,
+            setup=setup,
+        )
+        for precision in ("fp32", "bf16")
     ),
     case.Case(
         group="answers",
         name="scoring",
         title="Likelihoods of given answers",
-        what=f"Likelihoods in fp32 of {SCORED} rows, and of {4 * SCORED} for the memory that the process grows by.",
+        what=f"Likelihoods in fp32 of {SCORED[CHOICES]} questions and {SCORED[WHOLE]} whole rows, and of four times as "
+        "many for the memory that the process grows by.",
         blocks=scoring_blocks,
         measures=[
             case.Measure("rows/s", "rows_per_second", 2),

@@ -1,4 +1,4 @@
-"""What a benchmark case is, how its contenders are run in turn, and how the outcome is shown."""
+"""Benchmark cases: definition, running the contenders in turn, and showing the results."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ FILES = ("gsm8k_train.jsonl", "alpaca_en.json")
 
 
 class BenchmarkError(Exception):
-    """A run failed, or what it did is not what it is compared with. Nothing is written."""
+    """A run failed, or did not do the same work as the others. No result is written."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What everything is run with."""
+    """The settings of all runs."""
 
     model: Path  # directory
     folder: Path  # for files that are not kept
     peer_python: str  # interpreter that has TRL and Accelerate
     threads: int = 2  # cores, processes and threads that every contender has
-    pairs: int = 5  # runs of each contender
+    pairs: int = 5  # runs per contender
     steps: int = 10  # timed batches of four rows in a run
-    warmup: int = 2  # first steps of a run, which are not timed
-    seed: int = 17  # of rows, samples, orders and runs
-    max_length: int = 1024  # most tokens in a row and in a pack
-    data: Path | None = None  # directory with `FILES`; without it rows are made with Alpaca's lengths
-    most_rows: int | None = None  # of the preparation; by default sixteen times those there are
-    first_rows: int = 100_000  # of the run to the first step
+    warmup: int = 2  # first steps of a run, not timed
+    seed: int = 17  # for rows, samples, orders and runs
+    max_length: int = 1024  # maximum tokens in a row and in a pack
+    data: Path | None = None  # directory with `FILES`; without it, rows are generated with Alpaca's lengths
+    most_rows: int | None = None  # for the preparation; by default sixteen times the available rows
+    first_rows: int = 100_000  # for the run up to the first step
     against: Path | None = None  # another checkout
-    quick: bool = False  # whether this only tries the scripts, on little data
+    quick: bool = False  # only try the scripts, on little data
 
     @cached_property
     def pool(self) -> list[Row]:
-        """All rows there are, as messages, in a random order."""
+        """All available rows, as messages, in a random order."""
         made = 512 if self.quick else 8 * POOL
         rows = make_rows(made, seed=self.seed) if self.data is None else []
         rows += [row for name in FILES if self.data is not None for row in read_rows(self.data / name)]
@@ -54,7 +54,7 @@ class Bench:
 
     @cached_property
     def batches(self) -> list[list[Row]]:
-        """A sample for training: batches of four rows of nearly one length; together they have all lengths."""
+        """A sample for training: batches of four rows of similar length; together they cover all lengths."""
         pool = self.pool[: MAX_POOL if self.data else POOL]
         lengths = count_tokens(pool, self.model, max_length=self.max_length)
         return grouped_sample(pool, lengths, batches=self.steps, batch_size=4)
@@ -65,7 +65,7 @@ class Bench:
         return [row for batch in self.batches for row in batch]
 
     def empty_folder(self) -> Path:
-        """A directory for one run's files, which makes every run a cold one; that of the run before goes."""
+        """An empty directory for a run's files, for a cold start; the previous run's directory is deleted."""
         folder = self.folder / "run"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -73,7 +73,7 @@ class Bench:
 
 
 Run = Callable[[Bench, int], Result]
-# The runs of each contender of a block.
+# The runs of each contender in a block.
 Runs = dict[str, list[Result]]
 Blocks = dict[str, Runs]
 Value = Callable[[Blocks], float | None]
@@ -81,7 +81,7 @@ Value = Callable[[Blocks], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A column: the key of a run's result (which may be absent, or a word), and the digits of it and of its ratios."""
+    """A column: a key of a run's result (the value may be missing, or a word), and the digits of value and ratios."""
 
     name: str
     key: str
@@ -90,14 +90,14 @@ class Measure:
     scale: float = 1.0
 
     def read(self, run: Result) -> Any:
-        """A number or a word, or None."""
+        """A number, a word, or None."""
         value = run.get(self.key)
         return value * self.scale if isinstance(value, int | float) else value
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A figure of the first table, and what it should be at least or at most, if there is an aim."""
+    """A figure of the first table, with its lower or upper limit if there is an aim."""
 
     name: str
     read: Value
@@ -106,7 +106,7 @@ class Aim:
     form: str = "{:.2f}×"
 
     def figure(self, blocks: Blocks) -> list[str] | None:
-        """Its line of the first table: name, aim, what came out, and the verdict."""
+        """The line in the first table: name, aim, result, and verdict."""
         value = self.read(blocks)
         bound = self.most if self.least is None else self.least
         if value is None or bound is None:
@@ -118,27 +118,27 @@ class Aim:
 
 @dataclass(frozen=True)
 class Case:
-    """Contenders that are run in turn, each in processes of its own, and what is read from their runs."""
+    """Contenders that are run in turn, each in its own processes, and the measures that are read from their runs."""
 
-    group: str  # of the command line, and by `run.GROUPS` the section of RESULTS.md
+    group: str  # on the command line; `run.GROUPS` has its section of RESULTS.md
     name: str  # for `--case`
     title: str
-    what: str  # is measured on what
-    blocks: Callable[[Bench], Mapping[str, Mapping[str, Run]]]  # contenders by the block of the table they stand in
+    what: str  # what is measured, and on what
+    blocks: Callable[[Bench], Mapping[str, Mapping[str, Run]]]  # contenders, by block of the table
     measures: Sequence[Measure]  # columns
-    ratios: Callable[[Runs], Sequence[tuple[str, str]]] = lambda runs: ()  # who is divided by whom, within a block
+    ratios: Callable[[Runs], Sequence[tuple[str, str]]] = lambda runs: ()  # contenders to divide, within a block
     aims: Sequence[Aim] = ()
-    # After every pair; raises unless the runs of a block are of equal work.
+    # Called after every pair; raises an error unless the runs of a block did equal work.
     check: Callable[[str, Runs], None] = lambda block, runs: None
-    most_pairs: int = 1000  # runs of each contender
-    setup: Callable[[Bench], str] | None = None  # model, threads and rows in words, where they are not the usual ones
+    most_pairs: int = 1000  # maximum runs per contender
+    setup: Callable[[Bench], str] | None = None  # model, threads and rows in words, if not the usual ones
 
     def pairs(self, bench: Bench) -> int:
         """Runs of each contender."""
         return min(bench.pairs, self.most_pairs)
 
     def measure(self, bench: Bench) -> Blocks:
-        """Run every contender, in alternation, so that what changes on the machine changes for all."""
+        """Run the contenders in turn, so that changes on the machine affect all of them."""
         found: Blocks = {}
         for block, contenders in self.blocks(bench).items():
             runs: Runs = {name: [] for name in contenders}
@@ -162,7 +162,7 @@ class Case:
         return [figure for figure in found if figure is not None]
 
     def show(self, blocks: Blocks) -> str:
-        """A table for each block, the aims, and what there is to say."""
+        """A table per block, the aims, and remarks."""
         parts = [self.what]
         for block, runs in blocks.items():
             lines = [[name, *(self._cell(results, one) for one in self.measures)] for name, results in runs.items()]
@@ -193,7 +193,7 @@ class Case:
 
 
 def alone(contenders: Mapping[str, Run]) -> Callable[[Bench], dict[str, Mapping[str, Run]]]:
-    """A case's only block."""
+    """The name of the only block of a case."""
     return lambda bench: {"": contenders}
 
 
@@ -204,12 +204,12 @@ def over_others(runs: Runs) -> list[tuple[str, str]]:
 
 
 def middle(contender: str, key: str) -> Value:
-    """The median of a contender's runs in the last block."""
+    """The median over a contender's runs in the last block."""
     return lambda blocks: median(run[key] for run in list(blocks.values())[-1][contender])
 
 
 def quotient(above: str, below: str, key: str, factor: float = 1.0) -> Value:
-    """The median ratio of the runs of two contenders in the last block, of those taken one after the other."""
+    """The median ratio of two contenders in the last block, over pairs of consecutive runs."""
 
     def value(blocks: Blocks) -> float | None:
         runs = list(blocks.values())[-1]
@@ -221,7 +221,7 @@ def quotient(above: str, below: str, key: str, factor: float = 1.0) -> Value:
 
 
 def least_quotient(key: str) -> Value:
-    """The first contender's ratio to the one that it beats by least."""
+    """The smallest ratio of the first contender to another one."""
 
     def value(blocks: Blocks) -> float | None:
         pairs = over_others(list(blocks.values())[-1])

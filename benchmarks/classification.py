@@ -1,7 +1,7 @@
-"""A classifier with LoRA: finray beside Transformers' `Trainer` in real tokens per second, and accuracy on SST-2.
+"""Sequence classification with LoRA: finray compared with Transformers' `Trainer` in tokens/s, and accuracy on SST-2.
 
-The model is MiniLM-L6, beside the directory of `--model`. Without `--data`, rows for the speed are made with SST-2's
-lengths; accuracy needs `sst2_train.jsonl` and `sst2_dev.jsonl` there. Tokens are real ones, never padding.
+The model is MiniLM-L6, next to the directory of `--model`. Without `--data`, the rows for the speed are generated with
+SST-2's lengths; accuracy needs `sst2_train.jsonl` and `sst2_dev.jsonl` in `--data`. Tokens never include padding.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import Any
 import case
 from case import Bench, BenchmarkError, Result, Run, Runs
 from finray.planning.placement import ALLOCATOR
+from finray.tracking.starts import read_starts
 from processes import PEERS, environment, run, run_group
 from rows import text
 
 OURS, RANDOM, GROUPED = "finray", "Trainer, random batches", "Trainer, grouped by length"
 ONE, TWO, PLAIN = "finray, 1 worker", "finray, 2 workers", "the plain loop"
 BATCH, STEPS, WARMUP = 64, 24, 2
-# Words of SST-2's sentences at these percentiles, of the 6,920 of its training file.
+# Words per sentence at these percentiles, over the 6,920 in SST-2's training file.
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 WORDS = (1, 5, 11, 18, 25, 35, 51)
 TRAIN, DEV = "sst2_train.jsonl", "sst2_dev.jsonl"
-# Of the run whose accuracy is taken: what issue and preset leave open was chosen on the plain loop.
+# For the accuracy run: settings that the issue and the preset leave open were chosen with the plain loop.
 ALPHA, SCHEDULE, DROPOUT, WARMUP_RATIO = 64, "constant", 0.05, 0.1
 
 
@@ -35,7 +36,7 @@ def minilm(bench: Bench) -> Path:
 
 
 def lengths_of(count: int, seed: int) -> list[int]:
-    """Numbers of words with SST-2's distribution."""
+    """Numbers of words, with SST-2's distribution."""
     draw, found = random.Random(seed), []
     for _ in range(count):
         at = draw.uniform(0, 100)
@@ -53,7 +54,7 @@ def write_rows(folder: Path, words: Sequence[int], seed: int) -> Path:
 
 
 def config(bench: Bench, folder: Path, rows: Path, **train: Any) -> dict[str, Any]:
-    """As the preset `bert-sst2-lora`, on MiniLM, by the wanted learning rate."""
+    """The preset `bert-sst2-lora`, with MiniLM and the given learning rate."""
     return {
         "run": {"name": "run", "output_dir": str(folder), "seed": bench.seed},
         "model": {"name": str(minilm(bench)), "task": "sequence_classification"},
@@ -101,7 +102,7 @@ def over(block: str, below: str) -> case.Value:
 
 
 def accuracy(workers: int) -> Run:
-    """One epoch by `finray train` with the preset; 0 workers are the plain loop."""
+    """One epoch of `finray train` with the preset; 0 workers means the plain loop."""
 
     def measure(bench: Bench, pair: int) -> Result:
         if bench.data is None or not (bench.data / TRAIN).is_file():
@@ -115,22 +116,22 @@ def accuracy(workers: int) -> Run:
             return run([sys.executable, script, *given, "--warmup", str(WARMUP_RATIO)], env=env).result
         folder = bench.empty_folder()
         words = ["bert-sst2-lora", f"run.output_dir={folder}", "run.name=run", f"run.seed={seed}"]
-        words += [f"model.name={minilm(bench)}", "model.quantization=null", f"data.source={train}"]
+        words += [f"model.name={minilm(bench)}", "model.quantization=none", f"data.source={train}"]
         words += ["data.subset=null", f"data.eval_source={dev}", "data.eval_split=null", "train.learning_rate=0.001"]
         words += [f"adapter.alpha={ALPHA}", f"train.schedule={SCHEDULE}", "train.gradient_checkpointing=none"]
         words += ["train.micro_batch_size=32", f"cluster.num_workers={workers}", "cluster.cpus_per_worker=1"]
         run([sys.executable, "-m", "finray", "train", *words, "evaluation.on_start=false"], env=env)
         lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = [one for one in map(json.loads, lines) if one["kind"] == "eval"][-1]
-        summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
-        share = summary["trainable_parameters"] / summary["parameters"]
+        header = read_starts(folder / "run")[-1].header
+        share = header.trainable / header.parameters
         return {"accuracy": last["accuracy"], "share": share, "loss": last["eval_loss"]}
 
     return measure
 
 
 def same_losses(block: str, runs: Runs) -> None:
-    """Raise unless one worker and two learned the same."""
+    """Raise an error unless one worker and two have the same losses."""
     one, two = (runs[name][-1]["loss"] for name in (ONE, TWO))
     if abs(one - two) > 1e-3 * one:
         raise BenchmarkError(f"one worker came to a loss of {one}, two to {two}")

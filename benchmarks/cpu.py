@@ -1,10 +1,11 @@
-"""LoRA fine-tuning on a CPU: finray beside TRL, Transformers' Trainer and Accelerate's FSDP2 on the same rows.
+"""LoRA fine-tuning on a CPU: finray compared with TRL, Transformers' Trainer and Accelerate's FSDP2 on the same rows.
 
-All train the same model, adapter and optimizer on the same rows: batches of four, a sample that has the lengths of the
-whole. Tokens are real ones, never padding, and are counted by one function (`rows.count_tokens`) from the rows that a
-contender saw; its own count must agree. For peers the batches hold rows of one length, as sorting a large data set
-would give (better than their own grouping does on few rows). finray packs the rows and is timed over as many packs as
-hold them all; two warm-up steps in front wrap its epoch, so a few rows may be counted twice and as many not at all.
+All use the same model, adapter, optimizer and rows: batches of four, from a sample with the length distribution of the
+whole dataset. Tokens never include padding, and are counted by one function (`rows.count_tokens`) from the rows that a
+contender saw; the contender's own count must agree. For peers, a batch has rows of similar length, as after sorting a
+large dataset (better than their own grouping on few rows). finray packs the rows, and is timed over as many packs as
+are needed for all of them; because two warm-up steps come first, the epoch wraps around, so a few rows may be counted
+twice and as many not at all.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ IN_FP32, AS_TIMED, IN_TEXT = (
     "As it is timed: bf16, finray packed, chat rows",
     "As it is timed, but for rows of plain text",
 )
-# The largest differences to finray: of the first step's loss; relative, of the mean loss and of the first gradient.
+# Maximum differences from finray: loss of the first step; relative: mean loss, and first gradient.
 EXACT, ROUNDED = (1e-3, 1e-3, 1e-3), (1e-2, 5e-3, 2e-2)
 
 
 def finray_config(bench: Bench, rows: Path, folder: Path, *, steps: int, seed: int) -> dict[str, Any]:
-    """The same work as the peers': optimizer, schedule, clipping, adapter and masking."""
+    """A config with the same optimizer, schedule, clipping, adapter and masking as the peers."""
     return {
         "run": {"name": "run", "output_dir": str(folder), "seed": seed},
         "model": {"name": str(bench.model)},
@@ -76,21 +77,21 @@ def run_finray(
     source: Path = SOURCE,
     **job: Any,
 ) -> Result:
-    """finray on rows, packed and in bf16 unless `change` says otherwise; by default the warm-up and one epoch."""
+    """Run finray on rows, packed and in bf16 unless `change` differs; by default for the warm-up and one epoch."""
     rows = bench.rows if rows is None else rows
     folder = bench.empty_folder()
     file = write_rows(folder / "rows.jsonl", rows)
     lengths = count_tokens(rows, bench.model, max_length=bench.max_length)
     epoch = -(-len(plan_packs(lengths, bench.max_length)) // packs)
     config = finray_config(bench, file, folder, steps=steps or bench.warmup + epoch, seed=bench.seed + pair)
-    # Pairs of strings stay plain text; `auto` would make chat turns of them.
+    # Pairs of strings stay plain text; `auto` would turn them into chat messages.
     if isinstance(rows[0].get("prompt"), str):
         config["data"]["format"] = "prompt_completion"
     config["train"]["global_batch_size"] = packs
     config["cluster"] |= {"num_workers": workers, "cpus_per_worker": threads or bench.threads}
     for section, fields in (change or {}).items():
-        # An adapter to start from has its own settings.
-        config[section] = fields if "start_from" in fields else {**config[section], **fields}
+        # A start adapter has its own settings.
+        config[section] = fields if "start_from" in fields else {**config.get(section, {}), **fields}
     env = environment(threads=threads or bench.threads, allocator=ALLOCATOR, source=source)
     whole = {"config": config, "warmup": bench.warmup, **job}
     ranks = run_group("finray_train.py", whole, env=env, processes=workers)
@@ -109,7 +110,7 @@ def run_peer(
     allocator: str | None = ALLOCATOR,
     **job: Any,
 ) -> Result:
-    """A peer on rows, by default in batches of one length in a random order; the longest ones warm up, for memory."""
+    """Run a peer, by default on batches of similar length in random order; the longest are the warm-up, for memory."""
     rows = bench.rows if rows is None else rows
     if steps is None:
         batches = [list(range(at, at + batch)) for at in range(0, len(rows), batch)]
@@ -122,7 +123,7 @@ def run_peer(
     env = environment(threads=threads, allocator=allocator)
     ranks = run_group(script, whole, env=env, processes=processes, python=bench.peer_python)
     summed = _summed(bench, ranks) | {
-        # Every rank of a peer has its own rows, and its share of the loss.
+        # Each rank of a peer has its own rows and its share of the loss.
         "rows": [
             [row for each in step for row in each] for step in zip(*(rank["rows"] for rank in ranks), strict=True)
         ],
@@ -138,7 +139,7 @@ def run_peer(
 
 
 def _summed(bench: Bench, ranks: Sequence[Result]) -> Result:
-    """CPU seconds, memory and the rate of matrix products of all ranks of a run."""
+    """CPU seconds, memory and matrix product rate, summed over all ranks of a run."""
     found: Result = {
         "cpu_seconds": sum(_span(rank["cpu_marks"], bench.warmup) for rank in ranks if rank["cpu_marks"]),
         "peak_rss_bytes": sum(rank["peak_rss_bytes"] for rank in ranks),
@@ -152,15 +153,15 @@ def _summed(bench: Bench, ranks: Sequence[Result]) -> Result:
 
 
 def _span(marks: Sequence[float], warmup: int) -> float:
-    """From the end of the last warm-up step to the end of the last step."""
+    """Seconds from the end of the last warm-up step to the end of the last step."""
     return marks[-1] - marks[warmup - 1]
 
 
 def figures(bench: Bench, result: Result, lengths: Sequence[int]) -> Result:
-    """A training's result with what is read of it: tokens counted from the rows it saw, rates, FLOPs.
+    """A training's result with derived figures: tokens counted from the rows it saw, rates, FLOPs.
 
     Raises:
-        BenchmarkError: the contender's own count of a step's tokens is another one.
+        BenchmarkError: the contender's own token count of a step differs.
     """
     counted = [sum(lengths[row] for row in step) for step in result["rows"]]
     if counted != result["own_tokens"]:
@@ -199,7 +200,7 @@ def _model_config(model: Path) -> Any:
 
 
 def _same_work(block: str, runs: Runs) -> None:
-    """All trained as many parameters, peers saw the same tokens, and the mean losses are those of the same learning."""
+    """Check that all trained the same number of parameters, peers saw the same tokens, and mean losses agree."""
     last = {name: results[-1] for name, results in runs.items()}
     tokens = {run["tokens"] for name, run in last.items() if not name.startswith("finray")}
     trainable = {run["trainable_parameters"] for run in last.values()}
@@ -228,7 +229,7 @@ def _share(name: str) -> case.Aim:
 
 
 def run_trl_defaults(bench: Bench, pair: int) -> Result:
-    """TRL as it comes, on the sample in a random order."""
+    """TRL with its defaults, on the sample in random order."""
     shuffled = random.Random(bench.seed + pair).sample(range(len(bench.rows)), len(bench.rows))
     batches = [shuffled[at : at + 4] for at in range(0, len(shuffled), 4)]
     steps = [*batches[: bench.warmup], *batches]
@@ -271,7 +272,7 @@ def _run_workers(workers: int, strategy: str) -> Run:
 
 
 def _run_accelerate(bench: Bench, pair: int) -> Result:
-    """Two batches of neighbouring lengths to a step, one for each process; the steps in a random order."""
+    """Two batches of similar length per step, one for each process; steps are in random order."""
     dealt = [[at, at + 4] for at in range(0, len(bench.rows) - 4, 8)]
     steps = [[row for offset in range(4) for row in (first + offset, second + offset)] for first, second in dealt]
     shuffled = random.Random(bench.seed + pair).sample(steps, len(steps))
@@ -279,7 +280,7 @@ def _run_accelerate(bench: Bench, pair: int) -> Result:
 
 
 def _same_steps(block: str, runs: Runs) -> None:
-    """One worker and two: the same tokens, and the same loss at every step, to the noise of bf16."""
+    """Check that one worker and two have the same tokens, and the same loss at every step up to bf16 noise."""
     _same_work(block, runs)
     one, *others = (runs[name][-1] for name in (ONE, DDP, FSDP))
     apart = max(abs(a / b - 1) for other in others for a, b in zip(other["losses"], one["losses"], strict=True))
@@ -320,17 +321,17 @@ SCALING = case.Case(
 
 
 def start_adapter(bench: Bench, folder: Path) -> str:
-    """An untrained adapter of the bench's model, drawn by PEFT, for contenders to start from."""
+    """An untrained adapter for the bench's model, initialized by PEFT, for all contenders to start from."""
     job = {"model": str(bench.model), "rows": "", "steps": [], "precision": "fp32", "save_start": str(folder)}
     run_group("start_adapter.py", job, env=environment(threads=bench.threads), python=bench.peer_python)
     return str(folder)
 
 
 def equal_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
-    """finray, and then every contender over the rows of its steps, from one adapter.
+    """finray, and then every contender on the rows of finray's steps, all starting from one adapter.
 
-    In two of the blocks rows are prompt and completion as plain text: of chat rows TRL also learns the newline after
-    the end-of-turn token, and the losses of a step would be means over other targets.
+    In two of the blocks, rows are prompt and completion as plain text: with chat rows, TRL also trains on the newline
+    after the end-of-turn token, so the loss of a step would be a mean over other targets.
     """
     start = start_adapter(bench, bench.folder / "start")
     count = min(bench.steps, 2 if bench.quick else 6)
@@ -362,10 +363,10 @@ def equal_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
 
 
 def equal_losses(block: str, runs: Runs) -> None:
-    """Every contender had finray's rows, targets and losses in every step.
+    """Check that every contender had the same rows, targets and losses as finray in every step.
 
     Raises:
-        BenchmarkError: it had not.
+        BenchmarkError: one did not.
     """
     ours, *others = ((name, results[-1]) for name, results in runs.items())
     allowed = EXACT if block == IN_FP32 else ROUNDED
@@ -416,7 +417,7 @@ EQUAL = case.Case(
 
 
 def uniform_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
-    """Batches of eight rows of 128 tokens each, template included: as many tokens as a pack holds."""
+    """Batches of eight rows of 128 tokens each, chat template included: as many tokens as a pack has."""
     rows = uniform_rows(bench.model, count=8 * bench.steps, tokens=128, seed=bench.seed)
     return {
         "": {
@@ -455,7 +456,7 @@ FULL_LOGITS = "full logits"
 
 
 def vocabulary_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
-    """A Llama with a narrow body and a wide vocabulary, four rows of one length, two steps: finray and the Trainer."""
+    """A Llama with a small body and a large vocabulary, four rows of one length, two steps: finray and the Trainer."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     shape = {"vocab_size": 128_256, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

@@ -1,4 +1,4 @@
-"""What a run costs its driver, by the number of workers."""
+"""The driver's CPU time per step, by number of workers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from case import Bench, Result, Run
 from processes import PEERS, environment, run
 
 COUNTS = (2, 8, 32)
-# As in peers/driver_cost.py.
+# As in `peers/driver_cost.py`.
 REPORT_EVERY = 4
 
 
 def _run(count: int) -> Run:
-    """Milliseconds of CPU of the driver in a step of so many workers, and what is added by an evaluation in it, or by a
-    checkpoint that is reported to Ray."""
+    """CPU milliseconds of the driver: per step, and extra per evaluation and per checkpoint reported to Ray."""
 
     def one(bench: Bench, pair: int) -> Result:
         job = {"workers": [count], "steps": 40 if bench.quick else 200, "step_s": 0.05}

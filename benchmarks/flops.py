@@ -1,10 +1,11 @@
-"""What a token costs in floating-point operations, and how many a second this machine's matrix products reach.
+"""Floating-point operations per token, and the FLOP/s that matrix products reach on this machine.
 
-Counted is what training cannot do without, and nothing twice (no recomputed activations, no scores of the backward
-pass): torch counts the products of plain PEFT's (or the whole) model while it is traced without values, with whole
-attention; of attention half is taken, which is what causality needs. For LoRA that comes to 4N + 6P + 3A a token and
-less what the first block's projections need no gradient for, for full fine-tuning to 6N + 3A: N are the weights that a
-token meets (of the head the share of the positions that have a target), P the adapters', A attention's forward pass.
+Only necessary operations are counted, each once (no recomputed activations, no attention scores recomputed in the
+backward pass). torch counts the matrix products of the plain PEFT model (or the full model) on the meta device, with
+full attention; half of attention is counted, because attention is causal. Per token, this is 4N + 6P + 3A for LoRA,
+minus the input gradients that the first block's projections do not need, and 6N + 3A for full fine-tuning. N is the
+number of weights that a token passes through (for the head, times the share of positions with a target), P that of the
+adapters, and A the operations of attention's forward pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 
 def _model(config: Any, rank: int | None) -> Any:
-    """A model without values; `rank` is of LoRA on all linear layers, None trains everything."""
+    """A model on the meta device; `rank` is the rank of LoRA on all linear layers, None trains all weights."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -35,9 +36,9 @@ def _model(config: Any, rank: int | None) -> Any:
 
 
 def _count(model: Any, tokens: int, targets: int) -> tuple[int, int]:
-    """Operations of one row, forward and backward: those of linear layers, and of (whole) attention."""
+    """Operations for one row, forward and backward: of linear layers, and of (full) attention."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    # A mask of four dimensions is taken as it is; one that had to be made would be looked into.
+    # A four-dimensional mask is used as it is; a mask made by Transformers would read values.
     mask = torch.zeros(1, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, attention_mask=mask, logits_to_keep=torch.arange(targets)).logits.sum().backward()
@@ -48,7 +49,7 @@ def _count(model: Any, tokens: int, targets: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=32)
 def _coefficients(config: str, kind: str, rank: int | None) -> tuple[float, float, float]:
-    """Operations for every token, for every target, and for every token squared of a row."""
+    """Operations per token, per target, and per squared token of a row."""
 
     from transformers import AutoConfig
 
@@ -60,27 +61,27 @@ def _coefficients(config: str, kind: str, rank: int | None) -> tuple[float, floa
 
 
 def flops_per_token(config: Any, lengths: Sequence[int], *, share_with_target: float, rank: int | None) -> float:
-    """Operations for a token of rows of these lengths.
+    """Operations per token, for rows of these lengths.
 
     Args:
         config: of a Transformers model with eager attention.
         lengths: tokens of the rows.
         share_with_target: share of the positions that have a target.
-        rank: of LoRA on all linear layers; None where everything is trained.
+        rank: rank of LoRA on all linear layers; None for full fine-tuning.
     """
     token, target, square = _coefficients(config.to_json_string(use_diff=False), config.model_type, rank)
     return token + target * share_with_target + square * sum(length**2 for length in lengths) / sum(lengths)
 
 
 def gemm_rate(config: Any, *, tokens: int, targets: int, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOPs a second of a model's matrix products, forward and of the activations' gradients, and of nothing else.
+    """FLOP/s of only a model's matrix products: the forward pass and the gradients of activations.
 
     Args:
-        config: of the model whose shapes are taken.
-        tokens: rows of the body's products.
-        targets: rows of the head's products.
-        dtype: of all operands.
-        device: where.
+        config: config of the model with these shapes.
+        tokens: rows of the matrix products in the body.
+        targets: rows of the matrix products in the head.
+        dtype: dtype of all operands.
+        device: device to run on.
     """
     layers = dict(_model(config, None).named_modules())
     shapes = Counter(
@@ -102,7 +103,7 @@ def gemm_rate(config: Any, *, tokens: int, targets: int, dtype: torch.dtype, dev
 
 
 def timings(action: Callable[[], Any], device: torch.device, *, count: int = 3, least: float = 0.15) -> list[float]:
-    """The seconds of an action that is done `count` times and for `least` seconds, after once for nothing."""
+    """Seconds of each call of an action: at least `count` calls and `least` seconds, after one warm-up call."""
     taken: list[float] = []
     action()
     while len(taken) < count or sum(taken) < least:
@@ -115,6 +116,6 @@ def timings(action: Callable[[], Any], device: torch.device, *, count: int = 3, 
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done everything."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,14 +1,14 @@
-"""Fine-tuning on one GPU: how fast finray's training step is, how much of the machine it uses, and Trainer beside it.
+"""Fine-tuning on one GPU: speed and GPU utilization of finray's training step, compared with Transformers' Trainer.
 
-In one process, without Ray, network or downloads. The models have the shapes of Llama 3.1 8B and of Qwen3 1.7B and
-random weights, which cost the same time as trained ones; rows have Alpaca's lengths (without a chat template) and
-random tokens, and are laid out by finray's own packing. LoRA is of rank 16 on all linear layers over frozen weights in
-bf16 (QLoRA: in four bits); full fine-tuning keeps weights in fp32 and computes in bf16; AdamW, clipping at 1.0. A step
-is 16,384 tokens or more, whatever the length of a pack.
+Runs in one process, without Ray, network or downloads. The models have the shapes of Llama 3.1 8B and Qwen3 1.7B and
+random weights, which take the same time as trained ones; rows have Alpaca's lengths (without a chat template) and
+random tokens, and are packed by finray. LoRA has rank 16 on all linear layers, with frozen weights in bf16 (QLoRA: in 4
+bits); full fine-tuning keeps weights in fp32 and computes in bf16; AdamW, gradient clipping at 1.0. A step has 16,384
+tokens or more, for any pack length.
 
-Not measured: reading and tokenizing data (batches are laid out before the clock starts; in training a thread does it
-beside the step), start-up, evaluation, checkpoints, several GPUs, or how good a model comes out. With `--quick` tiny
-models try the script, on a CPU too.
+Not measured: reading and tokenizing data (batches are built before timing starts; in training, a background thread does
+this), start-up, evaluation, checkpoints, several GPUs, or model quality. With `--quick`, tiny models try the script,
+also on a CPU.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ SEED, RANK = 17, 16
 # Rows of a batch that is not packed.
 LOOSE_ROWS = 8
 WARMUP, STEPS = 3, 8
-# (ids, mask) of a row; the mask is one where the token is learned.
+# (ids, mask) of a row; the mask is 1 for tokens that are trained on.
 Row = tuple[Any, Any]
 
 
 LLAMA, QWEN, SMALL, ONE_B = "llama-3.1-8b", "qwen3-1.7b", "smollm2-135m", "llama-3.2-1b"
 FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 FIELDS += ("num_key_value_heads", "head_dim", "tie_word_embeddings")
-# The kind and these fields; in a trial `TINY` stands in for all.
+# The kind and these fields; a trial uses `TINY` for all.
 SHAPES = {
     LLAMA: ("llama", 128256, 4096, 14336, 32, 32, 8, 128, False),
     QWEN: ("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, True),
@@ -80,16 +80,16 @@ TINY = ("qwen3", 640, 64, 192, 2, 4, 2, 16, True)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a model is trained; the switches are finray's optimisations."""
+    """How a model is trained; the switches are finray's optimizations."""
 
     method: str = "lora"  # or `qlora` (NF4 with double quantisation), or `full`
-    length: int = -2  # which of the lengths of packs
+    length: int = -2  # index of the pack length
     rank: int = RANK
-    packing: bool = True  # or batches of rows laid end to end
-    fused: bool = True  # LoRA's layers as one operation each
-    chunked: bool = True  # loss in chunks, or whole logits at the positions that have a target
-    checkpointing: str = "none"  # activations that are computed again: `none`, `selective` or `full`
-    compiled: bool = False  # every block by `torch.compile`
+    packing: bool = True  # or batches of concatenated rows
+    fused: bool = True  # each LoRA layer as one operation
+    chunked: bool = True  # loss in chunks, or full logits at the positions with a target
+    checkpointing: str = "none"  # gradient checkpointing: `none`, `selective` or `full`
+    compiled: bool = False  # `torch.compile` for every block
 
 
 LENGTHS = {"512": Setup(length=0), "2,048": Setup(length=1), "4,096": Setup(), "8,192": Setup(length=3)}
@@ -103,7 +103,7 @@ SWITCHES = {
     "full checkpointing": Setup(checkpointing="full"),
     "compiled": Setup(compiled=True),
 }
-# A setup of finray's, or whether the Trainer has Liger's kernels.
+# A setup of finray, or whether the Trainer uses Liger's kernels.
 PEERS: dict[str, Setup | bool] = {"finray": Setup(), "Trainer": False, "Trainer + Liger": True}
 MEMORY = {
     SMALL: {"lora": Setup(rank=8), "full": Setup("full")},
@@ -115,7 +115,7 @@ MEMORY = {
 
 
 def random_model(config: Any, dtype: torch.dtype, implementation: str, device: torch.device) -> Any:
-    """A causal language model with weights drawn on the device."""
+    """A causal language model with random weights, created on the device."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(SEED)
@@ -126,7 +126,7 @@ def random_model(config: Any, dtype: torch.dtype, implementation: str, device: t
 
 
 def build_task(config: Any, setup: Setup, device: torch.device) -> CausalLM:
-    """As `CausalLM.build` makes it, but for the weights."""
+    """The task as `CausalLM.build` makes it, except for the weights."""
     silence_transformers()
     attention.register()
     flash = device.type == "cuda" and find_spec("flash_attn") is not None
@@ -142,10 +142,10 @@ def build_task(config: Any, setup: Setup, device: torch.device) -> CausalLM:
             fused_lora.fuse(model)
     task = CausalLM(model.to(device), precision="bf16", attention_name=name, device=device)
     if not setup.chunked:
-        # As with a head that finray does not understand.
+        # As for a head that finray does not support.
         task.packed._has_plain_head = False
     if setup.compiled:
-        # A trial on a CPU goes without the compiler, which takes minutes.
+        # A trial on a CPU does not compile, which would take minutes.
         compile_blocks(task.model, backend="inductor" if device.type == "cuda" else "aot_eager")
     if setup.checkpointing != "none":
         wrap_blocks(task.model, checkpointing=setup.checkpointing)
@@ -154,7 +154,7 @@ def build_task(config: Any, setup: Setup, device: torch.device) -> CausalLM:
 
 
 def _quantise(model: Any) -> None:
-    """Store the weights of all linear layers but the head in four bits, one after the other."""
+    """Quantize all linear layers except the head to 4 bits, one after the other."""
     weights = {name: layer.weight.detach() for name, layer in model.named_modules() if type(layer) is torch.nn.Linear}
     quantise_layers(model, 4, dtype=torch.bfloat16)
     for name, layer in model.named_modules():
@@ -163,13 +163,13 @@ def _quantise(model: Any) -> None:
 
 
 def draw_rows(tokens: int, vocabulary: int, longest: int) -> list[Row]:
-    """Rows of together at least so many tokens, of prompts and answers with Alpaca's lengths; answers are learned."""
+    """Rows with at least this many tokens in total; prompts and answers have Alpaca's lengths."""
     generator = np.random.default_rng(SEED)
     found: list[Row] = []
     total = 0
-    # Alpaca's rows have some 170 tokens on average.
+    # Alpaca's rows have about 170 tokens on average.
     for row in make_rows(50 + tokens // min(100, longest // 3), seed=SEED):
-        # Words and full stops count as a token each, and the end of the answer as one more.
+        # Each word and full stop counts as a token, and the end of the answer as one more.
         prompt, answer = (len(message["content"].replace(".", " .").split()) for message in row["messages"])
         mask = np.repeat(np.array([0, 1], dtype=np.uint8), [prompt, answer + 1])[:longest]
         found.append((generator.integers(0, vocabulary, len(mask), dtype=np.int32), mask))
@@ -180,9 +180,9 @@ def draw_rows(tokens: int, vocabulary: int, longest: int) -> list[Row]:
 
 
 def groups_of(rows: Sequence[Row], capacity: int, *, steps: int, tokens: int, packing: bool) -> list[Any]:
-    """The rows of each batch of each step of about so many tokens, drawn without replacement while there are any left.
+    """The rows of each batch of each step of about this many tokens, drawn without replacement while any are left.
 
-    A batch is a pack, or so many rows.
+    A batch is a pack, or a number of rows.
     """
     lengths = [len(ids) for ids, _ in rows]
     if not packing:
@@ -197,7 +197,7 @@ def groups_of(rows: Sequence[Row], capacity: int, *, steps: int, tokens: int, pa
 
 
 def step_data(rows: Sequence[Row], groups: Sequence[tuple[int, ...]]) -> StepData:
-    """A step of one batch for each group of rows."""
+    """A step with one batch per group of rows."""
     batches = [collate([rows[number] for number in numbers], numbers) for numbers in groups]
     return StepData(
         micro_batches=list(enumerate(batches)),
@@ -209,7 +209,7 @@ def step_data(rows: Sequence[Row], groups: Sequence[tuple[int, ...]]) -> StepDat
 
 
 def stepper(task: CausalLM, device: torch.device) -> Callable[[StepData], torch.Tensor]:
-    """finray's optimizer step on a process of its own; gives the loss, unread."""
+    """finray's optimizer step in its own process; returns the loss as a tensor."""
     strategy, train, state = DDPStrategy(device), TrainConfig(learning_rate=1e-4), TrainState(random_key=1)
     optimizer, guard = Optimizer(task.trainable(), train), NonFiniteGuard(state, device, scaled=False)
 
@@ -223,7 +223,7 @@ def stepper(task: CausalLM, device: torch.device) -> Callable[[StepData], torch.
 
 
 def estimated(config: Any, setup: Setup, batches: Sequence[Any]) -> int | None:
-    """Bytes that `finray plan` estimates for the heaviest of some batches; None for what it does not know."""
+    """Bytes that `finray plan` estimates for the largest of some batches; None if it has no estimate."""
     from transformers import AutoModelForCausalLM
 
     if setup.method == "qlora" or setup.compiled or not (setup.fused and setup.chunked):
@@ -237,12 +237,12 @@ def estimated(config: Any, setup: Setup, batches: Sequence[Any]) -> int | None:
     layers = LayerProbe(model).measure(how.arithmetic)
     heaviest = max(batches, key=lambda one: layers.kept(one.lengths))
     found = planned.estimate(blueprint, layers, how, planned.Workload(heaviest.lengths, len(heaviest.targets_K)))
-    # What torch's allocator hands out: neither the process itself nor holes.
+    # Memory allocated by torch: without the process itself or fragmentation.
     return found.total - sum(found.parts.get(part, 0) for part in ("process", "heap holes"))
 
 
 def forget(device: torch.device) -> None:
-    """Free what the last case held, and count peaks anew."""
+    """Free the memory of the last case, and reset the peak counters."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -250,7 +250,7 @@ def forget(device: torch.device) -> None:
 
 
 def unless_full(action: Callable[[], Result], device: torch.device) -> Result:
-    """The result of a case, or that the device has too little memory for it."""
+    """The result of a case, or that the device ran out of memory."""
     forget(device)
     try:
         return action()
@@ -261,7 +261,7 @@ def unless_full(action: Callable[[], Result], device: torch.device) -> Result:
 
 
 def kernel_seconds(action: Callable[[], Any], device: torch.device) -> float | None:
-    """Time of all kernels of an action (no copies, fills, or named ranges); None without a GPU."""
+    """Time of all kernels of an action (without copies, fills or named ranges); None without a GPU."""
     if device.type != "cuda":
         return None
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -278,7 +278,7 @@ def kernel_seconds(action: Callable[[], Any], device: torch.device) -> float | N
 
 
 def _result(config: Any, rank: int | None, lengths: Sequence[int], targets: int, seconds: float, peak: float) -> Result:
-    """What all timings give: real tokens a second, and the share that the counted FLOPs reach of the best rate."""
+    """The figures from all timings: tokens/s without padding, and the counted FLOPs as a share of the peak rate."""
     tokens = sum(lengths)
     cost = flops.flops_per_token(config, lengths, share_with_target=targets / tokens, rank=rank)
     rate = tokens / seconds
@@ -287,7 +287,7 @@ def _result(config: Any, rank: int | None, lengths: Sequence[int], targets: int,
 
 @dataclass(frozen=True)
 class Gpu:
-    """What is measured, and on what."""
+    """The measurements on a model and a device."""
 
     device: torch.device
     tiny: bool
@@ -298,24 +298,24 @@ class Gpu:
         return 256 if self.tiny else 16384
 
     def lengths(self) -> tuple[int, ...]:
-        """Of packs; the last but one is the usual one."""
+        """Pack lengths; the last but one is the default."""
         return (32, 64, 128, 256) if self.tiny else (512, 2048, 4096, 8192)
 
     def config(self, model: str) -> Any:
-        """Of the model, or of what stands in for it."""
+        """The config of the model, or of its tiny replacement in a trial."""
         from transformers import AutoConfig
 
         kind, *values = TINY if self.tiny else SHAPES[model]
         return AutoConfig.for_model(kind, max_position_embeddings=131072, **dict(zip(FIELDS, values, strict=True)))
 
     def peak(self) -> float:
-        """FLOPs a second at best."""
+        """Peak FLOP/s."""
         return bf16_peak(self.device, 512 if self.tiny else 8192)
 
     def train(self, model: str, setup: Setup) -> Result:
-        """finray's steps: warmed up, timed from an idle device to an idle device, and two of them profiled.
+        """finray's steps: warmed up, timed from an idle device to an idle device; two of them are profiled.
 
-        Nothing is read in between, as in a run between two records.
+        No value is read from the device in between, as in a run between two records.
         """
         device, capacity = self.device, self.lengths()[setup.length]
         if setup.method == "qlora" and find_spec("bitsandbytes") is None:
@@ -324,7 +324,7 @@ class Gpu:
         def timed() -> Result:
             config = self.config(model)
             task = build_task(config, setup, device)
-            # The compiler meets packs of other lengths for a while.
+            # For a while, the compiler still sees packs of new lengths.
             warmup = WARMUP * (3 if setup.compiled else 1)
             count = warmup + STEPS
             rows = draw_rows(count * self.step_tokens, config.vocab_size, min(capacity, self.lengths()[-2]))
@@ -356,13 +356,13 @@ class Gpu:
         return unless_full(timed, device)
 
     def trainer(self, model: str, *, liger: bool) -> Result:
-        """Transformers' Trainer on such rows; out of memory, it gets half the batch and twice the number."""
+        """Transformers' Trainer on such rows; when out of memory, half the batch size and twice the batches."""
         if liger and find_spec("liger_kernel") is None:
             return {"error": "Liger is not installed"}
         config, usual = self.config(model), self.lengths()[-2]
         packs = self.step_tokens // usual
         rows = draw_rows((WARMUP + STEPS) * self.step_tokens, config.vocab_size, usual)
-        # As many rows as a pack holds on average.
+        # As many rows as a pack has on average.
         batch = max(1, round(usual * len(rows) / sum(len(ids) for ids, _ in rows)))
         result: Result = {"error": "out of memory"}
         while batch and "error" in result:
@@ -371,7 +371,7 @@ class Gpu:
         return result
 
     def head(self, way: str) -> Result:
-        """Projection and loss with a frozen head, forward and backward: milliseconds and peak memory, all included."""
+        """Projection and loss with a frozen head, forward and backward: milliseconds and total peak memory."""
         device = self.device
         tokens, words, width = (64, 640, 32) if self.tiny else (16384, 248_320, 2048)
         torch.manual_seed(1)
@@ -407,14 +407,14 @@ HEADS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
 
 @cache
 def bf16_peak(device: torch.device, size: int) -> float:
-    """FLOPs a second of the best of many square bf16 matrix products."""
+    """FLOP/s of the fastest of many square bf16 matrix products."""
     left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(left)
     return 2 * size**3 / min(flops.timings(lambda: torch.mm(left, right, out=product), device, count=100))
 
 
 def _time_trainer(gpu: Gpu, config: Any, rows: Sequence[Row], batch: int, accumulation: int, liger: bool) -> Result:
-    """Steps of `accumulation` batches of rows of one length: bf16 weights, autocast, no checkpointing, SDPA."""
+    """Steps of `accumulation` batches of rows of similar length: bf16 weights, autocast, no checkpointing, SDPA."""
     sys.path.append(str(Path(__file__).resolve().parent / "peers"))
     import hf
     import measuring
@@ -432,7 +432,8 @@ def _time_trainer(gpu: Gpu, config: Any, rows: Sequence[Row], batch: int, accumu
                     torch.cuda.reset_peak_memory_stats(device)
                 marks.append(time.perf_counter())
 
-    # Batches of rows of one length, as sorting much data gives, in a random order; the longest first, for memory.
+    # Batches of rows of similar length, as after sorting a large dataset, in random order; the longest first, for
+    # memory.
     ordered = sorted(rows, key=lambda row: len(row[0]))
     batches = [ordered[at : at + batch] for at in range(0, len(ordered) - batch + 1, batch)]
     picked = [len(batches) - 1, *np.random.default_rng(SEED).permutation(len(batches) - 1).tolist()]
@@ -476,7 +477,7 @@ def _gpu(bench: Bench) -> Gpu:
     """The device of this process.
 
     Raises:
-        SystemExit: there is none, and this is no trial.
+        SystemExit: there is none, and this is not a trial.
     """
     if not torch.cuda.is_available() and not bench.quick:
         raise SystemExit("torch finds no GPU; --quick tries the script on a CPU")
@@ -506,7 +507,7 @@ def _case(name: str, title: str, table: Mapping[str, Mapping[str, Setup | bool]]
 
 
 def _both(setups: Mapping[str, Setup | bool]) -> dict[str, Mapping[str, Setup | bool]]:
-    """The same setups for both models; the large one in full does not fit into any one GPU."""
+    """The same setups for both models; full fine-tuning of the large one does not fit on any single GPU."""
     return {QWEN: setups, LLAMA: {name: setup for name, setup in setups.items() if name != "full"}}
 
 
@@ -515,7 +516,7 @@ def _head(way: str) -> Run:
 
 
 def _of(model: str, value: Value) -> Value:
-    """A figure of the block of a model."""
+    """A figure from the block of a model."""
     return lambda blocks: value({model: blocks[model]})
 
 

@@ -1,12 +1,12 @@
-"""The estimate of `finray plan` for a worker's peak memory, beside what is measured.
+"""The estimate of `finray plan` for a worker's peak memory, compared with measurements.
 
-On a CPU each case is a fine-tuning of a few steps in fresh processes: one, or several that work together over gloo,
-with the allocator settings of finray's workers, without Ray (`peers/finray_train.py`). Measured is the peak of the
-process's resident memory before the checkpoint at the end, of the largest process where there are several; the
-estimate is for a worker that is not Ray's. The models are random ones of a few layers and SmolLM2-135M; the rows have
-Alpaca's lengths and are seen once.
+On a CPU, each case is a fine-tuning of a few steps in new processes: one, or several connected by Gloo, with the
+allocator settings of finray's workers, without Ray (`peers/finray_train.py`). The measurement is the peak resident
+memory of the process (of the largest, if there are several) before the final checkpoint; the estimate is for a worker
+without Ray. The models are random models of a few layers, and SmolLM2-135M; the rows have Alpaca's lengths and are seen
+once.
 
-Not measured: quantised weights, evaluation, and what Ray itself takes. `run.py gpu` does the same for a GPU.
+Not measured: quantized weights, evaluation, and the memory of Ray itself. `run.py gpu` does the same for a GPU.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Setting:
     max_length: int = 512
     micro_batch_size: int = 1
     rows: int = 16
-    thread_cache: bool = True  # the C library's allocator's
+    thread_cache: bool = True  # of the C library's allocator
     strategy: str = "ddp"
-    saves: bool = False  # checkpoints, beside the steps
+    saves: bool = False  # checkpoints, written in the background
 
 
 def _sharded(strategy: str, workers: int) -> Setting:
-    """Full fine-tuning of a model whose state is most of what a worker needs."""
+    """Full fine-tuning of a model whose state takes most of a worker's memory."""
     name = f"{strategy}-full-{workers}-worker{'s' if workers > 1 else ''}"
     return Setting(name, "twelve-layers", "none", "fp32", workers=workers, max_length=64, strategy=strategy)
 
@@ -62,7 +62,7 @@ SETTINGS = (
     Setting("two-layers-full-2-workers", "two-layers", "none", "fp32", workers=2),
     Setting("two-layers-full-saving", "two-layers", "none", "fp32", saves=True),
     Setting("wide-bf16-true", "two-wide-layers", "none", "bf16-true", max_length=128, rows=4),
-    # More than one step: in the first there are no moments yet while there are activations.
+    # More than one step: in the first, there are no moments yet when activations peak.
     Setting("wide-full-2-workers", "two-wide-layers", "none", "fp32", workers=2),
     Setting("smollm2-lora", "smollm2", "lora", "bf16", max_length=1024),
     Setting("smollm2-lora-no-cache", "smollm2", "lora", "bf16", max_length=1024, thread_cache=False),
@@ -75,7 +75,7 @@ SETTINGS = (
     Setting("smollm2-full-unpacked-checkpointing", "smollm2", "none", "fp32", False, "full", rows=6),
     *(_sharded(strategy, workers) for strategy in ("fsdp", "deepspeed") for workers in (1, 2, 4)),
 )
-# Llama's configuration: width, feed-forward, layers, heads, key heads, vocabulary.
+# Llama's config: width, feed-forward width, layers, heads, key heads, vocabulary.
 SHAPES = {
     "two-layers": (256, 768, 2, 4, 2, 49152),
     "two-wide-layers": (1024, 2048, 2, 8, 4, 49152),
@@ -84,7 +84,7 @@ SHAPES = {
 
 
 def llama(shape: str) -> Any:
-    """The configuration of a Llama of one of the shapes."""
+    """The config of a Llama with one of the shapes."""
     from transformers import AutoConfig
 
     width, wide, layers, heads, key_heads, vocabulary = SHAPES[shape]
@@ -105,7 +105,7 @@ def llama(shape: str) -> Any:
 
 
 def _model(bench: Bench, name: str) -> Path:
-    """The directory of a model; a random one is made when it is first asked for."""
+    """The directory of a model; a random model is created on first use."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,7 +120,7 @@ def _model(bench: Bench, name: str) -> Path:
 
 
 def config_of(bench: Bench, setting: Setting) -> Any:
-    """The run of a setting: one epoch, in steps of two micro-batches per worker."""
+    """The config of a setting: one epoch, in steps of two micro-batches per worker."""
     from finray.config.load import build_config
 
     rows = write_rows(bench.folder / f"rows-{setting.rows}.jsonl", make_rows(setting.rows, seed=3))
@@ -149,7 +149,7 @@ def config_of(bench: Bench, setting: Setting) -> Any:
 
 
 def estimate(config: Any) -> Any:
-    """What `finray plan` says of the run's memory, for a worker that is not Ray's."""
+    """The estimate of `finray plan` for the run's memory, for a worker without Ray."""
     from finray.planning.findings import Findings
     from finray.planning.memory import Rows, plan_memory
     from finray.planning.model import plan_model
@@ -171,7 +171,7 @@ def estimate(config: Any) -> Any:
 
 
 def measure(bench: Bench, setting: Setting) -> Result:
-    """Estimate a setting, then run it; bytes."""
+    """Estimate a setting, then run it; both in bytes."""
     from finray.data.dataset.prepare import prepare_here
     from finray.planning.placement import worker_environment
 
@@ -196,7 +196,7 @@ def blocks(bench: Bench) -> dict[str, dict[str, Run]]:
 
 
 def described(setting: Setting) -> Result:
-    """What a row of the table says of a setting."""
+    """The description of a setting in the table."""
     return {
         "trained": "LoRA" if setting.adapter == "lora" else "all",
         "precision": setting.precision,
@@ -248,7 +248,7 @@ CASES = [
 
 
 if __name__ == "__main__":
-    # One setting by itself, on the model in a directory: python benchmarks/memory.py smollm2-lora DIR
+    # A single setting, on the model in a directory: python benchmarks/memory.py smollm2-lora DIR
     with tempfile.TemporaryDirectory(prefix="finray_memory_") as made:
         wanted = {one.name: one for one in SETTINGS}[sys.argv[1]]
         print(measure(Bench(model=Path(sys.argv[2]), folder=Path(made), peer_python=sys.executable), wanted))

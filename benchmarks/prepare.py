@@ -1,12 +1,13 @@
-"""Preparing data on a CPU: finray beside `datasets` and TRL, and the Rust tokenizer that all of them call.
+"""Preparing data on a CPU: finray compared with `datasets` and TRL, and with the Rust tokenizer that all of them use.
 
 From one file of rows (a prompt and a completion, as messages) to tokens on disk, for growing numbers of rows. All use
-the same tokenizer and chat template, the same cores, and cut at the same length; caches are new for every run.
+the same tokenizer and chat template, the same cores, and the same maximum length; every run starts with empty caches.
 `Dataset.map` renders the chat template, tokenizes and makes labels, in batches and in as many processes as there are
-cores; finray's tokenizer runs in as many threads, as its commands leave it. Seconds are those from the file to the
-finished data. The peers' imports and their loading of the tokenizer are left out, and so is Ray's start, which a column
-of its own has; finray imports and loads within its seconds, beside the rest. From the start of the process to the end
-is a column for all. finray's seconds also include checksums and the plan of the packs; `Dataset.map` does neither.
+cores; finray's tokenizer runs in as many threads, the default of its commands. Seconds are measured from the file to
+the finished data. For the peers, imports and loading the tokenizer are not included; finray does both during its
+measured seconds, in parallel with the rest. Starting Ray is not included either, but has its own column. Another
+column, for all, is the time from the start of the process to its end. finray's seconds also include checksums and
+packing; `Dataset.map` does neither.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from rows import count_tokens
 
 GIB = 2**30
 GROWTH = 4
-# The peers' processes have a thread each, as `datasets` leaves them when it forks.
+# The peers' processes have one thread each, the default of `datasets` when it forks.
 AS_COMMANDS_DO = {"TOKENIZERS_PARALLELISM": "true"}
 MAP, MAP_PACK, TRL, TOKENIZER = "datasets.map", "datasets.map + TRL's packing", "TRL's trainer", "the tokenizer alone"
 
 
 def rows_file(bench: Bench, count: int) -> Path:
-    """A file of so many rows, those there are over and over; it is read once, so that it lies in the page cache."""
+    """A file of this many rows, repeating the available ones; it is read once, so that it is in the page cache."""
     path = bench.folder / f"rows_{count}.jsonl"
     if not path.is_file():
         pairs = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in bench.pool]
@@ -56,24 +57,24 @@ def rows_file(bench: Bench, count: int) -> Path:
 
 @cache
 def _tokens_of(bench: Bench, count: int) -> int:
-    """Tokens of the file's rows, by the function that counts everybody's."""
+    """Tokens of the file's rows, counted by the function used for all contenders."""
     lengths = count_tokens(bench.pool, bench.model, max_length=bench.max_length)
     whole, rest = divmod(count, len(lengths))
     return whole * sum(lengths) + sum(lengths[:rest])
 
 
 def caches(bench: Bench, *, allocator: str | None = None, source: Path = SOURCE) -> dict[str, str]:
-    """The environment of a run with empty caches."""
+    """The environment variables of a run with empty caches."""
     folder = bench.empty_folder()
     env = environment(threads=bench.threads, allocator=allocator, source=source)
     return env | {"HF_DATASETS_CACHE": str(folder / "datasets_cache")}
 
 
 def _prepared(bench: Bench, count: int, ran: Ran) -> Result:
-    """What is read of a preparation.
+    """The figures of a preparation.
 
     Raises:
-        BenchmarkError: it made other tokens or rows of the file than there are.
+        BenchmarkError: its numbers of tokens or rows differ from the file's.
     """
     result = ran.result
     if (result["rows"], result["tokens"]) != (count, _tokens_of(bench, count)):
@@ -92,9 +93,10 @@ def run_finray_prepare(bench: Bench, count: int, *, source: Path = SOURCE) -> Re
         "run": {"name": "benchmark", "output_dir": str(bench.folder / "run"), "seed": bench.seed},
         "model": {"name": str(bench.model)},
         "data": {"source": str(rows), "max_length": bench.max_length, "packing": True},
+        "train": {"global_batch_size": 16},
         "cluster": {"use_gpu": False},
     }
-    # With all cores finray chooses by itself; Ray counts the machine's, also where this process is kept to fewer.
+    # With all cores, finray chooses; Ray counts the machine's cores, even if this process may use fewer.
     if bench.threads != os.cpu_count():
         config["prepare"] = {"num_workers": bench.threads}
     command = [sys.executable, PEERS / "finray_prepare.py", json.dumps({"config": config})]
@@ -112,7 +114,7 @@ def _peer(script: str, count: int, **job: Any) -> Run:
 
 
 def sizes(bench: Bench) -> list[int]:
-    """Numbers of rows, each four times the one before it, and the last."""
+    """Numbers of rows, each four times the previous one, and the maximum."""
     first = len(bench.pool)
     last = bench.most_rows or first * (GROWTH if bench.quick else GROWTH**2)
     found = [min(first, last)]
@@ -146,7 +148,9 @@ def _fill(blocks: Blocks) -> float | None:
 
 
 def _without_start(name: str) -> Value:
-    """1,000 tokens/s that the most rows have more than the fewest, over the seconds they take more."""
+    """1,000 tokens/s without the start: the difference in tokens between most and fewest rows, over the difference in
+    seconds.
+    """
 
     def value(blocks: Blocks) -> float | None:
         first, *_, last = (runs[name] for runs in [*blocks.values()] * 2)
@@ -205,10 +209,10 @@ def packer_blocks(bench: Bench) -> dict[str, dict[str, Run]]:
     lengths = np.array(count_tokens(bench.pool, bench.model, max_length=bench.max_length), dtype=np.int64)
 
     def packed(documents: int) -> Result:
-        """Plan packs in this process, which keeps to one core meanwhile.
+        """Plan packs in this process, on one core.
 
         Raises:
-            BenchmarkError: the plan does not hold each document once, or a pack holds more than its capacity.
+            BenchmarkError: the plan does not contain each document once, or a pack exceeds its capacity.
         """
         drawn = np.random.default_rng(bench.seed).choice(lengths, size=documents)
         cores = os.sched_getaffinity(0)
@@ -260,7 +264,7 @@ PACKER = case.Case(
 
 
 def _first_finray(bench: Bench, pair: int) -> Result:
-    """The command line as it is; ended when the first step's record is there."""
+    """The command line, unchanged; it is stopped when the first step's record exists."""
     rows, env = rows_file(bench, bench.first_rows), caches(bench) | AS_COMMANDS_DO
     folder = bench.folder / "run"
     config = {

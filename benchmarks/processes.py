@@ -1,4 +1,4 @@
-"""Each run is a process of its own, with the threads and the allocator it is to have; its memory can be watched."""
+"""Run each contender in its own process, with given threads and allocator settings; its memory can be monitored."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from case import BenchmarkError, Result
 TIMEOUT_S = 3600.0
 PEERS = Path(__file__).resolve().parent / "peers"
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-# Each run is given its own; what the caller happens to have set would favour one side.
+# Each run gets its own value; one inherited from the caller would favour one side.
 _CLEARED = ("GLIBC_TUNABLES", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAY_ADDRESS", "LD_PRELOAD", "PYTHONPATH")
 
 
 def environment(*, threads: int, allocator: str | None = None, source: Path = SOURCE) -> dict[str, str]:
-    """This process's environment with a number of threads, glibc's allocator set up or left alone, and a checkout.
+    """This process's environment variables, with a number of threads, settings of glibc's allocator, and a checkout.
 
     Args:
         threads: for OpenMP and for the tokenizers library.
         allocator: value of GLIBC_TUNABLES.
-        source: a checkout's `src` that `finray` is imported from.
+        source: the `src` of the checkout to import `finray` from.
     """
     env = {name: value for name, value in os.environ.items() if name not in _CLEARED}
     env |= {"OMP_NUM_THREADS": str(threads), "RAYON_NUM_THREADS": str(threads)}
@@ -44,7 +44,7 @@ def environment(*, threads: int, allocator: str | None = None, source: Path = SO
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a command printed, how long it took, and the peak memory of its process tree, where it was watched."""
+    """The output of a command, its duration, and the peak memory of its process tree, if monitored."""
 
     output: str
     seconds: float
@@ -65,11 +65,11 @@ def run(
     watch: bool = False,
     timeout_s: float = TIMEOUT_S,
 ) -> Ran:
-    """Run a command to its end, or until something has happened, and end what is left of its process tree.
+    """Run a command to its end, or until a condition holds, and end the rest of its process tree.
 
     Raises:
-        BenchmarkError: it failed, took too long, or ended before `until` was true; the message has the end of its
-            error output.
+        BenchmarkError: it failed, took too long, or ended before `until` was true; the message includes the end of
+            stderr.
     """
     with _started(command, env) as running:
         watched = _MemoryWatch(running) if watch else None
@@ -88,10 +88,10 @@ def run(
 def run_group(
     script: str, job: Mapping[str, Any], *, env: Mapping[str, str], processes: int = 1, python: str = sys.executable
 ) -> list[Result]:
-    """Run a script of `peers/` in processes that find each other by torch's variables; the results, in order of rank.
+    """Run a script of `peers/` in processes that connect by torch's environment variables; return the results by rank.
 
     Raises:
-        BenchmarkError: one failed, or they took too long; the others are ended.
+        BenchmarkError: one failed, or they took too long; the others are stopped.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -101,7 +101,7 @@ def run_group(
     with ExitStack() as stack:
         group = []
         for rank in range(processes):
-            # With a local rank Accelerate would make a group, and wrap the model, of one process too.
+            # With a local rank, Accelerate would create a group and wrap the model even for one process.
             place = {"RANK": str(rank), **({"LOCAL_RANK": str(rank)} if processes > 1 else {})}
             group.append(stack.enter_context(_started(command, {**common, **place})))
         while any(one.process.poll() is None for one in group) and time.monotonic() < deadline:
@@ -120,7 +120,7 @@ class _Running:
     process: psutil.Popen
     output: IO[bytes]
     errors: IO[bytes]
-    # Of the process and all that it started. A member stays one when its parent ends before it.
+    # The process and all that it started. A member remains one if its parent ends first.
     members: set[psutil.Process]
 
     @staticmethod
@@ -135,11 +135,11 @@ class _Running:
         )
 
     def refresh(self) -> list[psutil.Process]:
-        """The members that are alive."""
+        """Update the members that are alive."""
         alive = {member.pid: member for member in self.members if member.is_running()}
         for member in list(alive.values()):
             with suppress(psutil.Error):
-                # One look at all processes for a member without a parent here, which is the root as a rule.
+                # Scan all processes once for each member whose parent is not a member: usually only the root.
                 if member.ppid() not in alive:
                     self.members.update(member.children(recursive=True))
         return [member for member in self.members if member.is_running()]
@@ -147,8 +147,8 @@ class _Running:
 
 @contextmanager
 def _started(command: Sequence[str | Path], env: Mapping[str, str]) -> Iterator[_Running]:
-    """A running command. On the way out it is asked to end, and what is left of its tree after a while is killed."""
-    # Files and not pipes: nobody reads while the command runs, and a full pipe would stop it.
+    """A running command. On exit it is terminated; processes of its tree that remain after a while are killed."""
+    # Files instead of pipes: nobody reads while the command runs, and a full pipe would block it.
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         words = [str(word) for word in command]
         process = psutil.Popen(words, env=dict(env), stdout=output, stderr=errors, stdin=subprocess.DEVNULL)
@@ -167,7 +167,7 @@ def _started(command: Sequence[str | Path], env: Mapping[str, str]) -> Iterator[
 
 
 class _MemoryWatch:
-    """Reads a tree's memory every 0.2 s, the costlier PSS at every fifth reading; shorter peaks are missed."""
+    """Reads a process tree's memory every 0.2 s (the costlier PSS every fifth time); shorter peaks are missed."""
 
     def __init__(self, running: _Running) -> None:
         self._running = running

@@ -1,4 +1,4 @@
-"""Numbers as Markdown: medians with their range, the machine, and RESULTS.md with its first table."""
+"""Results as Markdown: medians with ranges, the machine, and RESULTS.md with its first table."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from statistics import median
 TITLE = "# Benchmark results"
 INTRODUCTION = (
     "Measured by `python benchmarks/run.py`; each line and each section is replaced when its case is run again. A "
-    "figure without an aim is here to be watched."
+    "section shows the command of its day, and some scripts have other names since: `python benchmarks/run.py --list` "
+    "names the cases. A figure without an aim is here to be watched."
 )
 HEAD = ["figure", "aim", "result", "", "date"]
 
 
 def spread(values: Sequence[float], digits: int, unit: str = "") -> str:
-    """The median of some measurements, with the smallest and the largest in parentheses where there are several."""
+    """The median of some measurements; if there are several, with minimum and maximum in parentheses."""
     middle, low, high = (f"{value:,.{digits}f}" for value in (median(values), min(values), max(values)))
     return f"{middle}{unit}" if len(values) == 1 else f"{middle}{unit} ({low}–{high})"
 
 
 def say(message: str) -> None:
-    """Progress, on standard error."""
+    """Print progress on standard error."""
     print(message, file=sys.stderr, flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; every column but the first is set to the right."""
+    """A Markdown table; all columns but the first are right-aligned."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def machine() -> str:
-    """This machine in words: CPU and what of bf16 it does in hardware, cores, memory, system, Python."""
+    """A description of this machine: CPU and its bf16 support, cores, memory, operating system, Python."""
     fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
@@ -51,7 +52,7 @@ def machine() -> str:
 
 
 def write(path: Path, group: str, title: str, body: str, figures: Sequence[Sequence[str]], date: str) -> None:
-    """Put a case's section and its lines of the first table into the results, in the place of older ones.
+    """Write a case's section and its lines of the first table into the results, replacing older ones.
 
     Args:
         path: RESULTS.md.
@@ -76,7 +77,7 @@ def write(path: Path, group: str, title: str, body: str, figures: Sequence[Seque
 
 
 def _titled(section: str) -> tuple[str, dict[str, str]]:
-    """A second-level section as its title and its third-level parts; what stands before those has no title."""
+    """A second-level section as its title and its third-level parts; text before the first part has no title."""
     title, _, rest = section.partition("\n")
     before, *parts = re.split(r"^### ", rest, flags=re.MULTILINE)
     named = {name.strip(): body.strip() for name, _, body in (part.partition("\n") for part in parts)}

@@ -1,7 +1,7 @@
-"""Rows to train on: made here with Alpaca's lengths, or read from a file; and a fair sample of them.
+"""Training rows: generated with Alpaca's lengths, or read from a file; and a representative sample of them.
 
-The words are drawn at random, so the losses mean nothing beyond comparing two systems on the same rows. What matters
-for speed is how long the rows are, and how unequal.
+The words are random, so losses are only useful for comparing two systems on the same rows. For speed, only the
+distribution of row lengths matters.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# Tokens of prompts and answers at these percentiles, of 999 rows in Alpaca's format with answers by GPT-4 (the English
-# sample that is passed around for trying out fine-tuning), counted with SmolLM2's tokenizer.
+# Tokens of prompts and answers at these percentiles, over 999 rows in Alpaca's format with answers by GPT-4 (the common
+# English sample for trying out fine-tuning), counted with SmolLM2's tokenizer.
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 PROMPT_TOKENS = (4, 6, 7, 8, 11, 15, 23, 34, 44, 87, 170)
 ANSWER_TOKENS = (1, 4, 8, 11, 25, 106, 259, 362, 401, 509, 594)
@@ -41,7 +41,7 @@ WORDS = _LIST.split()
 
 
 def _draw_length(random_source: random.Random, tokens: Sequence[int]) -> int:
-    """A length whose distribution has the given values at `PERCENTILES`, straight lines between them."""
+    """A random length, from a distribution with the given values at `PERCENTILES`, linear in between."""
     at = random_source.uniform(0, 100)
     right = min(bisect_right(PERCENTILES, at), len(PERCENTILES) - 1)
     left = right - 1
@@ -50,7 +50,7 @@ def _draw_length(random_source: random.Random, tokens: Sequence[int]) -> int:
 
 
 def text(random_source: random.Random, tokens: int) -> str:
-    """About so many tokens: words and marks, each a token to the usual vocabularies."""
+    """Text of about this many tokens: words and punctuation marks that are one token each in common vocabularies."""
     pieces: list[str] = []
     while len(pieces) < tokens:
         left = tokens - len(pieces)
@@ -72,7 +72,7 @@ def make_rows(count: int, *, seed: int) -> list[Row]:
 
 
 def uniform_rows(model: Path, *, count: int, tokens: int, seed: int) -> list[Row]:
-    """Rows to be classified: a text and an answer of a word, all of exactly so many tokens in the model's template.
+    """Rows with a text and a one-word answer, each exactly this many tokens in the model's chat template.
 
     Raises:
         ValueError: the template alone is longer.
@@ -95,7 +95,7 @@ def _chat(prompt: str, answer: str) -> Row:
 
 
 def long_rows(count: int, tokens: int, *, seed: int) -> list[Row]:
-    """Rows of strings of one length, of which the most is learned."""
+    """Rows of strings of one length, most of which is trained on."""
     random_source = random.Random(seed)
     prompt = tokens * 15 // 100
     return [
@@ -105,10 +105,10 @@ def long_rows(count: int, tokens: int, *, seed: int) -> list[Row]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a JSON array or of JSON lines, as messages.
+    """Rows of a JSON array or a JSON Lines file, as messages.
 
-    A row may have Alpaca's columns, `prompt` and `completion` as strings, `question` and `answer`, or `messages` that
-    end with an answer to one message; what has no answer is left out.
+    A row may have Alpaca's columns, `prompt` and `completion` as strings, `question` and `answer`, or `messages` with
+    one message and its answer; rows without an answer are left out.
     """
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
@@ -133,8 +133,8 @@ def _as_chat(row: Row) -> Row:
 def as_text_rows(rows: Sequence[Row]) -> list[Row]:
     """Rows as a prompt string and a completion string, without a chat template.
 
-    With a template TRL also learns the newline after the end-of-turn token, and finray does not. Of strings both
-    learn the completion and one end-of-sequence token.
+    With a template, TRL also trains on the newline after the end-of-turn token, and finray does not. With strings, both
+    train on the completion and one end-of-sequence token.
     """
     return [
         {
@@ -146,10 +146,10 @@ def as_text_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def count_tokens(rows: Sequence[Row], model: Path, *, max_length: int) -> list[int]:
-    """Tokens of each row as it is trained on: rendered by the model's chat template, and cut at `max_length`.
+    """Tokens of each row in training: rendered with the model's chat template, and truncated at `max_length`.
 
-    Every contender's tokens are counted by this function, from the rows that it says it saw. Rows of strings have no
-    template; all contenders end them with one end-of-sequence token.
+    This function counts the tokens of all contenders, from the rows that they report. Rows of strings have no template;
+    all contenders end them with one end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
@@ -163,10 +163,10 @@ def count_tokens(rows: Sequence[Row], model: Path, *, max_length: int) -> list[i
 
 
 def grouped_sample(rows: Sequence[Row], lengths: Sequence[int], *, batches: int, batch_size: int) -> list[list[Row]]:
-    """Batches of rows of nearly one length, spread evenly over the lengths there are.
+    """Batches of rows of similar length, spread evenly over the length distribution.
 
-    It is what sorting a large data set by length gives, in small: a few rows grouped by themselves would be padded
-    more. Taken together the rows have the lengths of the whole.
+    This imitates sorting a large dataset by length: grouping only a few rows would need more padding. Together, the
+    rows have the length distribution of the whole dataset.
     """
     by_length = sorted(range(len(rows)), key=lambda index: (lengths[index], index))
     available = len(rows) // batch_size

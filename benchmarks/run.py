@@ -1,16 +1,16 @@
-"""Runs benchmark cases, and writes what came out into RESULTS.md.
+"""Run benchmark cases, and write the results to RESULTS.md.
 
-    python benchmarks/run.py cpu                      one group of cases, or several; `all` but gpu and against
+    python benchmarks/run.py cpu                      one or more groups of cases; `all` excludes gpu and against
     python benchmarks/run.py cpu --case speed         one case
-    python benchmarks/run.py --list                   what there is, with the minutes that each is planned to take
-    python benchmarks/run.py gpu --out gpu.json       on a machine with a GPU, and there without RESULTS.md
-    python benchmarks/run.py --show gpu.json          writes such results into RESULTS.md
-    python benchmarks/run.py against --against PATH   this checkout beside another one, as ratios; only printed
-    python benchmarks/run.py all --quick              tries every script on little data; only printed
+    python benchmarks/run.py --list                   list the cases, with the planned minutes of each
+    python benchmarks/run.py gpu --out gpu.json       on a machine with a GPU, without RESULTS.md
+    python benchmarks/run.py --show gpu.json          write those results to RESULTS.md
+    python benchmarks/run.py against --against PATH   compare this checkout with another, as ratios; print only
+    python benchmarks/run.py all --quick              try every script on little data; print only
 
-Every run of a contender is a process (or a group of them) of its own; contenders take turns, so that what changes on
-the machine changes for all, and ratios are of runs taken one after the other. The machine should be idle. A case that
-finds that the contenders did not do equal work ends with an error, and nothing of it is written.
+Every run of a contender has its own process (or group of processes). Contenders run in turn, so that changes on the
+machine affect all of them, and ratios are between consecutive runs. The machine should be idle. If the contenders of a
+case did not do equal work, the case ends with an error, and its results are not written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import itertools
 import json
 import os
 import shlex
@@ -35,7 +36,7 @@ from rows import count_tokens
 
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("finray", "ray", "torch", "transformers", "peft", "trl", "accelerate", "datasets", "tokenizers")
-# Group to the heading of its section in RESULTS.md and the modules that hold its cases.
+# For each group, the heading of its section in RESULTS.md and the modules with its cases.
 GROUPS = {
     "cpu": ("LoRA on a CPU: finray and its peers", ("cpu",)),
     "scaling": ("LoRA on a CPU: finray and its peers", ("cpu",)),
@@ -45,6 +46,7 @@ GROUPS = {
     "checkpoints": ("Checkpoints behind the training", ("start",)),
     "driver": ("What a run costs its driver", ("driver",)),
     "answers": ("Answers on a CPU", ("answers",)),
+    "evaluation": ("Evaluation during training", ("evaluation",)),
     "classification": ("Classification", ("classification",)),
     "serving": ("Serving on a CPU", ("serving",)),
     "gpu": ("One GPU: finray's training step, and Trainer", ("gpu",)),
@@ -54,13 +56,13 @@ ALL = [group for group in GROUPS if group not in ("gpu", "against", "serving")]
 
 
 def cases(group: str) -> list[Case]:
-    """The cases of a group. Its modules are imported when it is asked for: a GPU's machine has less."""
+    """The cases of a group. Its modules are imported on demand: a GPU machine has fewer packages."""
     modules = [importlib.import_module(name) for name in GROUPS[group][1]]
     return [case for module in modules for case in module.CASES if case.group == group]
 
 
 def versions(bench: Bench, results: Blocks) -> str:
-    """Of this side, and of peers whose interpreter has others."""
+    """Versions of packages here, and in the peers' interpreter if they differ."""
     ours = {}
     for name in PACKAGES:
         try:
@@ -74,7 +76,7 @@ def versions(bench: Bench, results: Blocks) -> str:
 
 
 def described(case: Case, bench: Bench, results: Blocks, given: list[str], took: str) -> dict[str, Any]:
-    """What a case was measured on, and how to measure it again; with the results, as it goes into a file."""
+    """A case's set-up, the command to repeat it, and the results, as written to a file."""
     lines = [
         f"- {datetime.date.today().isoformat()}; {machine()}; {took}",
         f"- {versions(bench, results)}",
@@ -103,7 +105,7 @@ def described(case: Case, bench: Bench, results: Blocks, given: list[str], took:
 
 
 def put(options: argparse.Namespace, case: Case, found: dict[str, Any]) -> None:
-    """Print a case's section, and write it unless this was a trial."""
+    """Print a case's section, and write it unless this is a trial."""
     body = f"{found['setup']}\n\n{case.show(found['results'])}"
     print(f"### {case.title}\n\n{body}\n", flush=True)
     if not options.quick and case.group != "against" and options.out is None:
@@ -112,27 +114,27 @@ def put(options: argparse.Namespace, case: Case, found: dict[str, Any]) -> None:
 
 
 def parse_options(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="finray beside its peers; writes RESULTS.md.")
+    parser = argparse.ArgumentParser(description="Compare finray with its peers; writes RESULTS.md.")
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, "all", []], help="groups of cases")
-    parser.add_argument("--case", action="append", help="of these groups, this case only")
+    parser.add_argument("--case", action="append", help="only this case of these groups")
     parser.add_argument("--list", action="store_true", help="list the cases")
-    parser.add_argument("--pairs", type=int, help="runs of each contender (default 5)")
-    parser.add_argument("--steps", type=int, help="timed batches of four rows in a run, an even number (default 10)")
+    parser.add_argument("--pairs", type=int, help="runs per contender (default 5)")
+    parser.add_argument("--steps", type=int, help="timed batches of four rows per run, an even number (default 10)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--model", type=Path, default=HERE.parent / ".models" / "SmolLM2-135M-Instruct")
-    parser.add_argument("--data", type=Path, help="directory with rows; default: rows made here")
+    parser.add_argument("--data", type=Path, help="directory with rows; default: generated rows")
     parser.add_argument(
-        "--rows", type=int, help="most rows of the preparation (default: sixteen times those there are)"
+        "--rows", type=int, help="maximum rows for the preparation (default: sixteen times the available rows)"
     )
-    parser.add_argument("--first-rows", type=int, help="rows of the run to the first step (default 100,000)")
+    parser.add_argument("--first-rows", type=int, help="rows for the run up to the first step (default 100,000)")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has TRL and Accelerate")
     parser.add_argument("--against", type=Path, help="another checkout of finray")
-    parser.add_argument("--work", type=Path, help="directory for large files that are not kept")
+    parser.add_argument("--work", type=Path, help="directory for large temporary files")
     parser.add_argument("--results", type=Path, default=HERE / "RESULTS.md")
     parser.add_argument("--out", type=Path, help="write results to this JSON file, instead of RESULTS.md")
-    parser.add_argument("--show", type=Path, help="write such a file into RESULTS.md, and measure nothing")
-    parser.add_argument("--quick", action="store_true", help="one run of little data each, to try the scripts")
+    parser.add_argument("--show", type=Path, help="write the results in such a file to RESULTS.md; measure nothing")
+    parser.add_argument("--quick", action="store_true", help="one run of each on little data, to try the scripts")
     options = parser.parse_args(argv)
     options.pairs = options.pairs or (1 if options.quick else 5)
     options.steps = options.steps or (2 if options.quick else 10)
@@ -176,9 +178,11 @@ def main(argv: list[str]) -> int:
             group, _, case = name.partition("/")
             put(options, next(one for one in cases(group) if one.name == case), found)
         return 0
-    # What is started inherits this, so that all contenders have the same cores.
+    # Child processes inherit this, so all contenders have the same cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    given = [word for word in argv if word.startswith(("--pairs", "--steps")) or word.isdigit()]
+    # Without paths of this machine.
+    numbers = ("--pairs", "--steps", "--rows", "--first-rows")
+    given = [part for pair in itertools.pairwise(argv) if pair[0] in numbers for part in pair]
     if options.work is not None:
         options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="finray_bench_", dir=options.work) as folder:

@@ -1,7 +1,8 @@
-"""`finray serve` beside Transformers' own `transformers serve`: streaming clients at once, on one model, on a CPU.
+"""`finray serve` compared with Transformers' `transformers serve`: concurrent streaming clients, one model, on a CPU.
 
-Each client asks one question after the other over HTTP by OpenAI's client, greedily, and hears the answer as a stream.
-Both servers have the same threads and weights in fp32, and one request is answered before the clock starts.
+Each client sends one question after the other over HTTP with OpenAI's client, with greedy decoding, and receives the
+answer as a stream. Both servers have the same number of threads and weights in fp32, and answer one request before
+timing starts.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import case
 from case import Bench, BenchmarkError, Result, Run
 from processes import environment, run
 
-# With --continuous-batching, Transformers 5.23 breaks its first stream off on a CPU.
+# With --continuous-batching, Transformers 5.23 aborts its first stream on a CPU.
 OURS, THEIRS = "finray serve", "transformers serve"
 CLIENTS = (1, 16)
-REQUESTS, NEW = 32, 64
-# Greedy answers part where two tokens are equally likely but for the order of a sum.
+FEWEST, NEW = 8, 32
+# Greedy answers diverge where two tokens are equally likely up to the order of a sum.
 MOST_APART = 0.1
 
 
@@ -62,8 +63,8 @@ def runner(name: str, clients: int) -> Run:
 
 
 async def load(bench: Bench, model: str, port: int, clients: int) -> Result:
-    """Ask everything, and say how long it took."""
-    rows = [row["messages"][:-1] for row in bench.pool][: clients if bench.quick else max(REQUESTS, 2 * clients)]
+    """Send all questions, and measure how long it takes."""
+    rows = [row["messages"][:-1] for row in bench.pool][: clients if bench.quick else max(FEWEST, 2 * clients)]
     waiting, first, tokens, answers = list(enumerate(rows)), list[float](), list[int](), dict[int, str]()
     async with openai.AsyncOpenAI(
         base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=1800
@@ -105,7 +106,7 @@ async def load(bench: Bench, model: str, port: int, clients: int) -> Result:
 
 
 def check(block: str, runs: case.Runs) -> None:
-    """Refuse servers that do not say the same."""
+    """Raise an error if the servers' answers differ."""
     ours, theirs = runs[OURS][-1]["answers"], runs[THEIRS][-1]["answers"]
     apart = sum(one.strip() != other.strip() for one, other in zip(ours, theirs, strict=True))
     if apart > MOST_APART * len(ours):
@@ -124,8 +125,8 @@ CASES = [
         group="serving",
         name="serving",
         title="Streaming clients at once",
-        what=f"{REQUESTS} questions, or two of each client, of at most {NEW} tokens each, greedily in fp32, with equal "
-        "answers; seconds to the first piece of an answer.",
+        what=f"Two questions of each client, {FEWEST} of a single one. Answers have at most {NEW} tokens, greedy, in "
+        "fp32, and are the same from both servers up to ties. Seconds to the first piece of an answer.",
         blocks=blocks,
         measures=[
             case.Measure("requests/s", "requests_per_second", 2),

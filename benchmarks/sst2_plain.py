@@ -1,8 +1,8 @@
-"""Fine-tunes a classifier by a plain Transformers + PEFT loop: what finray's accuracy is held against.
+"""Fine-tune a classifier in a plain Transformers + PEFT loop: the reference for finray's accuracy.
 
     python benchmarks/sst2_plain.py --model .models/MiniLM-L6 --train sst2_train.jsonl --dev sst2_dev.jsonl
 
-Random batches padded to their longest row, torch's AdamW, a schedule with warm-up. Rows: `sentence`, `label`.
+Random batches, padded to their longest row; torch's AdamW; a schedule with warm-up. Rows: `sentence`, `label`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=16)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--schedule", choices=["linear", "constant"], default="linear")
-    parser.add_argument("--warmup", type=float, default=0.03, help="share of the steps")
+    parser.add_argument("--warmup", type=float, default=0.03, help="fraction of the steps")
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()

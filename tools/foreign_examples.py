@@ -1,11 +1,11 @@
-"""The example configs of LLaMA-Factory or Axolotl, as published: converted, planned, and what is lost.
+"""Convert and plan the published example configs of LLaMA-Factory or Axolotl, and count what is lost.
 
-Nothing is fetched, and no file of theirs is part of this repository: name a checkout of either project.
+Nothing is downloaded, and this repository contains none of their files: pass checkouts of these projects.
 
     python -m tools.foreign_examples ../LLaMA-Factory ../axolotl [--model DIRECTORY]
 
-Plans are made with `--offline` for GPUs of 80 GB: settings are checked, models and data of the Hub are not. With
-`--model` that model stands in for all of theirs, so that its tokenizer reads the data that lie in the checkout.
+Plans are made with `--offline` for GPUs with 80 GB: settings are checked, but not models and datasets on the Hub. With
+`--model`, this model replaces all of theirs, so that its tokenizer can process the data in the checkout.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ GPU, WORKERS = "h100-80gb", 8
 
 @dataclass
 class Found:
-    """What the examples of one checkout came to.
+    """The results for the examples of one checkout.
 
     Attributes:
         files: YAML files below `examples`.
-        foreign: files that are no training config: of accelerate, of tools.
-        refused: by reason.
-        converted: files that became configs.
-        planned: of these, with no problem in what could be checked.
-        problems: of the others, by problem.
-        lost: keys that were not carried over, in how many files, and why.
-        unknown: keys that nobody knows, in how many files.
+        foreign: files that are not training configs, such as those of Accelerate or of tools.
+        refused: number of files, by reason.
+        converted: files that could be converted.
+        planned: converted files without a problem in what could be checked.
+        problems: number of the other converted files, by problem.
+        lost: keys without an equivalent, with the number of files and the reason.
+        unknown: unknown keys, with the number of files.
     """
 
     files: int = 0
@@ -61,7 +61,7 @@ def look_at(checkout: Path, *, model: str | None = None) -> Found:
         try:
             made = convert(file, workers=WORKERS, dataset_info=table if table.is_file() else None)
         except FinrayError as error:
-            if error.message.startswith("names no model") or "trains nothing" in error.message:
+            if any(sign in error.message for sign in ("names no model", "is not for training")):
                 found.foreign += 1
             else:
                 found.refused[error.message] += 1
@@ -83,16 +83,16 @@ def look_at(checkout: Path, *, model: str | None = None) -> Found:
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit of a checkout and its date; empty where git knows none."""
+    """The commit of a checkout and its date; empty if git finds none."""
     command = ["git", "-C", str(checkout), "log", "-1", "--format=%h of %cs"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main() -> None:
-    """Print what the examples of each checkout came to."""
+    """Print the results for each checkout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="+", type=Path)
-    parser.add_argument("--model", help="directory of a model that stands in for all")
+    parser.add_argument("--model", help="directory of a model that replaces all others")
     given = parser.parse_args()
     for checkout in given.checkouts:
         found = look_at(checkout, model=given.model)

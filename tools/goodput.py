@@ -1,13 +1,13 @@
-"""What failures leave of a run's time, as formulas: `docs/guide/scaling.md` has their tables.
+"""Goodput of a run with failures, as formulas; the tables are in `docs/guide/scaling.md`.
 
-Failures come at random, at one rate; a checkpoint is taken after every `interval` seconds of training and holds the
-training up for `cost` seconds; after a failure `restart` seconds pass before the training goes on from the last
-checkpoint. Then (J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
-Generation Computer Systems 22, 2006) the share of the time in which the run goes forward is
+Failures are random, at a constant rate; a checkpoint is taken after every `interval` seconds of training and pauses it
+for `cost` seconds; after a failure, `restart` seconds pass before training continues from the last checkpoint. Then (J.
+T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+Systems 22, 2006) the fraction of the time in which the run makes progress is
 
     interval / (mtbf * exp(restart / mtbf) * (exp((interval + cost) / mtbf) - 1))
 
-and the best interval is nearly sqrt(2 * cost * mtbf) (J. W. Young, "A first order approximation to the optimum
+and the best interval is approximately sqrt(2 * cost * mtbf) (J. W. Young, "A first order approximation to the optimum
 checkpoint interval", Communications of the ACM 17, 1974). `tests/unit/planning/test_goodput.py` simulates runs.
 """
 
@@ -16,15 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import exp, sqrt
 
-# One failure in so many hours of one GPU: 419 unexpected interruptions of 16,384 GPUs in 54 days ("The Llama 3 Herd of
-# Models", 2024, section 3.3.4).
+# Mean time between failures of one GPU, in hours: 419 unexpected interruptions of 16,384 GPUs in 54 days ("The Llama 3
+# Herd of Models", 2024, section 3.3.4).
 GPU_HOURS = 16384 * 54 * 24 / 419
-# The assumptions of the tables: a 70B model, all weights, moments in fp32, on 1,024 GPUs in 128 machines.
+# The assumptions of the tables: full fine-tuning of a 70B model, moments in fp32, on 1,024 GPUs in 128 machines.
 GPUS = 1024
 STATE = 16 * 70.6e9
 STORAGE, HOST, NETWORK = 25e9, 5e9, 50e9
 STEP_S = 10.0
-# Seconds from the loss of a machine to the workers that load. Ray notices one that does not answer after about 30 s.
+# Seconds from the loss of a machine until workers load. Ray gives up on a machine that does not answer after about 30
+# s.
 BEFORE_LOAD = {"detect": 30.0, "teardown": 5.0, "Ray": 10.0, "workers": 40.0}
 HOURS = (round(GPU_HOURS / GPUS), 10, 1)
 
@@ -34,11 +35,11 @@ class Keeping:
     """Where checkpoints are kept.
 
     Attributes:
-        name: in words.
-        cost: seconds that the training waits for one: its copy in the memory of the machine.
-        behind: seconds after that until it counts.
-        load: seconds that reading it takes.
-        interval: seconds of training between two; None for the best.
+        name: for the table.
+        cost: seconds that training waits for a checkpoint: the copy to host memory.
+        behind: seconds after that until the checkpoint is usable.
+        load: seconds to load it.
+        interval: seconds of training between two checkpoints; None for the best interval.
     """
 
     name: str
@@ -53,28 +54,28 @@ class Keeping:
         return sum(BEFORE_LOAD.values()) + self.load + STEP_S
 
     def at(self, mtbf: float) -> tuple[float, float]:
-        """The interval, and the share of the time in which the run goes forward."""
+        """The interval, and the fraction of the time in which the run makes progress."""
         interval = max(self.interval or best_interval(self.cost, mtbf), self.behind)
-        # What was computed while the newest checkpoint was on its way is lost, too.
+        # Steps computed while the newest checkpoint was being written are lost, too.
         return interval, goodput(interval, self.cost, self.restart + self.behind, mtbf)
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Young's: seconds of training between two checkpoints with which most is done."""
+    """Young's formula: the seconds of training between two checkpoints that maximize goodput."""
     return sqrt(2 * cost * mtbf)
 
 
 def goodput(interval: float, cost: float, restart: float, mtbf: float) -> float:
-    """Daly's: the share of the time in which the run goes forward; all in seconds."""
+    """Daly's formula: the fraction of the time in which the run makes progress; all arguments in seconds."""
     return interval / (mtbf * exp(restart / mtbf) * (exp((interval + cost) / mtbf) - 1))
 
 
 def keepings() -> list[Keeping]:
-    """What is compared."""
-    # A barrier and the copy of a GPU's part.
+    """The ways of keeping checkpoints that are compared."""
+    # A barrier, and the copy of a GPU's shard.
     cost = 0.5 + STATE / GPUS / HOST
     stored = Keeping("stored every hour", cost, STATE / STORAGE, STATE / STORAGE, 3600.0)
-    # A machine's part goes to its neighbour, and comes back from there.
+    # A machine's shards are sent to its neighbour, and come back from there.
     moved = STATE / GPUS * 8 / NETWORK
     memory = Keeping("in memory at the best interval", cost, moved, moved)
     return [stored, replace(stored, name="stored at the best interval", interval=None), memory]

@@ -1,13 +1,13 @@
-"""The first hour and "coming from another system", followed word by word in a fresh clone: what a newcomer would see.
+"""Follow the pages "The first hour" and "Coming from another system" literally in a fresh clone, as a new user would.
 
     python -m tools.newcomer [--into DIRECTORY] [--steps N]
 
-Clones this repository, runs `make quickstart` in it with an environment of its own (some 10 minutes), puts rows where
-the page asks for them, and runs every command of the pages in their order, those too that other tests leave out because
-they need a network. Stops at the first that fails. `--into` goes on with a clone that is there already.
+Clones this repository, runs `make quickstart` in it with its own environment (about 10 minutes), puts rows where the
+page expects them, and runs every command of the pages in order, including those that other tests skip because they need
+a network. Stops at the first failure. `--into` continues with an existing clone.
 
-What stands in: the repository for `URL`, the quickstart's model for its name at the Hub, its rows for the reader's own,
-and a file of this script's for one of LLaMA-Factory. Blocks that need hosts or a GPU are left out, and named.
+Substitutes: the repository for `URL`, the quickstart's model for its Hub id, its rows for the reader's own, and a file
+in this script for a LLaMA-Factory config. Blocks that need hosts or a GPU are skipped and listed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TABLE = '{"mine": {"file_name": "train.jsonl", "formatting": "sharegpt", "column
 
 
 def commands_of(page: Sequence[Block], steps: int) -> list[tuple[str, str]]:
-    """Where each command stands, and what is typed for it."""
+    """The location of each command, and the command to run for it."""
     found = []
     for block in page:
         for command in block.commands:
@@ -53,16 +53,18 @@ def commands_of(page: Sequence[Block], steps: int) -> list[tuple[str, str]]:
                 continue
             if " train " in typed:
                 typed += f" train.epochs=null train.max_steps={steps} train.global_batch_size=4"
+            if " evaluate " in typed:
+                typed += " --max-rows 4 --max-new-tokens 16"
             found.append((str(block), typed))
     return found
 
 
 def follow(folder: Path, steps: int) -> int:
-    """Run the commands of the pages in a clone that `make quickstart` has set up; the number that failed."""
+    """Run the commands of the pages in a clone that `make quickstart` has set up; return the number of failures."""
     shutil.copytree(folder / "examples" / "quickstart", folder / "data", dirs_exist_ok=True)
     (folder / "data" / "dataset_info.json").write_text(TABLE)
     (folder / "their-file.yaml").write_text(THEIRS.format(model=LOCAL))
-    # `python` and `finray` are those of the clone, and nothing of this process is.
+    # `python` and `finray` are those of the clone; the environment of this process is not used.
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environ = own | {"PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{own['PATH']}"}
     for page in PAGES:
@@ -80,8 +82,8 @@ def follow(folder: Path, steps: int) -> int:
 def main() -> int:
     """Clone, set up, follow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path, help="a clone that is there already, or where it is put")
-    parser.add_argument("--steps", type=int, default=3, help="of each training (default: 3)")
+    parser.add_argument("--into", type=Path, help="an existing clone, or where to create one")
+    parser.add_argument("--steps", type=int, default=3, help="steps per training (default: 3); few rows are evaluated")
     given = parser.parse_args()
     folder: Path = (given.into or Path(tempfile.mkdtemp(prefix="newcomer-")) / "finray").resolve()
     if not folder.exists():

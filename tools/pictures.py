@@ -1,8 +1,8 @@
-"""Take the pictures of docs/guide/images from the pages that finray writes: `make pictures`.
+"""Take the screenshots in docs/guide/images of the pages that finray writes: `make pictures`.
 
-They show the run of the quickstart, which `make quickstart` has to leave in `runs/quickstart` first, and its data: with
-a limit that cuts some rows off, and with a template whose generation prompt differs from what is trained. The command
-runs in the root of the repository.
+They show the quickstart's run, which `make quickstart` must first have written to `runs/quickstart`, and its data: with
+a limit that truncates some rows, and with a template whose generation prompt differs from the training text. Run the
+command in the root of the repository.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ def inspection_page(folder: Path, name: str, *, template: str | None = None, **d
 
 
 def shoot(page: Page, name: str, top: str, bottom: str | None = None) -> None:
-    """Write what lies between the tops and bottoms of two elements, over the whole width, as a PNG of few colours."""
+    """Write the area between the top of one element and the bottom of another, at full width, as a PNG."""
     first, last = page.locator(top).first.bounding_box(), page.locator(bottom or top).first.bounding_box()
     assert first is not None
     assert last is not None
-    y = max(0, first["y"] - MARGIN)
-    clip = FloatRect(x=0, y=y, width=WIDTH, height=last["y"] + last["height"] + MARGIN - y)
+    # Boxes are relative to the window, which a click may have scrolled; the screenshot is relative to the page.
+    y = max(0, first["y"] + page.evaluate("scrollY") - MARGIN)
+    clip = FloatRect(x=0, y=y, width=WIDTH, height=last["y"] + last["height"] - first["y"] + 2 * MARGIN)
     picture = Image.open(io.BytesIO(page.screenshot(clip=clip, full_page=True))).convert("RGB")
     picture.quantize(96).save(IMAGES / f"{name}.png", optimize=True)
 
 
 def main() -> None:
-    """Write the pictures."""
+    """Write the screenshots."""
     own = (MODEL / "chat_template.jinja").read_text(encoding="utf-8")
     opens_reasoning = own.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
     assert opens_reasoning != own

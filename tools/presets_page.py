@@ -1,4 +1,4 @@
-"""What each preset needs, as a page: GPUs, memory by part, expected speed. `docs/guide/presets.md` is made by it.
+"""Write the page `docs/guide/presets.md`: the GPUs, memory by part and expected speed of each preset.
 
 HF_HUB_OFFLINE=1 python -m tools.presets_page > docs/guide/presets.md
 """
@@ -16,7 +16,7 @@ from finray.planning.placement import GPUS as KINDS
 from finray.planning.plan import Plan, make_plan
 from finray.pretrained.bundled_configs import bundled_config
 
-# A GPU on which each preset fits, with room for what an estimate does not see.
+# A GPU on which each preset fits, with room for what the estimate does not include.
 GPUS = {
     "bert-sst2-lora": "t4-16gb",
     "bloomz-zero3": "t4-16gb",
@@ -28,7 +28,7 @@ GPUS = {
     "rust-coder": "l4-24gb",
     "smollm2-lora": "l4-24gb",
 }
-# Rows that the speeds assume.
+# The rows assumed for the speeds.
 ROW = 512
 LEARNED = 0.5
 GIB = 2**30
@@ -48,7 +48,7 @@ def plan_preset(name: str, *, output_dir: Path, gpu: str | None = None) -> Plan:
 
 
 def preset_flops(config: Config) -> Flops:
-    """Operations per token of a preset."""
+    """Floating-point operations per token of a preset."""
     shape = bundled_config(config.model)
     assert shape is not None, f"the shape of {config.model.name} is not shipped"
     return flops_per_token(
@@ -60,7 +60,7 @@ def preset_flops(config: Config) -> Flops:
 
 
 def tokens_per_second(config: Config, gpu: str, flops: Flops) -> float:
-    """Expected tokens/s of all workers, were nothing but arithmetic in the way."""
+    """Expected tokens/s of all workers, if only arithmetic took time."""
     rate = KINDS[gpu].tflops
     assert rate is not None
     return config.cluster.num_workers * UTILISATION * rate * 1e12 / flops.total

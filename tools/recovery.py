@@ -1,16 +1,16 @@
-"""From a kill of a worker to training again, by phase, on this machine.
+"""Measure the recovery after a worker is killed, by phase, on this machine.
 
     python -m tools.recovery --kills 3
 
-trains an adapter of a small model on a Ray of its own with two workers, kills one of them by SIGKILL at a random step,
-and measures until the first step after the restart:
+trains an adapter for a small model with two workers on its own Ray, kills one of them with SIGKILL at a random step,
+and measures the phases up to the first step after the restart:
 
-- detect: until Ray Train's controller has seen it and decides what to do;
-- teardown: until the processes of all workers have ended;
-- Ray: until the new ones have started their function;
-- workers: until they have met in their process group;
-- load: until model and checkpoint are loaded;
-- first step: until a step is done that was not done yet when its attempt began.
+- detect: until Ray Train's controller has noticed and decides what to do;
+- teardown: until the processes of all workers have exited;
+- Ray: until the new workers have started their function;
+- workers: until they have formed their process group;
+- load: until the model and the checkpoint are loaded;
+- first step: until the first step that had not been done before this attempt.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ PATIENCE_S = 300.0
 
 @dataclass
 class Marks:
-    """When something happened since a kill, by ``time.monotonic()``."""
+    """Times of events since a kill, from ``time.monotonic()``."""
 
     killed: float
     found: dict[str, float] = field(default_factory=dict)
 
     def mark(self, name: str) -> None:
-        """The first time counts."""
+        """Record the time of an event, the first time that it happens."""
         self.found.setdefault(name, time.monotonic())
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each; what ended before the phase before it took none."""
+        """Seconds of each phase; a phase that ended before the previous one counts as 0."""
         seconds, last = {}, self.killed
         for name in PHASES:
             now = max(last, self.found[name])
@@ -57,7 +57,7 @@ class Marks:
 
 
 class Recovery:
-    """Watches a run through what its driver hears."""
+    """Watches a run through the messages to its driver."""
 
     def __init__(self) -> None:
         self.marks: Marks | None = None
@@ -66,12 +66,12 @@ class Recovery:
         self.changed = threading.Event()
 
     def heard(self, record: Any) -> None:
-        """What the workers say."""
+        """Handle a message of a worker."""
         from finray.records import Beat, RunHeader, TrainRecord
 
         if isinstance(record, Beat) and record.phase not in ("lost", "gone"):
             if self.marks is not None and self.attempt and record.attempt != self.attempt:
-                # It has met the others before it says so.
+                # It joins the group before it reports this.
                 self.marks.mark("workers")
             self.attempt = record.attempt
         if isinstance(record, RunHeader) and self.marks is not None:
@@ -84,7 +84,7 @@ class Recovery:
 
 
 def workers() -> set[int]:
-    """Processes of workers of this process's Ray."""
+    """Worker processes of this process's Ray."""
     found = set()
     for one in psutil.Process().children(recursive=True):
         try:
@@ -96,7 +96,7 @@ def workers() -> set[int]:
 
 
 def config_of(model: Path, folder: Path, *, every: int) -> Any:
-    """A run that does not end by itself."""
+    """The config of a run that does not end by itself."""
     from finray.config.load import build_config
 
     rows = folder / "rows.jsonl"
@@ -129,7 +129,7 @@ def measure(model: Path, kills: int, *, seed: int, every: int) -> list[dict[str,
                 handle(record)
 
             def decide() -> int:
-                # The controller asks when it decides.
+                # The controller calls this when it decides.
                 if recovery.marks is not None:
                     recovery.marks.mark("detect")
                 return int(asked())
@@ -155,7 +155,8 @@ def measure(model: Path, kills: int, *, seed: int, every: int) -> list[dict[str,
                     marks.mark("teardown")
                     if len(now) > 1:
                         marks.mark("Ray")
-                time.sleep(0.02)
+                # Not more often: to look at all processes costs CPU that the workers need.
+                time.sleep(0.2)
             recovery.marks = None
             found.append(marks.phases())
             print(json.dumps({name: round(value, 2) for name, value in found[-1].items()}), file=sys.stderr, flush=True)

@@ -1,10 +1,10 @@
-"""What formulas of communication, memory and failures say for 8, 64 and 1024 GPUs: the tables of docs/guide/scaling.md.
+"""Write the tables of docs/guide/scaling.md: communication, memory and failures for 8, 64 and 1024 GPUs, by formulas.
 
-Nothing is measured here; `tests/integration/test_volumes.py` compares the formulas of communication with bytes counted
-on gloo, and `benchmarks/run.py memory` those of memory with measured peaks.
+Nothing is measured here; `tests/integration/test_volumes.py` compares the formulas for communication with bytes counted
+on Gloo, and `benchmarks/run.py memory` those for memory with measured peaks.
 
     python -m tools.scaling_page            prints the tables
-    python -m tools.scaling_page --write    puts them into the page
+    python -m tools.scaling_page --write    writes them into the page
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MARKS = ("<!-- tables: python -m tools.scaling_page --write -->", "<!-- end of t
 FAILURES = ("<!-- failures: python -m tools.scaling_page --write -->", "<!-- end of failures -->")
 MODELS = {"8B": "meta-llama/Llama-3.1-8B-Instruct", "70B": "meta-llama/Llama-3.1-70B-Instruct"}
 GPU = GPUS["h100-80gb"]
-# The assumptions, all of them.
+# All assumptions.
 PRICE = 2.5
 TOKENS = 4096
 MICRO_BATCHES = 4
@@ -40,7 +40,7 @@ PER_MACHINE = 8
 MARGIN = 0.05
 RATES = (10, 400)
 SIZES = (8, 64, 1024)
-# From the simplest on: an earlier one is taken if it is nearly as fast.
+# Simplest first: an earlier strategy is chosen if it is nearly as fast.
 STRATEGIES = {
     "ddp": Setup(strategy="ddp"),
     "fsdp": Setup(strategy="fsdp"),
@@ -55,13 +55,13 @@ NEARLY = 0.97
 
 @dataclass(frozen=True)
 class Outcome:
-    """A strategy on a number of GPUs.
+    """The result for a strategy on a number of GPUs.
 
     Attributes:
         strategy: its name.
-        memory: bytes a GPU needs.
-        compute: seconds of arithmetic in a step.
-        shown: seconds of communication that arithmetic does not hide.
+        memory: bytes needed per GPU.
+        compute: seconds of computation per step.
+        shown: seconds of communication that do not overlap with computation.
         rate: tokens/s of all GPUs.
     """
 
@@ -73,7 +73,7 @@ class Outcome:
 
     @property
     def cost(self) -> float:
-        """Dollars per billion tokens, for each GPU of the price."""
+        """Dollars per billion tokens, at the price per GPU."""
         return 1e9 / self.rate / 3600
 
 
@@ -91,7 +91,7 @@ def blueprint(model: str, method: str) -> Blueprint:
 
 
 def outcome(model: str, method: str, strategy: str, gpus: int, rate: float) -> Outcome | None:
-    """What a strategy comes to; None where it does not fit into a GPU's memory."""
+    """The result for a strategy; None if it does not fit into a GPU's memory."""
     shape = blueprint(model, method)
     setup = replace(STRATEGIES[strategy], workers=gpus, device="cuda", precision="bf16", checkpointing="full")
     layers = shape_of(model, method).probe.measure(setup.arithmetic)
@@ -114,7 +114,7 @@ def outcome(model: str, method: str, strategy: str, gpus: int, rate: float) -> O
 
 
 def volume_table() -> list[str]:
-    """GB that each GPU sends in a step of one micro-batch, with so many GPUs that (w - 1) / w is one."""
+    """GB that each GPU sends in a step of one micro-batch, in the limit of many GPUs, where (w - 1) / w is 1."""
     heads = [f"{model}, {how}" for model in MODELS for how in ("all weights", "LoRA")]
     lines = [f"| sent per GPU and step, GB | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(heads)]
     for strategy, base in STRATEGIES.items():
@@ -129,7 +129,7 @@ def volume_table() -> list[str]:
 
 
 def choice_table(model: str, method: str) -> list[str]:
-    """The strategy for each number of GPUs and network: the simplest that is nearly as fast as the fastest."""
+    """For each number of GPUs and network, the simplest strategy that is nearly as fast as the fastest."""
     lines = [
         f"**{model}, {'LoRA' if method == 'LoRA' else 'all weights'}**",
         "",

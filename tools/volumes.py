@@ -1,11 +1,11 @@
-"""Bytes that the workers of a step exchange, and how long that takes: formulas over shapes.
+"""Formulas for the bytes that workers exchange per step, and for the time that this takes.
 
-They follow the code. `parallel/ddp.py` sums fp32 gradients once per step. `parallel/fsdp.py` gathers weights in the
-arithmetic's dtype for every forward pass, those of the layers again for the backward pass where they were given back,
-and sums fp32 gradients into shares in every micro-batch. DeepSpeed's ZeRO 1 and 2 sum whole gradients in the
-arithmetic's dtype (2 in every micro-batch), of which each worker keeps its share, and gather the new weights; ZeRO 3
-gathers all weights for the forward pass and again for the backward pass, as long as they are too large to be kept.
-`tests/integration/test_volumes.py` compares them with bytes counted on gloo.
+They follow the code. `parallel/ddp.py` all-reduces fp32 gradients once per step. `parallel/fsdp.py` all-gathers weights
+in the compute dtype for every forward pass, the weights of the layers again for the backward pass if they were
+resharded, and reduce-scatters fp32 gradients in every micro-batch. DeepSpeed's ZeRO 1 and 2 reduce gradients in the
+compute dtype (ZeRO 2 in every micro-batch), each worker keeps its shard, and the new weights are all-gathered; ZeRO 3
+all-gathers all weights for the forward pass and again for the backward pass, if they are too large to be kept.
+`tests/integration/test_volumes.py` compares the formulas with bytes counted on Gloo.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class Exchange:
     """Collectives of one kind in an optimizer step.
 
     Attributes:
-        kind: of collective.
+        kind: the collective.
         size: bytes of the whole tensors, over all calls of the step.
-        group: workers that take part in one of them.
-        hidden: whether it goes on while the next layer is computed.
-        across: whether a group has one worker in each machine, while the other workers there are in groups like it.
+        group: workers that take part in one collective.
+        hidden: whether it overlaps with the computation of the next layer.
+        across: whether a group has one worker on each machine, and the other workers there are in groups of the same
+            kind.
     """
 
     kind: Kind
@@ -50,7 +51,7 @@ def exchanges(blueprint: Blueprint, setup: Setup, *, micro_batches: int) -> tupl
     Args:
         blueprint: the model with its adapter.
         setup: strategy, workers and precision.
-        micro_batches: forward passes of each worker in the step.
+        micro_batches: forward passes of each worker per step.
     """
     trained, workers, sharers = blueprint.trainable, setup.workers, setup.sharers
     if workers == 1:
@@ -64,10 +65,10 @@ def exchanges(blueprint: Blueprint, setup: Setup, *, micro_batches: int) -> tupl
             Exchange("all_gather", setup.element * trained, workers, hidden=False),
         )
     if setup.strategy == "zero3":
-        # Gradients end before a frozen embedding.
+        # The backward pass ends before a frozen embedding.
         again = blueprint.parameters - (blueprint.embedding if blueprint.adapter else 0)
     else:
-        # The decoder layers with their adapters are gathered and given back one by one.
+        # The decoder layers with their adapters are gathered and resharded one by one.
         again = blueprint.layer * blueprint.layers + blueprint.adapter if setup.reshard else 0
     gathered = setup.element * (blueprint.parameters + again) * micro_batches
     summed = (setup.element if setup.strategy == "zero3" else FP32) * trained * micro_batches
@@ -85,9 +86,9 @@ class Machines:
     """Where workers are.
 
     Attributes:
-        gpus: in each machine.
-        network: bytes a second into each machine, and out of it.
-        inside: bytes a second between the GPUs of a machine, for each.
+        gpus: GPUs per machine.
+        network: bytes per second into each machine, and out of it.
+        inside: bytes per second between the GPUs of a machine, per GPU.
     """
 
     gpus: int
@@ -96,7 +97,7 @@ class Machines:
 
 
 def seconds(exchange: Exchange, machines: Machines) -> float:
-    """How long an exchange takes in rings: what every machine gets over the network once, and hands on inside."""
+    """Seconds of an exchange in rings: a machine receives data over the network once and forwards it inside."""
     passes = 2 if exchange.kind == "all_reduce" else 1
     if exchange.across:
         return passes * (exchange.group - 1) / exchange.group * exchange.size * machines.gpus / machines.network

@@ -1,12 +1,12 @@
-"""A peer: LoRA fine-tuning with PEFT under Accelerate's FSDP2, in several processes of a gloo group.
+"""A peer: LoRA fine-tuning with PEFT and Accelerate's FSDP2, in several processes over Gloo.
 
-Of a step's rows every rank takes its own, by turns, so that the caller can give them rows of one length. Weights are
-stored in bf16 and gathered in it, adapters are fp32 and their gradients are summed in fp32; no checkpointing. The loss
-is the sum over the targets of all ranks divided by their number; each rank's result has its share of it.
+The rows of a step are dealt out to the ranks in turn, so that the caller can give the ranks rows of similar length.
+Weights are stored and gathered in bf16, adapters are fp32 and their gradients are summed in fp32; no checkpointing. The
+loss is the sum over the targets of all ranks, divided by their number; each rank's result has its share of it.
 
-Accelerate 1.15 knows FSDP on accelerators only: on a CPU it falls back to DDP whatever the plugin says. Here its state
-is told that it is FSDP; that apart, all is Accelerate's own (`prepare`, `backward`, `clip_grad_norm_`). gloo cannot
-average while it sums, so FSDP2 is asked to sum and the loss is scaled.
+Accelerate 1.15 supports FSDP only on accelerators: on a CPU it falls back to DDP, regardless of the plugin. So its
+state is set to FSDP here; everything else is Accelerate's own code (`prepare`, `backward`, `clip_grad_norm_`). Gloo
+cannot average in a reduction, so FSDP2 is set to sum and the loss is scaled.
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501 python accelerate_train.py '{"model": "DIR", ...}'
 """
@@ -37,7 +37,7 @@ def make_accelerator(precision: str) -> Accelerator:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    # Both remember it, and each copies it from the other when somebody asks for the state anew.
+    # Both store it, and each copies it from the other when the state is requested again.
     AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin

@@ -1,4 +1,4 @@
-"""Answers to prompts, by finray's engine or by Transformers' `generate` in static batches, sorted by length."""
+"""Generate answers with finray's engine, or with Transformers' `generate` in static batches sorted by length."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass(frozen=True)
 class Answering:
-    """What is to be answered."""
+    """The prompts to answer, and the settings."""
 
     model: str  # directory
-    prompts: str  # JSON lines, each a conversation up to where the answer begins
+    prompts: str  # JSON Lines, each a conversation up to the answer
     engine: str  # `finray` or `generate`
     batch_size: int
     max_new_tokens: int
@@ -62,7 +62,7 @@ def main() -> None:
 def generate(
     model: torch.nn.Module, tokenizer: object, prompts: list[list[int]], size: int, new: int
 ) -> dict[int, list[int]]:
-    """Greedy answers in batches of rows of nearly one length, padded on the left."""
+    """Greedy answers in batches of rows of similar length, padded on the left."""
     order, found = sorted(range(len(prompts)), key=lambda row: -len(prompts[row])), {}
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     for start in range(0, len(order), size):

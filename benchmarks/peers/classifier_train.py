@@ -1,6 +1,6 @@
-"""A peer: a classifier with LoRA by Transformers' `Trainer`, with padding; batches are random, or of like lengths.
+"""A peer: a classifier with LoRA and Transformers' `Trainer`, with padding; random or length-grouped batches.
 
-bf16 autocast over fp32 weights where the job says bf16, no evaluation or saving. A batch is padded to its longest row.
+bf16 autocast over fp32 weights if the job says bf16; no evaluation or saving. A batch is padded to its longest row.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from transformers import (
 
 @dataclass(frozen=True)
 class Classifying:
-    """What is to be trained."""
+    """The training job."""
 
     model: str  # directory
-    rows: str  # JSON lines with `sentence` and `label`
-    grouped: bool  # whether batches hold rows of like lengths, by Trainer's own grouping
+    rows: str  # JSON Lines with `sentence` and `label`
+    grouped: bool  # whether to use Trainer's own grouping by length
     steps: int
     warmup: int
     batch_size: int
@@ -41,7 +41,7 @@ class Classifying:
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]  # transformers may come without types
-    """Tells a clock of the steps."""
+    """Reports the steps to a clock."""
 
     def __init__(self, clock: measuring.Clock) -> None:
         self._clock = clock
@@ -51,7 +51,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]  # transformers may come wit
 
 
 def main() -> None:
-    """Train, and print the real tokens of the timed steps and their seconds."""
+    """Train, and print the tokens (without padding) and seconds of the timed steps."""
     job = measuring.job(Classifying)
     torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)

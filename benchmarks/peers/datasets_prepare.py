@@ -1,16 +1,17 @@
-"""The peers' half of the preparation benchmark: a file of rows made ready with `datasets`, and with TRL's packing.
+"""The peers' half of the preparation benchmark: a file of rows prepared with `datasets`, and with TRL's packing.
 
-Three ways, from the same file of JSON lines with `prompt` and `completion` as lists of messages, to columns in the
-Arrow files of `datasets`' cache:
+Three modes, from the same JSON Lines file with `prompt` and `completion` as lists of messages to columns in the Arrow
+files of the cache of `datasets`:
 
 * `map`: `Dataset.map`, batched, in `processes` processes: the chat template, the tokenizer, and labels of the answer.
   No packing.
-* `map-pack`: the same, then TRL's `pack_dataset`, which packs batches of 1,000 rows each by best fit.
-* `trl`: all that TRL's `SFTTrainer` does to such rows with `packing=True`: its own conversion, tokenizing of prompt and
-  whole, mask and labels, packing. It is the trainer's own method, called without a trainer, so that no model is loaded.
+* `map-pack`: the same, then TRL's `pack_dataset`, which packs batches of 1,000 rows each with best fit.
+* `trl`: everything that TRL's `SFTTrainer` does with such rows with `packing=True`: conversion, tokenizing the prompt
+  and the whole text, mask and labels, packing. The trainer's method is called without a trainer, so that no model is
+  loaded.
 
-Timed is the way from the file to the finished columns, without imports and without loading the tokenizer. The caller
-gives each run a cache of its own in HF_DATASETS_CACHE.
+The time is measured from the file to the finished columns, without imports and without loading the tokenizer. The
+caller gives each run its own cache in HF_DATASETS_CACHE.
 
     HF_DATASETS_CACHE=/tmp/fresh python datasets_prepare.py '{"model": "DIR", "rows": "rows.jsonl", "mode": "map",
         "steps": []}'
@@ -33,7 +34,7 @@ IGNORED = -100
 
 
 def tokenize(batch: dict[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[list[int]]]:
-    """A batch as token ids and labels, the way that is fastest in Python: one call of the tokenizer for all rows."""
+    """A batch as token ids and labels, in the fastest way in Python: one call of the tokenizer for all rows."""
     whole = [prompt + completion for prompt, completion in zip(batch["prompt"], batch["completion"], strict=True)]
     texts = tokenizer.apply_chat_template(whole, tokenize=False)
     prompts = tokenizer.apply_chat_template(batch["prompt"], tokenize=False, add_generation_prompt=True)
@@ -77,7 +78,7 @@ def prepare_as_trl(rows: Dataset, tokenizer: Any, job: measuring.Job) -> Dataset
             max_length=job.max_length,
             dataset_num_proc=job.processes,
         )
-        # The three attributes that the method reads; what the trainer sets for rows of prompt and completion.
+        # The three attributes that the method reads, as the trainer sets them for rows of prompt and completion.
         trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True)
         return SFTTrainer._prepare_dataset(trainer, rows, tokenizer, settings, True, None, "train")
 
@@ -94,7 +95,7 @@ def main() -> None:
     if job.mode != "map":
         import trl
 
-        # TRL loads its parts when they are first named; that belongs to the imports.
+        # TRL loads its submodules on first access; that counts as import time.
         _ = trl.pack_dataset, trl.SFTConfig, trl.SFTTrainer
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     disable_progress_bars()
@@ -109,7 +110,7 @@ def main() -> None:
         "rows": column_sum(dataset, "seq_lengths", lambda chunk: len(chunk.flatten())) if packed else len(dataset),
         "tokens": tokens,
         "fill": tokens / (len(dataset) * job.max_length) if packed else None,
-        # The first label of a row is predicted by nothing, but a prompt comes first, so it never counts.
+        # The first label of a row is never predicted; here it is part of the prompt, so it never counts.
         "learned": column_sum(dataset, "labels", lambda chunk: np.count_nonzero(chunk.flatten().to_numpy() != IGNORED))
         if labelled
         else None,

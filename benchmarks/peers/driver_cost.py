@@ -1,11 +1,10 @@
-"""What a run costs its driver, by the number of workers: workers without torch, which say to the driver and to Ray what
-finray's say, through the same code.
+"""The driver's CPU time, by number of workers: workers without torch send the driver and Ray the messages of finray's.
 
     python driver_cost.py '{"workers": [2, 8, 32], "steps": 200, "step_s": 0.05, "ray": true}'
 
-Three parts of the same number of steps: steps alone; steps of which each has an evaluation; steps of which every fourth
-reports a checkpoint to Ray. Each worker sleeps in a step, so that the machine's cores are the driver's. Without Ray the
-workers are forks of this process, and report nothing: what is left is what finray's own driver does.
+Three parts with the same number of steps: only steps; an evaluation in every step; a checkpoint reported to Ray in
+every fourth step. Workers sleep during a step, so that the cores are free for the driver. Without Ray, the workers are
+forks of this process and report no checkpoints: only the work of finray's own driver is left.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def work(payload: dict[str, Any]) -> None:
 
     context, reports = ray.train.get_context(), Reports(_report)
     rank, count = context.get_world_rank(), context.get_world_size()
-    # All begin at once, however long their processes took to start.
+    # All begin at the same time, however long their processes took to start.
     ray.train.collective.barrier()
     node = ray.get_runtime_context().get_node_id()
     speak(rank, count, node, payload, lambda path, step: reports.put(path, {"step": float(step)}))
@@ -49,7 +48,7 @@ def work(payload: dict[str, Any]) -> None:
 
 
 def speak(rank: int, count: int, node: str, payload: dict[str, Any], report: Callable[[Path, int], None]) -> None:
-    """Say what a rank says while it trains."""
+    """Send the messages that a rank sends while it trains."""
     from finray.records import EvalRecord, Note, TrainRecord
     from finray.runtime.progress import Sender
     from finray.runtime.worker import beat
@@ -59,7 +58,7 @@ def speak(rank: int, count: int, node: str, payload: dict[str, Any], report: Cal
     beat(sender, rank, count, "a", lambda: pulse, node=node, hang_s=HANG_S)
     record = {one.name: 1 for one in fields(TrainRecord)}
     folder = Path(payload["folder"])
-    # The first beats belong to the start.
+    # The first heartbeats belong to the start.
     time.sleep(WARM_S)
     step = 0
     for part in PARTS:
@@ -85,7 +84,7 @@ def speak(rank: int, count: int, node: str, payload: dict[str, Any], report: Cal
 
 
 def fit(count: int, payload: dict[str, Any], look: Callable[[], None]) -> None:
-    """Have the workers work under Ray Train."""
+    """Run the workers under Ray Train."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
 
     from finray.runtime.trainer import Trainer
@@ -107,7 +106,7 @@ def fit(count: int, payload: dict[str, Any], look: Callable[[], None]) -> None:
 
 
 def fork(count: int, payload: dict[str, Any], look: Callable[[], None]) -> None:
-    """Have forks of this process work; meanwhile do what the driver does while Ray Train is at work."""
+    """Run the workers as forks of this process, and do what the driver does while Ray Train runs."""
     context = multiprocessing.get_context("fork")
     forks = [
         context.Process(target=speak, args=(rank, count, "n", payload, lambda path, step: None))
@@ -124,7 +123,7 @@ def fork(count: int, payload: dict[str, Any], look: Callable[[], None]) -> None:
 
 
 def measured(ray: Any, count: int, steps: int, step_s: float) -> dict[str, Any]:
-    """The driver's CPU seconds and what it heard, for each part."""
+    """The driver's CPU seconds and number of messages, for each part."""
     import psutil
 
     from finray.planning.placement import Placement

@@ -1,4 +1,4 @@
-"""What the benchmarks use of finray, here and in older checkouts (`run.py against`): the newest place comes first."""
+"""The parts of finray that benchmarks use, here and in older checkouts (`run.py against`); newest location first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
     """A function or class of finray.
 
     Raises:
-        AttributeError: it is in none of its places.
+        AttributeError: it is in none of its locations.
     """
     for place in _PLACES.get(name, []):
         parents = [place.rpartition(".")[0], place]
@@ -39,20 +39,20 @@ def __getattr__(name: str) -> Any:
 
 
 def prepared_on_ray(ray: Any, config: Any, env: dict[str, str]) -> str:
-    """Prepare a config's data on Ray; returns where it is."""
+    """Prepare a config's data on Ray; returns its location."""
     prepare = importlib.import_module("finray.runtime.prepare").prepare_on_ray
     try:
         from finray.data.dataset.prepare import start_preparation
     except ImportError:
         return str(prepare(ray, config, env=env))
-    # As the commands do; this process loads no model.
+    # As in the commands; this process loads no model.
     hide: dict[str, Any] = {"hide_torch": True} if "hide_torch" in signature(start_preparation).parameters else {}
     with start_preparation(config, **hide) as preparation:
         return str(prepare(ray, preparation, env=env))
 
 
 def assembled(config: Any, prepared: str, run_dir: Path) -> Any:
-    """The loop of this process, as `finray.runtime.worker` puts it together."""
+    """The training loop of this process, assembled as in `finray.runtime.worker`."""
     import torch
 
     from finray.training.assemble import assemble
@@ -70,7 +70,7 @@ def assembled(config: Any, prepared: str, run_dir: Path) -> Any:
     placement = Placement(int(os.environ.get("WORLD_SIZE", "1")), torch.get_num_threads(), use_gpu=False)
     resolved = resolve(config, placement, device_of(placement), packing=packing_of(config.model))
     if config.model.task == "sequence_classification":
-        # As the driver does, when the data are prepared.
+        # As in the driver, when the data is prepared.
         from dataclasses import replace
 
         from finray.data.dataset.labels import find_labels
@@ -85,7 +85,7 @@ def assembled(config: Any, prepared: str, run_dir: Path) -> Any:
 
 
 def on_every_step(loop: Any, call: Callable[[], None]) -> Callable[[], None]:
-    """Call a function when a step is recorded, on every rank; returns what is to be called when all is over."""
+    """Call a function when a step is recorded, on every rank; returns a function to call at the end."""
     trackers = loop.trackers
     if isinstance(trackers, list):
         trackers.append(SimpleNamespace(log=lambda record: is_step(record) and call(), close=lambda: None))

@@ -1,9 +1,9 @@
-"""finray's half of the preparation benchmark: a file of rows prepared on Ray, as `finray prepare` does it.
+"""finray's half of the preparation benchmark: a file of rows prepared on Ray, as by `finray prepare`.
 
-Apart from each other it measures `start_seconds` (connecting, which here starts Ray on this machine), `seconds` (from
-the config to a prepared dataset on disk, nothing of it cached, with Ray up but none of its workers started, and the
-plan of the packs, which `finray train` makes when it begins), and `warm`: the same config once more, now that it is
-prepared, without Ray: finding the dataset, opening it and planning its packs, and making the first batch.
+It measures separately: `start_seconds`, connecting to Ray, which here starts Ray on this machine; `seconds`, from the
+config to a prepared dataset on disk, without any cache, with Ray started but none of its workers, and including
+packing, which `finray train` does when it begins; and `warm`, the same config again, now that the data is prepared,
+without Ray: finding and opening the dataset, packing it, and making the first batch.
 
     python finray_prepare.py '{"config": {"model": {"name": "DIR"}, ...}}'
 """
@@ -31,7 +31,7 @@ def open_and_plan(config: Any, prepared: str) -> tuple[Any, Any]:
 
 
 def first_batch(config: Any, split: Any, plan: Any) -> None:
-    """What is read for the first step."""
+    """The data read for the first step."""
     for item in finray_api.Order(len(plan), seed=config.run.seed).batch(0, config.train.global_batch_size):
         rows = plan.pack(item)
         finray_api.collate([split.row(row) for row in rows], rows)
@@ -48,6 +48,9 @@ def main() -> None:
         split, plan = open_and_plan(config, prepared)
         marks.append(time.perf_counter())
         process_seconds = measuring.seconds_since_process_start()
+    # A training run has imported it long before its first batch.
+    import torch  # noqa: F401
+
     warm = [time.perf_counter()]
     if finray_api.is_prepared(config) != prepared:
         raise RuntimeError("what was prepared is not found again")

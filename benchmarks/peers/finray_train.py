@@ -1,13 +1,12 @@
-"""finray's half of the benchmarks: a training by finray's own loop.
+"""finray's half of the benchmarks: a training run with finray's own loop.
 
-Without `through_ray` there is no Ray: the loop is assembled in this process, or in as many as `WORLD_SIZE` says, which
-share the steps over gloo; tokens and seconds are then those of all together, CPU seconds and memory this one's. With
-it the run is that of `finray.train`, in Ray Train workers whose environment is finray's own; the CPU seconds of those
-are not read.
+Without `through_ray`, Ray is not used: the loop runs in this process, or in `WORLD_SIZE` processes that share the steps
+over Gloo; tokens and seconds are then totals, CPU seconds and memory those of this process. With it, the run is
+`finray.train`, in Ray Train workers with finray's own environment; their CPU seconds are not read.
 
-A step's seconds run from its record to the next one's, by the times in the TensorBoard events, so they hold everything
-the loop does: waiting for data, forward, backward, clipping, AdamW, and its trackers at every step. CPU time and peak
-memory are read at every record, so before the checkpoint at the end.
+The seconds of a step are the time between two records in the TensorBoard events, so they include everything the loop
+does: waiting for data, forward, backward, clipping, AdamW, and the trackers at every step. CPU time and peak memory are
+read at every record, so before the final checkpoint.
 
     OMP_NUM_THREADS=2 python finray_train.py '{"config": {"model": {"name": "DIR"}, ...}, "warmup": 2}'
 """
@@ -31,20 +30,20 @@ Record = dict[str, Any]
 class FinrayJob:
     """A run of finray."""
 
-    config: dict[str, Any]  # a whole one, with `tracking.record_samples` where rows are to be counted
-    warmup: int = 2  # first steps, which are not timed
-    through_ray: bool = False  # whether it is `finray.train`
-    prepared: str | None = None  # data that is prepared already, so that preparing adds nothing to the memory
-    gemm: bool = False  # whether the model's matrix products are timed afterwards, with all ranks at it
-    turns: list[str] | None = None  # two FIFOs: before a step one is read, after it the other is written
+    config: dict[str, Any]  # a complete config, with `tracking.record_samples` if rows are to be counted
+    warmup: int = 2  # first steps, not timed
+    through_ray: bool = False  # whether to use `finray.train`
+    prepared: str | None = None  # prepared data, so that preparation does not add to the memory
+    gemm: bool = False  # whether to time the model's matrix products afterwards, on all ranks at once
+    turns: list[str] | None = None  # two FIFOs: one is read before a step, the other written after it
 
 
 class Turns:
-    """Steps in turn with another process, so that neither's fall into a better moment of the machine."""
+    """Alternates steps with another process, so that both run under the same conditions."""
 
     def __init__(self, fifos: list[str], steps: int) -> None:
         self._steps = steps
-        # Opened for both, so that neither opening one nor writing into it waits for the other process.
+        # Opened for reading and writing, so that neither opening nor writing waits for the other process.
         self._mine, self._other = (os.open(fifo, os.O_RDWR) for fifo in fifos)
         self.seconds: list[float] = []
 
@@ -60,7 +59,7 @@ class Turns:
 
 
 def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
-    """Train in this process, as `finray.runtime.worker` does; returns what only an assembled run can tell."""
+    """Train in this process, as `finray.runtime.worker` does; returns figures that are only available here."""
     import finray_api
     import torch
     import torch.distributed as dist
@@ -99,7 +98,7 @@ def run_here(job: FinrayJob, clock: measuring.Clock) -> dict[str, Any]:
         "seconds_in_turn": sum(turns.seconds[job.warmup : -1]) if turns else None,
     }
     if not alone:
-        dist.barrier()  # Nobody reads the records, or times anything, before everybody is done.
+        dist.barrier()  # Records are read, and products timed, only after all ranks are done.
     if job.gemm:
         import flops
 
@@ -130,7 +129,7 @@ def records_of(run_dir: Path) -> list[Record]:
 
 
 def marks_of(run_dir: Path) -> list[float]:
-    """When each step's record was written, by the TensorBoard events."""
+    """When each step's record was written, according to the TensorBoard events."""
     from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-untyped]
 
     events = event_accumulator.EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})

@@ -1,4 +1,4 @@
-"""What the peers that train with Transformers have in common: rows, LoRA, given batches, a record of what was seen."""
+"""Shared code of the peers that train with Transformers: rows, LoRA, given batches, a record of what was seen."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Tokens = dict[str, list[int]]
 def read_tokens(path: str, tokenizer: Any, max_length: int) -> list[Tokens]:
     """The rows of a file as token ids and labels.
 
-    Learned is the last answer up to its end-of-turn token, which is what finray learns of it.
+    The last answer is trained on, up to its end-of-turn token, as in finray.
 
     Raises:
-        ValueError: the template does not render the prompt as the beginning of the whole.
+        ValueError: the rendered conversation does not start with the rendered prompt.
     """
     found = []
     for line in filter(str.strip, Path(path).read_text(encoding="utf-8").split("\n")):
@@ -74,7 +74,7 @@ def lora_model(job: measuring.Job) -> Any:
 
 
 def start_adapter(model: Any, job: measuring.Job) -> None:
-    """Read the adapter that a job starts from, or write the one that it starts with."""
+    """Load the adapter that a job starts from, or save its initial adapter."""
     if job.start is not None:
         set_peft_model_state_dict(model, load_file(Path(job.start) / "adapter_model.safetensors"))
     if job.save_start is not None:
@@ -83,9 +83,9 @@ def start_adapter(model: Any, job: measuring.Job) -> None:
 
 @dataclass
 class Recorder:
-    """A collator, and a record of the batches it made, in the order they are trained on.
+    """A collator that records its batches, in training order.
 
-    Rows are known by their token ids. The data loader fetches ahead, so only the order tells a batch's step.
+    Rows are identified by their token ids. The data loader prefetches, so only the order determines a batch's step.
     """
 
     inner: Callable[[list[Any]], Any]
@@ -100,18 +100,18 @@ class Recorder:
         numbers = [self._numbers[tuple(example["input_ids"])] for example in examples]
         area = batch["input_ids"].numel()
         tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else area
-        # Labels are shifted by one: the first never counts.
+        # Labels are shifted by one, so the first never counts.
         self.batches.append((numbers, tokens, area, int((batch["labels"][:, 1:] != IGNORED).sum())))
         return batch
 
     def seen(self, count: int) -> dict[str, Any]:
-        """Of each of the first batches the numbers of its rows, its tokens, those with padding, and its targets."""
+        """For each of the first batches: its row numbers, tokens, tokens including padding, and targets."""
         names = ("rows", "own_tokens", "padded_tokens", "targets")
         return dict(zip(names, zip(*self.batches[:count], strict=True), strict=True))
 
 
 class StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers may come without types
-    """Tells a clock of the steps, and keeps the losses."""
+    """Reports the steps to a clock, and keeps the losses."""
 
     def __init__(self, clock: measuring.Clock) -> None:
         self._clock = clock
@@ -131,12 +131,12 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]  # transformers may come
 
 
 def train(trainer: Any, job: measuring.Job, named: Sequence[str]) -> dict[str, Any]:
-    """Train a Trainer (or what derives from it) on a job's batches, in its order.
+    """Train with a Trainer (or a subclass) on a job's batches, in the job's order.
 
     Args:
         trainer: with its dataset in the file's order, to which the steps' numbers refer.
-        job: what is to be done.
-        named: arguments of the trainer that go into the result.
+        job: the job.
+        named: trainer arguments to include in the result.
     """
     clock = measuring.Clock()
     watch = StepWatch(clock)
@@ -144,7 +144,7 @@ def train(trainer: Any, job: measuring.Job, named: Sequence[str]) -> dict[str, A
     trainer.add_callback(watch)
     start_adapter(trainer.model, job)
     recorder = Recorder(trainer.data_collator, trainer.train_dataset)
-    # The Trainer's own loader, but for which rows are in a batch.
+    # The Trainer's own loader, except for the choice of rows in a batch.
     loader = DataLoader(trainer.train_dataset, batch_sampler=job.steps, collate_fn=recorder)
     trainer.get_train_dataloader = lambda: trainer.accelerator.prepare(loader)
     trainer.train()
@@ -167,7 +167,7 @@ def train(trainer: Any, job: measuring.Job, named: Sequence[str]) -> dict[str, A
 
 
 def arguments(job: measuring.Job, folder: str) -> dict[str, Any]:
-    """Arguments that Transformers' Trainer and TRL's share."""
+    """Arguments shared by Transformers' Trainer and TRL's."""
     return {
         "output_dir": folder,
         "use_cpu": True,

@@ -1,4 +1,4 @@
-"""What every contender measures of itself in the same way. A peer takes its job as JSON and prints one line of JSON."""
+"""Measurements that all contenders make of themselves. A peer takes its job as JSON and prints one line of JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Before any library reads them. `benchmarks/` is for what the peers share with the runner.
+# Before any library reads them. `benchmarks/` has the code that the peers share with the runner.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -20,29 +20,29 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 @dataclass(frozen=True)
 class Job:
-    """A fine-tuning that a peer is to do."""
+    """A fine-tuning job for a peer."""
 
     model: str  # directory
-    rows: str  # JSON lines with "messages", or with "prompt" and "completion"; the last answer is learned
-    steps: list[list[int]]  # the numbers of the rows of every optimizer step, warm-up included
-    warmup: int = 2  # first steps, which are not timed
-    mode: str = "best"  # or `defaults`, where there is a difference
+    rows: str  # JSON Lines with "messages", or with "prompt" and "completion"; the last answer is trained on
+    steps: list[list[int]]  # the row numbers of every optimizer step, warm-up included
+    warmup: int = 2  # first steps, not timed
+    mode: str = "best"  # or `defaults`, if the peer has both
     precision: str = "bf16"  # or `fp32`
-    learning_rate: float = 1e-4  # falls linearly to zero
-    rank: int = 8  # of LoRA on all linear layers; alpha is twice that
-    max_length: int = 1024  # most tokens in a row
-    seed: int = 17  # of what is drawn
+    learning_rate: float = 1e-4  # decays linearly to zero
+    rank: int = 8  # LoRA rank on all linear layers; alpha is twice that
+    max_length: int = 1024  # maximum tokens in a row
+    seed: int = 17  # for random numbers
     start: str | None = None  # an adapter to start from
     save_start: str | None = None  # where to write the untrained adapter
-    done: str | None = None  # file to write at the end of the first step, when all ends
-    processes: int = 2  # that prepare the rows
+    done: str | None = None  # file to write at the end of the first step, after which the process exits
+    processes: int = 2  # processes that prepare the rows
 
 
 def job(kind: type[Any]) -> Any:
-    """The job of this process, from its command line.
+    """The job of this process, from the command line.
 
     Raises:
-        SystemExit: there is none, or it has fields that a job does not have.
+        SystemExit: there is none, or it has unknown fields.
     """
     names = {one.name for one in fields(kind)}
     given = json.loads(sys.argv[1]) if len(sys.argv) == 2 else None
@@ -52,7 +52,7 @@ def job(kind: type[Any]) -> Any:
 
 
 def emit(result: dict[str, Any], *packages: str) -> None:
-    """Print a result, with the versions of what made it."""
+    """Print a result, with package versions."""
     print(json.dumps({**result, "versions": {name: version(name) for name in packages}}), flush=True)
 
 
@@ -63,10 +63,10 @@ def cpu_seconds() -> float:
 
 
 def peak_rss_bytes() -> int:
-    """Most resident memory of this process so far."""
+    """Peak resident memory of this process so far."""
     status = Path("/proc/self/status")
     if status.is_file():
-        # `ru_maxrss` is at least that of the process that this one was forked from, whatever it has run since.
+        # `ru_maxrss` is never below the value of the process that this one was forked from, even after exec.
         return int(status.read_text(encoding="utf-8").split("VmHWM:")[1].split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -79,7 +79,7 @@ def seconds_since_process_start() -> float:
 
 @dataclass
 class Clock:
-    """What is read at the end of every optimizer step: the time, this process's CPU time, and its peak memory."""
+    """Readings at the end of every optimizer step: the time, this process's CPU time, and its peak memory."""
 
     startup_seconds: float = 0.0
     marks: list[float] = field(default_factory=list)
@@ -101,14 +101,14 @@ class Clock:
 
 
 def trained(clock: Clock, settings: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """The result of a training, by the names that all contenders share.
+    """The result of a training run, with the names shared by all contenders.
 
     Args:
-        clock: that was told of every step.
-        settings: what the run was made with, read back and not as it was asked for.
-        fields: of each step `rows` (numbers of those it saw), `own_tokens` (by the contender's own count, without
-            padding), `padded_tokens`, `targets` (tokens that bear loss), `losses` and `norms` (of the gradient, before
-            clipping); and `trainable_parameters`.
+        clock: the clock that recorded every step.
+        settings: the settings of the run, as read back, not as requested.
+        fields: for each step `rows` (row numbers), `own_tokens` (the contender's own count, without padding),
+            `padded_tokens`, `targets` (tokens with loss), `losses` and `norms` (gradient norms before clipping); and
+            `trainable_parameters`.
     """
     names = {"rows", "own_tokens", "padded_tokens", "targets", "losses", "norms", "trainable_parameters"}
     if set(fields) != names:
@@ -125,5 +125,5 @@ def trained(clock: Clock, settings: dict[str, Any], **fields: Any) -> dict[str, 
 
 
 def world_size() -> int:
-    """How many processes this one is one of."""
+    """The number of processes in this process's group."""
     return int(os.environ.get("WORLD_SIZE", "1"))

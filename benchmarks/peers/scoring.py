@@ -1,4 +1,4 @@
-"""Likelihoods of continuations, by finray's engine or by Transformers one row at a time."""
+"""Log-likelihoods of continuations, with finray's engine, or with Transformers one row at a time."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is to be scored."""
+    """The scoring job."""
 
     model: str  # directory
-    rows: str  # JSON lines, each a context and its continuations
+    rows: str  # JSON Lines, each a context and its continuations
     engine: str  # `finray` or `plain`
     precision: str  # `fp32` or `bf16`
     threads: int
 
 
 def main() -> None:
-    """Score, and print rows per second, the likelihoods, and by how much the process grew."""
+    """Score, and print rows per second, the likelihoods, and the growth of the process's memory."""
     job = measuring.job(Scoring)
     torch.set_num_threads(job.threads)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
@@ -57,7 +57,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def likelihood(model: torch.nn.Module, context: list[int], tokens: list[int]) -> float:
-    """Of one row alone, as its user would write it: logits where they are needed."""
+    """Likelihood of one row, as a user would compute it: with logits only where they are needed."""
     ids = torch.tensor([[*context, *tokens[:-1]]])
     logits = model(ids, logits_to_keep=len(tokens), use_cache=False).logits[0].float()
     return float(logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).sum())

@@ -1,4 +1,4 @@
-"""Writes an untrained LoRA adapter, drawn by PEFT, for all contenders to start from: `save_start` of the job."""
+"""Write an untrained LoRA adapter, initialized by PEFT, for all contenders to start from: the job's `save_start`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The tokenizer by itself: `encode_batch` of the Rust library over texts that are in memory already.
+"""The tokenizer alone: `encode_batch` of the Rust library on texts in memory.
 
-Timed are the calls, in as many threads as RAYON_NUM_THREADS says; not reading, rendering the chat template, masks,
-packing, or writing anything. It is as fast as a preparation could be that does nothing but tokenize. Texts go in
-`CHUNK` at a time, because encodings take some 80 bytes a token and those of a million rows would not fit in memory.
+Only the calls are timed, in RAYON_NUM_THREADS threads; not reading, rendering the chat template, masks, packing or
+writing. This is the upper limit for the speed of any preparation. Texts are encoded `CHUNK` at a time, because
+encodings take about 80 bytes per token, and those of a million rows would not fit in memory.
 
     RAYON_NUM_THREADS=2 python tokenizer_alone.py '{"model": "DIR", "rows": "rows.jsonl", "steps": []}'
 """
@@ -32,7 +32,7 @@ backend.no_truncation()
 
 @cache
 def rendered(line: str) -> str:
-    """A row by the chat template; one that is repeated is rendered once."""
+    """A row rendered with the chat template; repeated rows are rendered once."""
     row = json.loads(line)
     return str(tokenizer.apply_chat_template(row["prompt"] + row["completion"], tokenize=False))
 

@@ -1,8 +1,8 @@
-"""A peer: LoRA fine-tuning with Transformers' `Trainer` and PEFT, and nothing else.
+"""A peer: LoRA fine-tuning with only Transformers' `Trainer` and PEFT.
 
-Set up as well as a user of a CPU can without writing code of his own: base weights in bf16, autocast to bf16, adapters
-in fp32, no checkpointing, no evaluation or saving. The logits are the model's own: of every position, in full.
-`torch_compile` was not through six steps in 280 seconds on one core, where the rest takes about a minute.
+The best set-up that a user can choose on a CPU without writing code: base weights in bf16, autocast to bf16, adapters
+in fp32, no checkpointing, no evaluation or saving. The logits are the model's own: full logits for every position.
+`torch_compile` did not finish six steps in 280 seconds on one core; without it they take about a minute.
 
     OMP_NUM_THREADS=2 python trainer_train.py '{"model": "DIR", "rows": "rows.jsonl", "steps": [[0, 1], [2, 3]]}'
 """

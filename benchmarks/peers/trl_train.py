@@ -1,15 +1,15 @@
 """A peer: LoRA fine-tuning with TRL's `SFTTrainer`.
 
-`mode` `defaults` leaves everything that affects speed at `SFTConfig`'s own defaults; `best` sets what TRL offers and
-what was measured to help on a CPU and to train equally. Not there, since they did not help or do not apply: packing
-(other rows to a step, and no faster than padding-free), padding-free (a CPU's attention masks a batch laid end to end
-densely, which costs where rows of one length are grouped), `loss_type` (the plain "nll" is already the one computed in
-tiles), Liger's and the Hub's kernels (Triton), fp32 base weights under autocast (the same speed, more memory),
-`torch_compile` (see `trainer_train.py`).
+With `mode` `defaults`, everything that affects speed is left at `SFTConfig`'s defaults; `best` uses the options of TRL
+that were measured to help on a CPU with equal training results. Not used, because they did not help or do not apply:
+packing (different rows per step, and no faster than padding-free), padding-free (on a CPU, attention uses a dense mask
+for a concatenated batch, which costs more when rows of similar length are grouped), `loss_type` (the plain "nll" is
+already computed in tiles), Liger's and the Hub's kernels (Triton), fp32 base weights under autocast (the same speed,
+more memory), `torch_compile` (see `trainer_train.py`).
 
-With `done` nothing is measured: the caller waits for that file, which is written at the end of the first step.
+With `done`, nothing is measured: the caller waits for that file, which is written at the end of the first step.
 
-Its own metrics (entropy, token accuracy) and its logging at every step are part of what is timed.
+TRL's own metrics (entropy, token accuracy) and its logging at every step are included in the time.
 
     OMP_NUM_THREADS=2 python trl_train.py '{"model": "DIR", "rows": "rows.jsonl", "steps": [[0, 1], [2, 3]]}'
 """
@@ -29,19 +29,19 @@ from trl import SFTConfig, SFTTrainer
 
 
 def best_settings(precision: str) -> dict[str, Any]:
-    """No checkpointing, and base weights in the precision of the arithmetic."""
+    """No checkpointing, and base weights in the compute dtype."""
     bf16 = precision == "bf16"
     dtype = "bfloat16" if bf16 else "float32"
     return {"gradient_checkpointing": False, "bf16": bf16, "model_init_kwargs": {"dtype": dtype}}
 
 
 def default_settings(precision: str) -> dict[str, Any]:
-    """Nothing but a precision other than TRL's own, which is bf16 autocast over fp32 weights, on a CPU too."""
+    """TRL's defaults, except for the precision; TRL's own is bf16 autocast over fp32 weights, also on a CPU."""
     return {} if precision == "bf16" else {"bf16": False}
 
 
 def prompts_and_completions(path: str) -> Dataset:
-    """The rows in TRL's form; of a conversation, the last message is learned."""
+    """The rows in TRL's format; in a conversation, the last message is trained on."""
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     return Dataset.from_list(
         [
@@ -52,7 +52,7 @@ def prompts_and_completions(path: str) -> Dataset:
 
 
 def first_step(job: measuring.Job) -> None:
-    """From a cold start to the end of the first step on packed rows, which the trainer prepares itself."""
+    """Run from a cold start to the end of the first step, on packed rows that the trainer prepares itself."""
 
     class FirstStep(TrainerCallback):  # type: ignore[misc]  # transformers may come without types
         def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> Any:

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Mounts what server.sh exports, now and at each start of the machine. As root:
+# Mounts the directory that server.sh exports, now and at every boot. Run as root:
 #
 #   deploy/nfs/client.sh head:/srv/finray [/shared]
 #
-# `hard`: a server that is away for a while makes programs wait, instead of losing what they write. DRY_RUN=1 prints
-# what would be done.
+# `hard`: if the server is unavailable, programs wait instead of losing their writes. DRY_RUN=1 prints the commands
+# without running them.
 set -euo pipefail
 
 source=${1:-}

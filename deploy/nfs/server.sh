@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Exports a directory by NFS to machines that are named, on Debian or Ubuntu. As root:
+# Exports a directory over NFS to the given machines, on Debian or Ubuntu. Run as root:
 #
 #   deploy/nfs/server.sh /srv/finray 10.0.0.11 10.0.0.12
 #
-# The directory belongs to one user (OWNER, uid:gid, 1000:1000 without it) and nobody else can read it. All machines
-# must know this user by the same uid. DRY_RUN=1 prints what would be done.
+# The directory belongs to one user (OWNER=uid:gid, 1000:1000 by default), and nobody else can read it. The user must
+# have the same uid on all machines. DRY_RUN=1 prints the commands without running them.
 set -euo pipefail
 
 directory=${1:-}

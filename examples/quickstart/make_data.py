@@ -1,4 +1,4 @@
-"""Write the quickstart data set: expense notes turned into strict JSON records.
+"""Write the quickstart dataset: expense notes turned into strict JSON records.
 
 ``python examples/quickstart/make_data.py`` rewrites ``train.jsonl`` and
 ``validation.jsonl`` next to this file, byte for byte the same every time. All notes

@@ -1,4 +1,4 @@
-"""An actor: an object that lives in a process of its own and remembers.
+"""An actor: an object with state that lives in its own process.
 
 python examples/ray_basics/actor.py
 """
@@ -19,10 +19,10 @@ class Counter:
 def main() -> None:
     ray.init(log_to_driver=False)
     counter = Counter.remote()
-    # Calls of one actor run one after the other, in the order in which they were made.
+    # Calls to one actor run one after the other, in the order in which they were made.
     promises = [counter.add.remote(amount) for amount in (1, 2, 3)]
     print("after each call:", ray.get(promises))
-    # Another actor of the class has a state of its own.
+    # Another actor of the same class has its own state.
     other = Counter.remote()
     print("another one:", ray.get(other.add.remote(10)))
 

@@ -14,11 +14,11 @@ def square(number: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    # Joins the cluster that RAY_ADDRESS names, or starts a Ray on this machine.
+    # Joins the cluster at RAY_ADDRESS, or starts Ray on this machine.
     ray.init(log_to_driver=False)
-    # `remote` returns at once, with a promise of the result.
+    # `remote` returns immediately, with an object reference.
     promises = [square.remote(number) for number in range(8)]
-    # `get` waits for results, in the order of the promises.
+    # `get` waits for the results, in the order of the references.
     results = ray.get(promises)
     print("squares:", [value for value, _ in results])
     print("in the driver's process:", any(process == os.getpid() for _, process in results))

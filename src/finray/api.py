@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from finray.models.export import Exported
     from finray.planning.plan import Plan
     from finray.publishing.gguf import GgufExported
+    from finray.publishing.onnx import OnnxExported
     from finray.publishing.push import Pushed
     from finray.reporting.report import Reported
     from finray.reporting.run import PreparedData, TrainResult
@@ -49,18 +50,18 @@ _SOURCES = re.compile(r"data(\.source|\.eval_source|\.mix\.\d+\.source)?")
 
 
 def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed: Any) -> Config:
-    """The configuration that a file, a preset, a mapping or another configuration gives, with overrides applied.
+    """Load a config from a file, a preset, a mapping or another config, and apply overrides.
 
-    Where a source is named there may be rows instead: a list of dicts, a ``datasets.Dataset``, a table of pandas or
-    Arrow. They are written to ``<run.output_dir>/.prepared/rows/``, to a file named after their content.
+    A source may also be rows: a list of dicts, a ``datasets.Dataset``, or a pandas or Arrow table. They are written to
+    a file in ``<run.output_dir>/.prepared/rows/``, named by a hash of its content.
 
     Args:
-        config: a YAML file, the name of a preset, a mapping of sections, or a :class:`Config`. None builds it from what
-            follows alone; where nothing follows, it is ``finray.yaml`` in this directory.
+        config: a YAML file, the name of a preset, a mapping of sections, or a :class:`Config`. With None the config
+            consists of the overrides; without any it is ``finray.yaml`` in the working directory.
         overrides: strings ``section.field=value`` (values are YAML), or a mapping: ``{"train.max_steps": 4}`` and
             ``{"train": {"max_steps": 4}}`` set the same field. A number reaches into a list: ``data.mix.0.weight``.
-        changed: overrides as keywords, ``train={"max_steps": 4}``. Here and in mappings a name alone is enough for
-            ``model``, ``run``, ``adapter`` (its method) and ``data`` (its source, or rows).
+        changed: overrides as keywords, ``train={"max_steps": 4}``. Here and in mappings, ``model``, ``run``,
+            ``adapter`` (its method) and ``data`` (its source, or rows) may be given as a single value.
 
     Raises:
         ConfigError: with every problem found, each with its dotted path.
@@ -83,7 +84,7 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
 
 
 def _without_rows(value: Any, held: dict[str, Any], path: str = "") -> Any:
-    """A mapping with the rows in it taken out; names that nothing else has stand for them."""
+    """A mapping in which rows are replaced by unique names."""
     if path == "data.mix" and isinstance(value, list | tuple):
         return [_without_rows(one, held, f"{path}.{number}") for number, one in enumerate(value)]
     if isinstance(value, Mapping) and not hasattr(value, "column_names"):
@@ -107,22 +108,22 @@ def train(
     """Fine-tune a model. The same call again continues a run that was stopped.
 
     Args:
-        config: what to train on what.
+        config: the model, the data and the training settings.
         overrides: as for :func:`finray.load_config`.
         fresh: move an earlier run of this name aside and start over.
         quiet: show no progress; warnings are still shown.
-        observers: called with each record (:mod:`finray.records`) as it comes, in a thread of this process. They see
-            the run and cannot change it: what they return is ignored, and one that raises is named and left out.
-        changed: further overrides, ``train={"max_steps": 20}``.
+        observers: called with each record (:mod:`finray.records`), in a thread of this process. They cannot change the
+            run: their return value is ignored, and one that raises is named in a warning and not called again.
+        changed: more overrides, ``train={"max_steps": 20}``.
 
     Raises:
-        FinrayError: with what happened, where, and the repair.
+        FinrayError: says what happened, where, and the repair.
     """
     from finray.runtime.driver import train as run
 
     settings = load_config(config, overrides, **changed)
     with RunView(_console(), quiet=quiet) as view:
-        return run(settings, fresh=fresh, handle=told(view.handle, observers))
+        return run(settings, fresh=fresh, handle=with_observers(view.handle, observers))
 
 
 def prepare(
@@ -136,14 +137,14 @@ def prepare(
     """Tokenise the data of a config, without training.
 
     Args:
-        config: whose data it is.
+        config: defines the data.
         overrides: as for :func:`finray.load_config`.
-        export_jsonl: a directory to which rows are written as text too, by split.
+        export_jsonl: a directory to which the rows are also written as text, by split.
         quiet: show no progress.
-        changed: further overrides.
+        changed: more overrides.
 
     Raises:
-        FinrayError: the data, the tokenizer, the storage or the cluster is not right.
+        FinrayError: a problem with the data, the tokenizer, the storage or the cluster.
     """
     from finray.runtime.prepare import prepare_and_report
 
@@ -161,19 +162,19 @@ def plan(
     fresh: bool = False,
     **changed: Any,
 ) -> Plan:
-    """What a run needs and what would keep it from starting, without starting it.
+    """Plan a run without starting it: what it needs, and what would prevent it from starting.
 
     Args:
-        config: of the run.
+        config: defines the run.
         overrides: as for :func:`finray.load_config`.
-        gpu: GPU of each worker, such as ``h100-80gb``; None for those that are there.
-        offline: list what lies on a Hub that cannot be reached as not checked. To keep libraries from trying, set
+        gpu: GPU of each worker, such as ``h100-80gb``; None uses the GPUs of the cluster or this machine.
+        offline: list what is on an unreachable Hub as not checked. To keep libraries from connecting, set
             ``HF_HUB_OFFLINE=1`` before the first import.
-        fresh: as for :func:`finray.train`; else an earlier run of this name is what would be continued.
-        changed: further overrides.
+        fresh: as for :func:`finray.train`; by default an existing run of this name would be continued.
+        changed: more overrides.
 
     Raises:
-        ConfigError: the config is not valid. Everything else that is wrong is in the plan.
+        ConfigError: the config is not valid. All other problems are in the plan.
     """
     from finray.runtime.cluster import plan as make_plan
 
@@ -190,20 +191,20 @@ def inspect(
     compare: int = 1000,
     **changed: Any,
 ) -> Inspection:
-    """What training will see: rows as tokens, which of them are learned, and problems of the data.
+    """Inspect the data as training will see it: rows as tokens, which of them are trained on, and problems.
 
     Args:
-        config: whose data it is.
+        config: defines the data.
         overrides: as for :func:`finray.load_config`.
-        html: write everything as one page here.
-        rows: examples shown, spread over the training rows.
-        row: rows shown instead, ``FILE:NUMBER`` of the source or index in the training rows.
-        compare: rows that are compared with what a server renders; 0 for all.
-        changed: further overrides.
+        html: write everything to this file as one HTML page.
+        rows: number of examples to show, spread over the training rows.
+        row: rows to show instead: ``FILE:NUMBER`` in the source, or an index into the training rows.
+        compare: number of rows to compare with what a server renders; 0 means all.
+        changed: more overrides.
 
     Raises:
-        FinrayError: the data, the tokenizer or the storage has a problem; but where training and serving would differ,
-            the inspection holds the differences, and the ``refusal``.
+        FinrayError: a problem with the data, the tokenizer or the storage. If training and serving would differ, the
+            inspection holds the differences and the ``refusal`` instead.
     """
     from finray.inspection.inspect import inspect as run
     from finray.inspection.page import page
@@ -237,28 +238,28 @@ def generate(
     raw: bool | None = None,
     base: str | None = None,
 ) -> Answers:
-    """Answers of a trained model.
+    """Generate answers with a trained model.
 
     Args:
-        model: run, checkpoint or model directory, a Hub id, or what :func:`train` gave.
+        model: run, checkpoint or model directory, a Hub id, or the result of :func:`train`.
         prompts: a text, or several, each a text or a conversation (a list of messages with ``role`` and ``content``).
-        file: of further prompts: one a line, or JSONL with ``prompt`` or ``messages``.
-        system: system message put before each text.
-        tools: functions that may be called, as in the column ``tools`` of training data; or a JSON file of them.
-        max_new_tokens: of each answer.
-        temperature: 0 is greedy decoding.
-        top_p: share of probability to sample from.
-        top_k: how many tokens to sample from; 0 is all of them.
-        seed: of sampling; each prompt has random numbers of its own.
-        stop: texts before which an answer ends.
-        batch_size: prompts that are answered at the same time.
-        engine: what runs the model: ``transformers``, ``vllm``, or ``auto`` (vLLM where it is installed).
-        merge: fold an adapter into the weights first, for speed.
-        raw: do not apply the chat template; None does not where the model was trained on plain prompts.
-        base: base model of an adapter, if it is no longer where it was.
+        file: more prompts: one per line, or JSONL with ``prompt`` or ``messages``.
+        system: system message before each prompt.
+        tools: functions that the model may call, as in the column ``tools`` of training data; or a JSON file of them.
+        max_new_tokens: maximum number of tokens in an answer.
+        temperature: 0 means greedy decoding.
+        top_p: sample from the most likely tokens with this total probability.
+        top_k: sample from this many most likely tokens; 0 means all.
+        seed: for sampling; every prompt has its own random numbers.
+        stop: an answer stops before any of these texts.
+        batch_size: number of prompts answered at the same time.
+        engine: ``transformers``, ``vllm``, or ``auto`` (vLLM if it is installed).
+        merge: merge an adapter into the weights first, for speed.
+        raw: do not apply the chat template; None decides by how the model was trained.
+        base: base model of the adapter, if it has moved.
 
     Returns:
-        A sequence of texts, one for each prompt.
+        A sequence of texts, one per prompt.
 
     Raises:
         FinrayError: the model cannot be loaded, or there is no prompt.
@@ -269,19 +270,19 @@ def generate(
     from finray.evaluation.prompts import Prompt, read_prompts, read_tools
 
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    asked = [
+    requests = [
         Prompt.of(one, system) if isinstance(one, str) else Prompt(messages=tuple(dict(message) for message in one))
         for one in texts
     ]
     offered = read_tools(Path(tools).expanduser()) if isinstance(tools, str | Path) else tools_of(tools and list(tools))
-    asked = [replace(one, tools=offered) for one in asked]
-    if file is not None or not asked:
+    requests = [replace(one, tools=offered) for one in requests]
+    if file is not None or not requests:
         path = None if file is None else Path(file).expanduser()
-        asked += read_prompts([], path, system=system, tools=offered)
+        requests += read_prompts([], path, system=system, tools=offered)
     ends = (stop,) if isinstance(stop, str) else tuple(stop or ())
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, ends)
     options: dict[str, Any] = {"batch_size": batch_size, "raw": raw, "base": base, "engine": engine, "merge": merge}
-    return generate_text(_directory(model), asked, sampling=sampling, **options)
+    return generate_text(_directory(model), requests, sampling=sampling, **options)
 
 
 def evaluate(
@@ -299,40 +300,42 @@ def evaluate(
     seed: int = 0,
     batch_size: int | None = None,
     engine: str = "auto",
+    replicas: int = 1,
     harness: Sequence[str] | None = None,
     output: str | Path | None = None,
     base: str | None = None,
     quiet: bool = False,
 ) -> Comparison:
-    """Score a model on rows, and compare it with others. The same call goes on with what was computed before.
+    """Score a model on rows, and compare it with others. The same call continues an interrupted evaluation.
 
     Args:
-        model: run, checkpoint, adapter or model directory, a Hub id, or what :func:`train` gave.
+        model: run, checkpoint, adapter or model directory, a Hub id, or the result of :func:`train`.
         overrides: of the run's config, as for :func:`finray.load_config`.
-        split: of the run: ``train``, ``eval`` or ``test``; None for the test split, else that of evaluation.
-        file: rows of a file instead, in any format that training reads.
-        baselines: models to compare with; None for an adapter's base, or what a run started from. ``base`` names that.
-        metrics: names of scores; None takes ``evaluation.metrics``.
-        max_rows: a seeded sample of so many rows; None takes ``evaluation.max_rows``.
-        max_new_tokens: of each answer; None takes ``evaluation.max_new_tokens``.
-        temperature: 0 is greedy decoding.
-        top_p: share of probability to sample from.
-        seed: of sampling and of the statistics.
-        batch_size: rows at work at the same time; None takes ``evaluation.batch_size``.
-        engine: that answers.
-        harness: tasks of lm-eval to run, too.
-        output: directory to write to; None for one beside the weights.
-        base: base model of an adapter, if it is no longer where it was.
+        split: of the run: ``train``, ``eval`` or ``test``; None uses the test split, else the evaluation split.
+        file: evaluate on the rows of this file instead, in any format that training reads.
+        baselines: models to compare with; None uses the adapter's base, or the model a run started from (``base``).
+        metrics: names of scores; None uses ``evaluation.metrics``.
+        max_rows: evaluate a seeded sample of this many rows; None uses ``evaluation.max_rows``.
+        max_new_tokens: maximum number of tokens in an answer; None uses ``evaluation.max_new_tokens``.
+        temperature: 0 means greedy decoding.
+        top_p: sample from the most likely tokens with this total probability.
+        seed: for sampling and the statistics.
+        batch_size: number of rows processed at the same time; None uses ``evaluation.batch_size``.
+        engine: as for :func:`generate`.
+        replicas: number of engines on a Ray cluster that share the rows; 1 runs in this process.
+        harness: lm-eval tasks to run as well.
+        output: directory to write to; None means ``evaluation/`` next to the weights.
+        base: base model of the adapter, if it has moved.
         quiet: show no progress.
 
     Raises:
-        FinrayError: there is nothing to evaluate, something does not fit, or something cannot be loaded or written.
+        FinrayError: there are no rows, settings contradict each other, or files cannot be loaded or written.
     """
-    from finray.evaluation.compare import evaluate as compare
-    from finray.evaluation.subjects import Asked
+    from finray.evaluation.subjects import EvaluationRequest
+    from finray.runtime.spread import evaluate as compare
     from finray.tracking.console import steps
 
-    asked = Asked(
+    request = EvaluationRequest(
         split=split,
         file=file,
         baselines=None if baselines is None else [str(one) for one in baselines],
@@ -344,12 +347,13 @@ def evaluate(
         seed=seed,
         batch_size=batch_size,
         engine=engine,
+        replicas=replicas,
         harness=harness or (),
         output=output,
         base=base,
     )
     with steps(_console(), quiet=quiet) as update:
-        return compare(_directory(model), overrides, asked, progress=update)
+        return compare(_directory(model), overrides, request, progress=update)
 
 
 def export(
@@ -362,29 +366,49 @@ def export(
     max_shard_size: str | None = None,
     gguf: str | None = None,
     converter: str | Path | None = None,
-) -> Exported | GgufExported:
+    onnx: bool = False,
+) -> Exported | GgufExported | OnnxExported:
     """Write a model that Transformers or PEFT loads, and check it by loading it.
 
     Args:
-        run: run, checkpoint or model directory, or what :func:`train` gave.
+        run: run, checkpoint or model directory, or the result of :func:`train`.
         output: directory to create.
-        merge: merge the adapter into the model, or write the adapter alone.
-        dtype: of the written weights: fp32 or bf16.
-        base: base model of an adapter, if it is no longer where it was.
-        max_shard_size: the most that a file with weights holds, such as ``5GB``.
+        merge: merge the adapter into the model; False writes only the adapter.
+        dtype: dtype of the written weights: fp32 or bf16.
+        base: base model of the adapter, if it has moved.
+        max_shard_size: maximum size of a file of weights, such as ``5GB``.
         gguf: write one GGUF file instead, and a Modelfile for Ollama: ``f16`` or ``q8_0``.
-        converter: llama.cpp's ``convert_hf_to_gguf.py``; None for the one that is installed.
+        converter: path of llama.cpp's ``convert_hf_to_gguf.py``; None uses the installed one.
+        onnx: write a classifier as an ONNX file instead.
 
     Raises:
-        FinrayError: the model cannot be loaded, or the output is in the way or not the same model.
+        FinrayError: the model cannot be loaded, the output exists, or the written model differs from the trained one.
     """
+    if gguf is not None or onnx:
+        kind = "GGUF" if gguf is not None else "ONNX"
+        if gguf is not None and onnx:
+            raise ConfigError(
+                "a model is exported to GGUF or to ONNX", where="--onnx", repair="leave out one of the two"
+            )
+        if not merge:
+            raise ConfigError(
+                f"an adapter cannot be exported to {kind} by itself",
+                where=f"--{kind.lower()}",
+                repair="leave --adapter out",
+            )
+        if max_shard_size is not None:
+            raise ConfigError(
+                f"{'a GGUF' if gguf is not None else 'an ONNX'} model is a single file",
+                where="--max-shard-size",
+                repair="leave it out",
+            )
+    if onnx:
+        from finray.publishing.onnx import export_onnx
+
+        return export_onnx(_directory(run), Path(output).expanduser(), base=base)
     if gguf is not None:
         from finray.publishing.gguf import export_gguf
 
-        if not merge:
-            raise ConfigError("an adapter alone is no GGUF file", where="--gguf", repair="leave --adapter out")
-        if max_shard_size is not None:
-            raise ConfigError("a model in GGUF is one file", where="--max-shard-size", repair="leave it out")
         script = None if converter is None else Path(converter).expanduser()
         return export_gguf(_directory(run), Path(output).expanduser(), kind=gguf, converter=script, base=base)
     from finray.evaluation.artifacts import export_model
@@ -401,18 +425,19 @@ def push(
     dtype: str = "bf16",
     base: str | None = None,
 ) -> Pushed:
-    """Push a model to the Hugging Face Hub, with a card made from the run. The same call finishes one that was killed.
+    """Push a model to the Hugging Face Hub, with a model card. The same call finishes a push that was killed.
 
     Args:
-        run: run, checkpoint or model directory, or what :func:`train` gave.
-        to: name on the Hub, ``OWNER/NAME``; None takes ``export.push_to_hub``, else the run's name, as the user's.
-        merged: merge the adapter into its base first; None is as ``export.merged`` says.
-        public: let others see it; None is as ``export.public`` says.
-        dtype: of merged weights: fp32 or bf16.
-        base: base model of an adapter: its name on the Hub, or where it is now.
+        run: run, checkpoint or model directory, or the result of :func:`train`.
+        to: name on the Hub, ``OWNER/NAME``; None uses ``export.push_to_hub``, else the run's name under the user's
+            account.
+        merged: merge the adapter into its base model first; None uses ``export.merged``.
+        public: make the model public; None uses ``export.public``.
+        dtype: dtype of merged weights: fp32 or bf16.
+        base: base model of the adapter: its name on the Hub, or its directory if it has moved.
 
     Raises:
-        FinrayError: the Hub does not allow it, which is found first, or it does not answer.
+        FinrayError: the Hub does not allow the push (checked first), or does not answer.
     """
     from finray.publishing.push import push as run_push
 
@@ -422,11 +447,11 @@ def push(
 def report(
     runs: str | Path | TrainResult | Iterable[str | Path | TrainResult], output: str | Path | None = None
 ) -> Reported:
-    """Write one HTML page about a run, or about several side by side.
+    """Write an HTML report of a run, or of several side by side.
 
     Args:
-        runs: run directories, their URLs, or what :func:`train` gave.
-        output: the file; None for ``report.html`` in the run, and in the working directory for several runs.
+        runs: run directories, their URLs, or the result of :func:`train`.
+        output: the file; None writes ``report.html`` into the run, or into the working directory for several runs.
 
     Raises:
         FinrayError: there is no such run, or the file cannot be written.
@@ -448,7 +473,9 @@ def _console() -> Console:
     return console if console.is_jupyter or sys.stdout.isatty() else PlainConsole(width=160)
 
 
-def told(view: Callable[[Record], None], observers: Observer | Iterable[Observer]) -> Callable[[Record], None]:
+def with_observers(
+    view: Callable[[Record], None], observers: Observer | Iterable[Observer]
+) -> Callable[[Record], None]:
     """Hands records to the view and to observers that cannot disturb the run."""
     watching = [observers] if callable(observers) else list(observers)
 
@@ -462,6 +489,6 @@ def told(view: Callable[[Record], None], observers: Observer | Iterable[Observer
                 watching.remove(observer)
                 name = getattr(observer, "__qualname__", None) or type(observer).__qualname__
                 failed = f"the observer {name} failed: {type(error).__name__}: {error}"
-                view(Note(f"{failed}; training goes on without it", level="warning"))
+                view(Note(f"{failed}; training continues without it", level="warning"))
 
     return handle

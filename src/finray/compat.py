@@ -167,7 +167,7 @@ def without_bitsandbytes() -> Iterator[None]:
 
 
 def dataset_fingerprint(dataset: Any) -> str:
-    """Digest that ``datasets`` keeps of a data set and of what was done to it."""
+    """Digest that ``datasets`` keeps of a dataset and of what was done to it."""
     fingerprint: str = dataset._fingerprint
     return fingerprint
 
@@ -232,5 +232,31 @@ def sacrebleu_counts(metric: Any, answers: list[str], references: list[str]) -> 
 
 
 def sacrebleu_score(metric: Any, sums: list[int]) -> float:
-    """The score that summed counts come to."""
+    """The score computed from summed counts."""
     return float(metric._aggregate_and_compute([sums]).score)
+
+
+# --- gguf 0.19.0 ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quick_gguf() -> Iterator[None]:
+    """Within it `gguf.GGUFReader` slices a plain array, a million times for a vocabulary, and no `numpy.memmap`, which
+    takes several times as long."""
+    import gguf.gguf_reader
+    import numpy as np
+
+    class Plain:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        @staticmethod
+        def memmap(path: Any, mode: Any) -> Any:
+            return np.asarray(np.memmap(path, mode=mode))
+
+    before = gguf.gguf_reader.np
+    gguf.gguf_reader.np = Plain()
+    try:
+        yield
+    finally:
+        gguf.gguf_reader.np = before

@@ -104,31 +104,31 @@ def _rebuild(kind: type[FinrayError], data: dict[str, Any]) -> FinrayError:
     return kind(data["message"], where=data["where"], repair=data["repair"], problems=tuple(data["problems"]))
 
 
-# What bad input makes of libraries and of Python, by the class or one of its bases: what is said, and the repair.
+# Errors that bad input causes in libraries and in Python, by class or base class: message and repair.
 _FOREIGN: dict[str, tuple[str, str]] = {
     "builtins.MemoryError": (
-        "there is not enough memory for this",
-        "look for a number that is too large in the config, or take a machine with more memory",
+        "out of memory",
+        "look for a number that is too large in the config, or use a machine with more memory",
     ),
-    "builtins.RecursionError": ("something is nested too deeply to be read", "look for it in what the command reads"),
+    "builtins.RecursionError": ("a file is nested too deeply", "look for it in the files that the command reads"),
     "builtins.UnicodeDecodeError": ("a file is not text in UTF-8", "save it in UTF-8"),
     "builtins.UnicodeEncodeError": (
-        "there is text that is no Unicode (half of a surrogate pair)",
+        "a text is not valid Unicode (half of a surrogate pair)",
         "look for it in the command, the config or the data",
     ),
     "json.decoder.JSONDecodeError": ("a file is not JSON", "fetch or write it again"),
-    "yaml.error.YAMLError": ("a file is not YAML", "mend or delete it"),
+    "yaml.error.YAMLError": ("a file is not YAML", "fix or delete it"),
     "safetensors._safetensors_rust.SafetensorError": (
         "a safetensors file cannot be read or written",
-        "fetch the model again",
+        "download the model again",
     ),
     "_pickle.UnpicklingError": (
         "a file of weights is a pickle, which finray does not read",
         "convert the model to safetensors",
     ),
-    "jinja2.exceptions.TemplateError": ("the chat template fails", "mend it, or set model.chat_template to another"),
-    "pyarrow.lib.ArrowException": ("data cannot be read or written by Arrow", "look at the files, and write them anew"),
-    "torch.OutOfMemoryError": ("the GPU has not enough memory", "`finray plan CONFIG` shows what needs it"),
+    "jinja2.exceptions.TemplateError": ("the chat template fails", "fix it, or set model.chat_template to another"),
+    "pyarrow.lib.ArrowException": ("data cannot be read or written by Arrow", "check the files, and write them again"),
+    "torch.OutOfMemoryError": ("the GPU is out of memory", "`finray plan CONFIG` shows what needs it"),
     "builtins.ModuleNotFoundError": ("a package is missing", "install it"),
     "zipfile.BadZipFile": ("a file is damaged", "fetch or write it again"),
 }
@@ -143,44 +143,47 @@ def explained(error: BaseException) -> FinrayError | None:
     if isinstance(error, FinrayError):
         return error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = lines[0][:300] if lines else type(error).__name__
+    detail = lines[0][:300] if lines else type(error).__name__
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        name, why = str(error.filename), (error.strerror or said)
+        name, why = str(error.filename), (error.strerror or detail)
         repair = {
-            errno.ENOSPC: "make room there",
-            errno.EDQUOT: "make room there",
+            errno.ENOSPC: "free some disk space",
+            errno.EDQUOT: "free some disk space",
             errno.ENAMETOOLONG: "take a shorter name",
-            errno.EACCES: "give this user the right to it, or name another place",
-            errno.EROFS: "name a place that can be written to",
+            errno.EACCES: "give this user permission, or choose another path",
+            errno.EROFS: "choose a writable path",
             errno.ENOENT: "check the path and the working directory",
-        }.get(error.errno, "look at that file or directory")
+        }.get(error.errno, "check that file or directory")
         return FinrayError(why[0].lower() + why[1:], where=name, repair=repair)
     if isinstance(error, OSError):
-        return FinrayError(f"the system refuses: {said}", repair="look at the files and the network that are named")
+        return FinrayError(
+            f"the operating system refused: {detail}", repair="check the file or network address named here"
+        )
     for kind in type(error).__mro__:
         if (known := _FOREIGN.get(f"{kind.__module__}.{kind.__qualname__}")) is not None:
             what, repair = known
-            return FinrayError(what if said == type(error).__name__ else f"{what}: {said}", repair=repair)
+            return FinrayError(what if detail == type(error).__name__ else f"{what}: {detail}", repair=repair)
     frames = [
         frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
     packages = [name for name in frames if name == "finray" or name in _READERS]
     if packages and packages[-1] != "finray":
         return FinrayError(
-            f"{packages[-1]} cannot go on: {type(error).__name__}: {said}",
-            repair="the files that it was given may be damaged or of another kind; FINRAY_VERBOSE=1 shows where it was",
+            f"{packages[-1]} failed: {type(error).__name__}: {detail}",
+            repair="its input files may be damaged or of the wrong type; FINRAY_VERBOSE=1 shows where it failed",
         )
     return None
 
 
 def unmatched(names: Iterable[str], known: Iterable[str], *, where: str) -> ModelError:
     """The error of names of modules that match none; ``known`` are the endings of those that there are."""
-    missing, endings = list(names), sorted(set(known) - {""})
+    # Layers of a list are numbered.
+    missing, endings = list(names), sorted({one for one in known if one and not one.isdigit()})
     return ModelError(
         f"{'these match' if len(missing) > 1 else 'this matches'} no module: "
         + ", ".join(f"`{one}`{did_you_mean(one.rpartition('.')[2], endings, cutoff=0.5)}" for one in missing),
         where=where,
-        repair=f"modules that can be named: {', '.join(endings)}",
+        repair=f"available modules: {', '.join(endings)}",
     )
 
 

@@ -1,6 +1,6 @@
 """The one place that opens what finray reads back: permission, encoding, shape, digest, seal.
 
-Who reads a kind of file says once which error it becomes and what mends it; see :class:`FileKind`. A file that cannot
+Each kind of file defines its error class and repair once; see :class:`FileKind`. A file that cannot
 be used is then one message that names it, wherever it is read, and never a traceback.
 """
 
@@ -56,7 +56,7 @@ class FileKind:
         except Exception as error:
             if isinstance(error, FinrayError) or not isinstance(error, (*_KNOWN, *also)):
                 raise
-            raise self.refused(_said(error), where) from None
+            raise self.refused(_described(error), where) from None
 
     def refused(self, message: str, where: Path | str) -> FinrayError:
         """The error of a file."""
@@ -88,7 +88,7 @@ class FileKind:
             return _reader(shape).validate_json(content, strict=True)  # type: ignore[no-any-return]
 
     def unsealed(self, content: bytes, shape: type[T], where: Path | str) -> T:
-        """As :meth:`parsed`, of an object that :func:`sealed` gave and nobody has changed since."""
+        """As :meth:`parsed`, of an object that was made by :func:`sealed` and has not changed since."""
         with self.reading(where):
             found = json.loads(content)
         if not isinstance(found, dict) or found.pop(SEAL, None) != seal_of(found):
@@ -104,12 +104,12 @@ class FileKind:
             if known.st_size != size:
                 raise self.refused(f"has {known.st_size} bytes instead of {size}", path)
             if sha256 is not None and digest_of(path) != sha256:
-                raise self.refused("has other bytes than were written", path)
+                raise self.refused("has changed since it was written", path)
 
     def inside(self, folder: Path, name: str, *, where: Path | str) -> Path:
         """The path of something that a file names, which must lie in its own directory."""
         if not name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise self.refused(f"names a file outside of its directory: {name!r}", where)
+            raise self.refused(f"names a file outside its directory: {name!r}", where)
         return folder / name
 
 
@@ -133,9 +133,9 @@ def require_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise FinrayError(
-            f"nothing can be written there: {(error.strerror or str(error)).lower()}",
+            f"cannot write there: {(error.strerror or str(error)).lower()}",
             where=str(folder),
-            repair="make the directory, or name another place",
+            repair="create the directory, or choose another one",
         ) from None
 
 
@@ -155,7 +155,7 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, SEAL: seal_of(content)}
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """What is wrong with a file, in a few words."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return "is missing"
@@ -166,7 +166,7 @@ def _said(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        return f"is not what belongs there: {place + ': ' if place else ''}{first['msg']}"
+        return f"has invalid content: {place + ': ' if place else ''}{first['msg']}"
     return f"is damaged: {first_line(error)}"
 
 

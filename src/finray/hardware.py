@@ -1,4 +1,4 @@
-"""What this machine is: its memory, its CPUs, and whether its CPU multiplies bf16. Imports no torch."""
+"""This machine's memory and CPUs, and whether its CPU has bf16 instructions. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of time and size for what comes from outside: templates, converters, configs, and values in messages."""
+"""Limits on time and size for external input: templates, converters, configs, and values in messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONVERTER_S = 60.0
 MEMORY = 4 * 2**30
 # Characters of a text that a template may make by repetition.
 REPEATED = 10_000_000
-# Ignored where nobody has asked for it; others use SIGALRM.
+# Ignored unless requested; other code uses SIGALRM.
 _SIGNAL = signal.SIGURG
 _POLL_S = 0.2
 _AGAIN_S = 1.0
@@ -44,18 +44,18 @@ def cut(text: str, width: int = 300) -> str:
 
 
 def bounded_product(_: Any, operator: str, left: Any, right: Any) -> Any:
-    """What ``*`` or ``**`` of a template comes to, of a reasonable size.
+    """The result of ``*`` or ``**`` in a template, limited in size.
 
     Raises:
         ValueError: it would be larger.
     """
     if operator == "**":
         if not all(isinstance(one, int | float) and abs(one) <= 1024 for one in (left, right)):
-            raise ValueError("a power of such numbers is not worked out")
+            raise ValueError("the power of such large numbers is refused")
         return left**right
     sizes = [len(one) if isinstance(one, Sized) else abs(one) for one in (left, right)]
     if any(isinstance(one, Sized) for one in (left, right)) and sizes[0] * sizes[1] > REPEATED:
-        raise ValueError(f"a text of more than {REPEATED:,} characters is not made")
+        raise ValueError(f"a text of more than {REPEATED:,} characters is refused")
     return left * right
 
 

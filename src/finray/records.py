@@ -1,4 +1,4 @@
-"""What a run says of itself while it runs: one frozen type per kind of record.
+"""The records of a run: one frozen type per kind of record.
 
 ``metrics.jsonl`` holds them as flat JSON objects (docs/formats.md); trackers and the console take them as they are.
 """

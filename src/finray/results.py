@@ -1,4 +1,4 @@
-"""What a command comes to: one object that Python gets, a notebook shows, a terminal prints and ``--json`` writes."""
+"""The result of a command: one object that Python returns, a notebook shows and ``--json`` writes."""
 
 from __future__ import annotations
 

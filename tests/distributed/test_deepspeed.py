@@ -243,7 +243,7 @@ def test_resuming_is_exact_to_the_bit_and_other_strategies_go_on(done: Done, tmp
     runs.keep_until(moved, 6)
     run_all([(zero(full, 2, keep_deepspeed_shards=False), moved)], world_size=3)
     runs.assert_same_curve(moved, done["full"])
-    # Each of these wrote its checkpoint: that the runs did go on, and did not only look at what was there.
+    # Each of these wrote its checkpoint: that the runs did continue, and did not only look at what was there.
     assert (moved / "checkpoint-000006" / "training_state" / "optimizer-00002-of-00002.safetensors").is_file()
     assert (moved / "checkpoint-000008" / "training_state" / "optimizer-00003-of-00003.safetensors").is_file()
     assert not (moved / "checkpoint-000008" / "deepspeed").exists()

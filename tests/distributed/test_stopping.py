@@ -1,4 +1,4 @@
-"""One rank is asked to stop, and all stop at one step, with a checkpoint that the run goes on from to the same bits."""
+"""One rank is asked to stop, and all stop at one step, with a checkpoint from which the run continues bitwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.runs import Plain
 def ask_rank_1_in_the_third_step(assembled: Any, run_dir: Path) -> None:
     loop = assembled.loop
     if run_dir.name == "stopped" and loop.strategy.rank == 1 and loop.state.step == 0:
-        loop.asked = lambda: loop.state.step == 2
+        loop.has_request = lambda: loop.state.step == 2
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])

@@ -73,7 +73,7 @@ def test_stop_strings_seeds_and_tokens_as_they_come(vllm: Engine, ours: Engine) 
 
 def test_prompts_that_leave_no_room_are_refused(vllm: Engine) -> None:
     assert vllm.max_length is not None
-    with pytest.raises(DataError, match="and the model reads"):
+    with pytest.raises(DataError, match="together may have"):
         list(vllm.generate([[5] * vllm.max_length], GREEDY))
 
 
@@ -88,7 +88,7 @@ def test_a_merged_adapter_gives_the_same_answers_and_no_base(adapter: Path, ours
 def test_auto_takes_vllm_and_says_nothing(adapter: Path) -> None:
     lines: list[str] = []
     found = generate_text(
-        adapter, [Prompt("Hello")], sampling=Sampling(4), batch_size=2, engine="auto", tell=lines.append
+        adapter, [Prompt("Hello")], sampling=Sampling(4), batch_size=2, engine="auto", notify=lines.append
     )
     assert len(found) == 1
     assert lines == []

@@ -1,4 +1,4 @@
-"""A worker that dies between two checkpoints on storage: the run goes on from the memory of the cluster."""
+"""A worker that dies between two checkpoints on storage: the run continues from the memory of the cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_killed_worker_costs_the_steps_since_the_last_checkpoint_in_memory(
     reached = max(one.step for one in told[:second] if isinstance(one, TrainRecord))
     assert reached >= KILL_AT
     assert reached - 1 <= header.step <= reached + 1
-    assert any(isinstance(one, Note) and "from the memory of the cluster" in one.message for one in told)
+    assert any(isinstance(one, Note) and "from the cluster's memory" in one.message for one in told)
     undisturbed = runs.changed(plain, {"tracking.trackers": [], "run.name": "undisturbed"})
     assert runs.trace(driver.train(runs.config_of(undisturbed)).run_dir) == runs.trace(result.run_dir)
 

@@ -1,4 +1,4 @@
-"""A rank that is stopped, a head that is killed, a signal from a scheduler: the run goes on, or ends in order."""
+"""A rank that is stopped, a head that is killed, a signal from a scheduler: the run continues, or ends in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.faults.test_kill import wait_for_step
-from tests.support import gated, runs
+from tests.support import forks, gated, runs
 from tests.support.gated import Run, allow
 from tests.support.group import run_group
 from tests.support.runs import Plain
@@ -21,7 +21,7 @@ EVERY = 5
 def test_a_rank_that_was_stopped_is_named_and_the_workers_start_again(
     tiny_run: Callable[..., Plain], dropout_model: Path, tmp_path: Path, ray_cluster: str
 ) -> None:
-    """Two workers go on to the bits of a run that nobody disturbed."""
+    """Two workers continue to the bits of a run that nobody disturbed."""
     changes = {"train.max_steps": 16, "adapter.dropout": 0.2, "cluster": {"num_workers": 2, "hang_seconds": 6}}
     changes |= {"checkpoint": {"every_steps": EVERY, "keep_last": 3, "asynchronous": False}}
     plain = tiny_run(changes, rows=50, model=dropout_model)
@@ -32,7 +32,7 @@ def test_a_rank_that_was_stopped_is_named_and_the_workers_start_again(
     run.until(lambda: run.steps[-1:] == [7])
     pid = runs.read_workers(run_dir)[1]["pid"]
     os.kill(pid, signal.SIGSTOP)
-    # The other one goes on to the sum of the next step, and waits there.
+    # The other one continues to the sum of the next step, and waits there.
     allow(tmp_path, 16)
     run.until_said(f"rank 1 (pid {pid}")
     assert run.ended() is None, run.said
@@ -79,7 +79,7 @@ def test_sigterm_has_the_exit_code_that_a_scheduler_is_given(
     plain = tiny_run({"train.max_steps": 40, "cluster.requeue_exit_code": 75}, rows=50)
     config = runs.write_config(gated.gated(plain, tmp_path), tmp_path / "run.yaml")
     allow(tmp_path, 5)
-    process = runs.start_cli("train", str(config))
+    process = forks.Command("train", config)
     try:
         wait_for_step(tmp_path / "run", 5, process)
         process.send_signal(signal.SIGTERM)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import runs, tiny
+from tests.support import forks, runs, tiny
 from tests.support.group import run_group
 from tests.support.runs import Plain, changed
 
@@ -34,7 +34,7 @@ def into(plain: Plain, output: Path, *changes: dict[str, Any]) -> Path:
     return runs.write_config(changed(plain, {"run.output_dir": str(output)}, *changes), output / "run.yaml")
 
 
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str] | forks.Command) -> None:
     """Return as soon as the record shows the step."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
@@ -56,7 +56,7 @@ def test_workers_and_the_driver_killed_at_random_steps_change_nothing(
     """Each rank once, then the driver; the same command again ends as a run that nobody disturbed."""
     chance = random.Random(1)
     config = into(plain, tmp_path)
-    process = runs.start_cli("train", str(config))
+    process = forks.Command("train", config)
     run_dir = tmp_path / "run"
     *targets, last = sorted(chance.sample(range(8, STEPS - 12), 3))
     for number, step in enumerate(targets):
@@ -94,7 +94,7 @@ def test_a_classifier_whose_worker_is_killed_goes_on_to_the_bit_and_with_fewer_w
     changes |= {"checkpoint": {"every_steps": 7, "keep_last": 2}, "cluster": {"num_workers": 2, "max_failures": 0}}
     plain = classifier_run(changes)
     config = into(plain, tmp_path)
-    process = runs.start_cli("train", str(config))
+    process = forks.Command("train", config)
     run_dir = tmp_path / "run"
     wait_for_step(run_dir, 16, process)
     kill_worker(run_dir, rank=1)

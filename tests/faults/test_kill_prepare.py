@@ -1,5 +1,5 @@
 """Preparation killed at random moments: what is accepted afterwards is complete, byte for byte, or nothing is; the same
-command goes on where it stopped, and ends with the bytes of a preparation that nobody disturbed."""
+command continues where it stopped, and ends with the bytes of a preparation that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_killed_at_a_random_moment(
     check_after_the_end(config, before, expected)
 
 
-# --- right before a random change of the file system, and again while it is gone on with ----------------------------
+# --- right before a random change of the file system, and again while it is continued ----------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -1,4 +1,4 @@
-"""One rank of two fails in its own way: the run says who, where and what to change, and none goes on alone."""
+"""One rank of two fails in its own way: the run says who, where and what to change, and none continues alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_rank_without_memory_ends_the_run_with_what_it_asked_for_and_the_small
     assert "ran out of memory after step" in error.message
     assert "it asked for 2.00 KiB more, and 1.00 KiB were free" in error.message
     assert error.repair is not None
-    assert "the smallest change with which it should fit: train.micro_batch_size=1" in error.repair
+    assert "the smallest change that should make it fit: train.micro_batch_size=1" in error.repair
     assert error.where == "train.micro_batch_size"
     assert len(headers) == 1
 
@@ -44,7 +44,7 @@ def test_a_rank_without_memory_ends_the_run_with_what_it_asked_for_and_the_small
 def test_a_rank_that_sleeps_in_a_step_is_named_with_its_stack_and_the_run_goes_on(
     tiny_run: Callable[..., Plain], dropout_model: Path, tmp_path: Path, ray_cluster: str
 ) -> None:
-    """It goes on to send its pulse: only that it does not come to the sum gives it away."""
+    """It continues to send its pulse: only that it does not come to the sum gives it away."""
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
     plain = tiny_run(
         {
@@ -62,7 +62,7 @@ def test_a_rank_that_sleeps_in_a_step_is_named_with_its_stack_and_the_run_goes_o
     driver.train(runs.config_of(plain), handle=lambda one: said.append(one) if isinstance(one, Note) else None)
     pid = mark.read_text()
     warnings = [one.message for one in said if one.level == "warning" and f"rank 1 (pid {pid} on" in one.message]
-    assert "has not come to the sum of step" in warnings[0]
+    assert "has not reached the all-reduce of step" in warnings[0]
     assert "cluster.hang_seconds" in warnings[0]
     assert not any("rank 0 (pid" in one.message for one in said)
     # The stack is told where py-spy may look, else it is in the log of the rank.

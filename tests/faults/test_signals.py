@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.faults.test_kill import into, wait_for_step
-from tests.support import runs
+from tests.support import forks, runs
 from tests.support.group import run_group
 from tests.support.runs import Plain
 
@@ -26,7 +26,7 @@ def plain(tiny_run: Callable[..., Plain], dropout_model: Path) -> Plain:
     return tiny_run(changes | {"cluster.num_workers": 2}, rows=50, model=dropout_model)
 
 
-def end(process: subprocess.Popen[str], signum: int) -> tuple[int, list[str]]:
+def end(process: subprocess.Popen[str] | forks.Command, signum: int) -> tuple[int, list[str]]:
     """Send a signal; the exit code, and the lines of standard error."""
     process.send_signal(signum)
     _, err = process.communicate(timeout=120)
@@ -44,12 +44,12 @@ def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
         (signal.SIGINT, 130, 8, "interrupted"),
         (signal.SIGTERM, 143, 30, "ended by SIGTERM"),
     ):
-        process = runs.start_cli("train", str(config))
+        process = forks.Command("train", config)
         wait_for_step(run_dir, step, process)
         ended, err = end(process, signum)
         saved = f"checkpoint-{runs.values(run_dir, 'step')[-1]:06d}"
         assert (run_dir / saved).is_dir()
-        assert (ended, err) == (code, [f"{word}; {saved} is saved; the same command goes on: finray train {config}"])
+        assert (ended, err) == (code, [f"{word}; {saved} is saved; the same command continues: finray train {config}"])
         assert not list(run_dir.glob(".tmp-*"))
         assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
     code, out, stderr = runs.finray("train", config)
@@ -77,7 +77,7 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
 def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
     """The workers are stopped, as if they hung: no checkpoint can be waited for."""
     config, run_dir = into(plain, tmp_path, {"cluster.num_workers": 1}), tmp_path / "run"
-    process = runs.start_cli("train", str(config))
+    process = forks.Command("train", config)
     wait_for_step(run_dir, 2, process)
     (worker,) = [psutil.Process(one["pid"]) for one in runs.read_workers(run_dir)]
     worker.suspend()
@@ -87,7 +87,7 @@ def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Pa
         assert line, "it ended"
     code, err = end(process, signal.SIGINT)
     assert (code, len(err)) == (130, 1), err
-    assert err[0].startswith("interrupted; no checkpoint is saved yet; the same command goes on: ")
+    assert err[0].startswith("interrupted; no checkpoint has been saved yet; the same command continues: ")
     worker.wait(30)
 
 
@@ -118,5 +118,5 @@ main()
     )
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
     # Ray's core speaks first where the signal came to another thread, in C++.
-    assert done.stderr.splitlines()[-1] == f"{word}; the same command begins anew: finray plan {config}"
+    assert done.stderr.splitlines()[-1] == f"{word}; the same command starts over: finray plan {config}"
     assert "Traceback" not in done.stderr

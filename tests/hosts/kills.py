@@ -1,11 +1,12 @@
 """What dies on hosts while a training is at work, at random steps, and what a run may have lost by it: next to nothing.
 
 One run survives all of it. A head that takes no workers and three hosts for one worker each: two are at work, and the
-third takes over. Every start of the workers is looked at: it must go on from the newest checkpoint there was.
+third takes over. Every start of the workers is looked at: it must continue from the newest checkpoint there was.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 from finray.checkpoint import CheckpointStore
 from finray.records import TrainRecord
 from finray.tracking.starts import Start, read_starts
-from tests.support import gated, hosts, runs, tiny
+from tests.support import forks, gated, hosts, runs, tiny
 from tests.support.group import run_group
 from tests.support.hosts import Host
 from tests.support.runs import Plain
@@ -55,7 +56,8 @@ KINDS = tuple(LOST_AT_MOST)
 class RayHosts:
     """Hosts with a Ray node each, which are turned on again and again; the first is the head and takes no workers.
 
-    The nodes are not `finray cluster`'s, whose checks would take longer than the node.
+    The nodes are not `finray cluster`'s, whose checks would take longer than the node. Within :func:`forks.server`
+    their workers are forked, or most of the time would go by while workers import torch.
 
     Args:
         bed: where they stand.
@@ -73,6 +75,8 @@ class RayHosts:
             "RAY_enable_metrics_collection": "false",
             "COLUMNS": "200",
         }
+        if forks.SOCKET in os.environ:
+            env |= {forks.SOCKET: os.environ[forks.SOCKET], forks.ON_HOSTS: "1"}
         self.head, *self.workers = (bed.host(env) for _ in range(workers + 1))
         self.by_name = {one.name: one for one in (self.head, *self.workers)}
         self._bed, self._cpus = bed, cpus
@@ -130,7 +134,7 @@ class Kill:
         kind: of :data:`LOST_AT_MOST`.
         at: the last step that was done.
         stored: the newest checkpoint on storage.
-        again: the step from which the workers went on.
+        again: the step from which the workers continued.
         seconds: until they were at work again.
     """
 
@@ -289,9 +293,9 @@ class Victim:
 
     def drain(self, host: Host) -> None:
         """Announce that a host will be taken away, see that a checkpoint is saved, and take it away."""
-        said = self._count("is to be taken away")
+        said = self._count("is about to be removed")
         self.cluster.head.check(sys.executable, "-c", _DRAIN, self.cluster.address, host.ip)
-        self.until(lambda: self._count("is to be taken away") > said, "the driver hears of it")
+        self.until(lambda: self._count("is about to be removed") > said, "the driver hears of it")
         stored = CheckpointStore(self.run_dir).steps()[-1:]
         self.allow_until(lambda: CheckpointStore(self.run_dir).steps()[-1:] not in (stored, []))
         host.kill()
@@ -437,7 +441,7 @@ class Did:
 
 
 def cut_off_and_writing(run: Victim, at: int, chance: random.Random) -> Kill:
-    """Cut off the host of a run's only worker, which needs nobody else to go on, and let both go on: the one that was
+    """Cut off the host of a run's only worker, which can continue by itself, and let both continue: the one that was
     cut off, and the one that has taken its place."""
     gated.allow(run.output, at)
     run.until(lambda: run.steps() >= at, f"step {at}")

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from tests.hosts import kills
-from tests.support import hosts, tiny
+from tests.support import forks, hosts, tiny
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
         folder = Path(scratch)
         (shared := folder / "shared").mkdir()
         plain = kills.small_run(shared, tiny.train_tokenizer())
-        with hosts.bed(shared) as bed:
+        with hosts.bed(shared) as bed, forks.server(shared):
             run = kills.victim(kills.RayHosts(bed, workers=3), plain, shared / "kills", {}, steps=steps)
             try:
                 kills.disturb(run, planned, chance)

@@ -77,6 +77,36 @@ def test_a_host_that_is_killed_ends_whole(three: list[hosts.Host]) -> None:
     assert hosts.wait_until(lambda: h3.processes("sleep 4003"), "it runs")
 
 
+SENDS = """
+import os, socket, sys, time
+s = socket.create_connection(("h1", 7002))
+print("ready", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+s.sendall(b"x")
+print("sent", flush=True)
+time.sleep(3600)
+"""
+
+
+def test_a_host_that_had_something_to_send_can_be_turned_on_again(three: list[hosts.Host], bed: hosts.Bed) -> None:
+    """The kernel keeps its connections, and with them its network, for a minute or two."""
+    h1, h2, _ = three
+    server = h1.start(sys.executable, "-c", SERVES.replace("7001", "7002"))
+    assert server.stdout is not None
+    assert server.stdout.readline() == "ready\n"
+    client = h2.start(sys.executable, "-c", SENDS, bed.shared / "cut")
+    assert client.stdout is not None
+    assert client.stdout.readline() == "ready\n"
+    h1.cut()
+    (bed.shared / "cut").touch()
+    assert client.stdout.readline() == "sent\n"
+    h2.kill()
+    h2.boot()
+    h1.heal()
+    hosts.wait_until(lambda: reaches(h2, h1.ip, 7002), "it is connected")
+
+
 def test_all_hosts_reach_one_s3_server(three: list[hosts.Host], hosts_s3: s3.Server) -> None:
     bucket = hosts_s3.bucket()
     write = f"import fsspec; fsspec.filesystem('s3').pipe('{bucket.url('a/b')}', b'x' * 9)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -63,7 +64,7 @@ def test_the_status_says_what_the_nodes_are(cluster: list[hosts.Host]) -> None:
     assert "3 nodes with 3 CPUs, 0 GPUs at 10.77.0.11:6379" in done.out
     again = cluster[0].finray(*UP)
     assert again.code == 2
-    assert "this machine is the head of a cluster already" in again.out + again.err
+    assert "this machine is already the head of a cluster" in again.out + again.err
 
 
 PROBE = """
@@ -148,6 +149,43 @@ def test_one_config_trains_on_one_machine_and_on_three(
         runs.assert_same_curve(output / "run", bed.shared / "alone" / "run", rel=1e-5)
 
 
+def test_replicas_on_three_machines_answer_as_one_does(
+    cluster: list[hosts.Host], bed: hosts.Bed, tokenizer: object
+) -> None:
+    head, told = cluster[0], []
+    tiny.save_model("llama", bed.shared / "evaluated", tokenizer)
+    rows = bed.shared / "asked.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"the cat {word}", "completion": "x"}) + "\n" for word in tiny.WORDS))
+    # One CPU on each machine: three replicas have no place but on all three.
+    for name, replicas in (("one", 1), ("three", 3)):
+        own = ("--engine", "transformers", "--batch-size", 2, "--max-new-tokens", 4, "--output", bed.shared / name)
+        words = (bed.shared / "evaluated", f"cluster.address={head.ip}:6379", "--file", rows, "--replicas", replicas)
+        done = head.finray("evaluate", *words, *own)
+        assert done.code == 0, done.out + done.err
+        lines = (bed.shared / name / "predictions.jsonl").read_text().splitlines()
+        told.append([(one["row"], one["prompt"], *one["answers"].values()) for one in map(json.loads, lines)])
+    assert told[0] == told[1]
+    assert len({answer for *_, answer in told[0]}) > 1
+    shutil.rmtree(bed.shared / "three")
+    # What only the head sees is said of one that does not.
+    tiny.save_model("llama", bed.shared / "mine", tokenizer)
+    head.check("cp", "-r", bed.shared / "mine", "/tmp/mine")
+    words = (
+        "/tmp/mine",
+        f"cluster.address={head.ip}:6379",
+        "--file",
+        rows,
+        "--replicas",
+        3,
+        "--engine",
+        "transformers",
+    )
+    done = head.finray("evaluate", *words)
+    assert done.code == 2, done.out + done.err
+    assert "does not see the model" in done.out + done.err
+    assert (done.out + done.err).count("error:") == 1
+
+
 def test_down_ends_what_was_started_here_and_nothing_else(cluster: list[hosts.Host]) -> None:
     h1, _, h3 = cluster
     # Somebody else's process looks like Ray's.
@@ -157,10 +195,10 @@ def test_down_ends_what_was_started_here_and_nothing_else(cluster: list[hosts.Ho
     assert done.code == 0, done.out + done.err
     assert [" ".join(one.cmdline()) for one in h3.processes()] == ["raylet 4006"]
     assert other.poll() is None
-    assert h3.finray("cluster", "down").out == "nothing that `finray cluster` started runs on this machine\n"
+    assert h3.finray("cluster", "down").out == "no cluster started by `finray cluster` runs on this machine\n"
     lost = hosts.wait_until(lambda: (found := status(h1))["lost"] and found, "the head knows")
     assert [node["name"] for node in lost["nodes"]] == ["h1", "h2"]
-    assert any("h3 (10.77.0.13) was lost or has left" in one for one in lost["complaints"])
+    assert any("h3 (10.77.0.13) is lost or has left" in one for one in lost["complaints"])
 
 
 def test_a_node_that_cannot_join_says_why(cluster: list[hosts.Host]) -> None:
@@ -179,7 +217,7 @@ def test_a_node_that_cannot_join_says_why(cluster: list[hosts.Host]) -> None:
     h3.write(TOKEN, b"0" * 64, mode=0o600)
     done = h3.finray(*joined)
     assert done.code == 2
-    assert "the one that is shown is another" in done.out + done.err
+    assert "the one that was sent is wrong" in done.out + done.err
     h3.check("rm", TOKEN)
     done = h3.finray(*joined)
     assert done.code == 2
@@ -191,7 +229,7 @@ def test_a_node_that_cannot_join_says_why(cluster: list[hosts.Host]) -> None:
     h3.write(TOKEN, token, mode=0o600)
     done = h3.finray("cluster", "join", "10.77.0.99")
     assert done.code == 2
-    assert "nobody answers at 10.77.0.99:6379" in done.out + done.err
+    assert "no answer at 10.77.0.99:6379" in done.out + done.err
     # And one that joins with other versions all the same is complained of.
     done = h3.finray("cluster", "join", h1.ip, "--any-version", *SMALL, env={"PYTHONPATH": path})
     assert done.code == 0, done.out + done.err

@@ -71,12 +71,14 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], token
 
     def grown_to(count: int) -> None:
         """Wait until there is room for so many; then let steps begin, one at a time, until so many are at work."""
+        began = time.monotonic()
         wait_until(lambda: any(f"there is room for {count} workers" in line for line in said), f"room for {count}")
         while workers() != count:
             assert started.poll() is None, said
             before = steps()
             gated.allow(output, before + 1)
             wait_until(lambda before=before: steps() > before or workers() == count, "a step or other workers")  # type: ignore[misc]
+        print(f"{count} workers {time.monotonic() - began:.0f} s after a host was turned on")
 
     gated.allow(output, 3)
     start_ray(first, first)

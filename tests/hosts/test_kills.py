@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.hosts import kills
-from tests.support import hosts, runs
+from tests.support import forks, hosts, runs
 
 SEED = int(os.environ.get("FINRAY_TEST_SEED", "1"))
-# How often each thing is done; three times take two cores some eight minutes.
-TIMES = int(os.environ.get("FINRAY_TEST_TIMES", "0"))
-# Each was seen to work by itself, and not yet three times in a row.
-pytestmark = pytest.mark.skipif(TIMES == 0, reason="set FINRAY_TEST_TIMES=3 to kill on several hosts")
+# How often each thing is done.
+TIMES = int(os.environ.get("FINRAY_TEST_TIMES", "3"))
 STEPS = kills.steps_for(len(kills.KINDS))
 
 
@@ -31,8 +30,9 @@ def undisturbed(plain: runs.Plain, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
-def cluster(bed: hosts.Bed) -> kills.RayHosts:
-    return kills.RayHosts(bed, workers=3)
+def cluster(bed: hosts.Bed) -> Iterator[kills.RayHosts]:
+    with forks.server(bed.shared):
+        yield kills.RayHosts(bed, workers=3)
 
 
 @pytest.mark.parametrize("number", range(TIMES))

@@ -115,7 +115,7 @@ def test_a_ray_that_was_left_behind_is_in_nobodys_way(bed: hosts.Bed, plain: run
     config = runs.write_config(runs.changed(plain, own), bed.shared / "own.yaml")
     done = host.finray("train", config, "cluster.address=auto")
     assert done.code == 2
-    assert "nobody answers at 10.77.0.99:6379" in done.out + done.err
+    assert "no answer at 10.77.0.99:6379" in done.out + done.err
     done = host.finray("train", config)
     assert done.code == 0, done.out + done.err
     host.kill()

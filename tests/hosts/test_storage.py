@@ -60,9 +60,9 @@ def test_a_host_that_is_lost_costs_little_and_no_disk_is_shared(
     lost.kill()
     done = _steps(first)
     assert training.wait(420) == 0, said()
-    assert "from the memory of the cluster" in said()
+    assert "from the cluster's memory" in said()
     # The steps since the last checkpoint in memory were done again; one may have been recorded later.
-    again = re.findall(r"checkpoint of step (\d+) was taken from the memory", said())[0]
+    again = re.findall(r"checkpoint of step (\d+) from the cluster's memory", said())[0]
     assert done - IN_MEMORY <= int(again) <= done + 1
     url = f"{plain['run']['output_dir']}/run"
     read = "import sys, fsspec; sys.stdout.write(fsspec.open(sys.argv[1], 'rt').open().read())"

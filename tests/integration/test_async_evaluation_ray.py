@@ -85,19 +85,19 @@ def test_it_gives_the_numbers_of_inline_and_changes_no_bit_of_the_training(
         assert (beside / "final" / file).read_bytes() == (inline / "final" / file).read_bytes()
     assert "step 0/9  eval loss" in said
 
-    # Killed twice, an evaluation is begun again; what is killed each time is given up, and the run goes on.
+    # Killed twice, an evaluation is begun again; what is killed each time is given up, and the run continues.
     with killing(evaluator.TRIES - 1) as killed:
         disturbed, said = train(plain, tmp_path / "killed", {"evaluation.mode": "async"})
     assert len(killed) == evaluator.TRIES - 1
-    assert said.count("is begun again") == len(killed)
+    assert said.count("restarting the evaluation of step") == len(killed)
     assert evaluations(disturbed) == evaluations(inline)
     assert runs.trace(disturbed) == runs.trace(inline)
     with killing(100) as killed:
         hopeless, said = train(plain, tmp_path / "hopeless", {"evaluation.mode": "async", "evaluation.on_start": False})
-    assert said.count("is begun again") == 3 * (evaluator.TRIES - 1)
+    assert said.count("restarting the evaluation of step") == 3 * (evaluator.TRIES - 1)
     assert evaluations(hopeless) == []
     assert len(runs.records(hopeless, "warning")) == 3
-    assert "is not chosen as the best" in said
+    assert "cannot be the best checkpoint" in said
     assert runs.trace(hopeless) == runs.trace(inline)
     assert (hopeless / "final" / "adapter_model.safetensors").read_bytes() == (inline / last).read_bytes()
 

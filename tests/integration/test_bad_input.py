@@ -39,10 +39,10 @@ CONFIG_PROBLEMS: list[tuple[list[str], list[str]]] = [
     (["modle.name=x"], ["modle: unknown key", "did you mean `model`?"]),
     (["adapter.learning_rate=1"], ["did you mean `train.learning_rate`?"]),
     (["adapter.rank=eight"], ["adapter.rank: ", "'eight'"]),
-    (["evaluation.every_steps=5"], ["nothing to evaluate on"]),
+    (["evaluation.every_steps=5"], ["no evaluation rows"]),
     (["evaluation.early_stopping={patience: 3}"], ["evaluation.early_stopping: ", "set evaluation.every_steps"]),
     (["run.name=../up"], ["run.name: becomes a directory name"]),
-    (["cluster.env={'A=B': x}"], ["cluster.env: 'A=B' is no variable of an environment"]),
+    (["cluster.env={'A=B': x}"], ["cluster.env: 'A=B' is not a valid environment variable"]),
     (["cluster.env={HF_TOKEN: hf_abcdefghijklmnopqrst}"], ["HF_TOKEN looks like a secret"]),
     (
         ["train.max_steps=0", "data.max_length=x", "nonsense"],
@@ -110,8 +110,8 @@ MISTAKES: list[tuple[str, Change, list[str]]] = [
         ["rows.jsonl:2", "`messages` is missing", "columns: text, id"],
     ),
     ("unknown columns", change_rows('{"q": "a", "a": "b"}\n'), ["q, a", "data.format"]),
-    ("empty data set", change_rows(""), ["the data set is empty", "rows.jsonl"]),
-    ("all tokens masked", change_rows(USER_ONLY * 3), ["none of the 3 rows has a token to learn"]),
+    ("empty dataset", change_rows(""), ["the dataset is empty", "rows.jsonl"]),
+    ("all tokens masked", change_rows(USER_ONLY * 3), ["none of the 3 rows has a token to train on"]),
     ("no chat template", forget_template, ["no chat template", "model.chat_template"]),
     ("model not found", change_field("model", "name", "./no/such/model"), ["./no/such/model", "does not exist"]),
     (
@@ -124,7 +124,7 @@ MISTAKES: list[tuple[str, Change, list[str]]] = [
         change_field("cluster", "num_workers", 99),
         ["99 workers", "the cluster has 4", "cluster.num_workers"],
     ),
-    ("a GPU that is not there", change_field("cluster", "use_gpu", True), ["want a GPU each", "cluster.use_gpu"]),
+    ("a GPU that is not there", change_field("cluster", "use_gpu", True), ["need a GPU each", "cluster.use_gpu"]),
     ("no target modules", change_field("adapter", "target_modules", ["qproj"]), ["adapter.target_modules", "q_proj"]),
     (
         "FlashAttention without a GPU",
@@ -153,7 +153,7 @@ def test_the_first_mistake_of_all_is_the_last_of_none(plain: Plain, tmp_path: Pa
     for _ in range(2):
         code, out, err = finray("train", config)
         assert code == 0, out + err
-    assert "finished already" in out
+    assert "already finished" in out
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_another_configuration_is_refused_with_the_fields_that_differ(
 def test_a_directory_that_is_no_run_is_left_alone(plain: Plain, tmp_path: Path) -> None:
     (tmp_path / "out" / "run").mkdir(parents=True)
     (tmp_path / "out" / "run" / "thesis.txt").write_text("mine")
-    refused(finray("train", runs.write_config(plain, tmp_path / "run.yaml")), "no finray run")
+    refused(finray("train", runs.write_config(plain, tmp_path / "run.yaml")), "not a finray run")
     assert (tmp_path / "out" / "run" / "thesis.txt").read_text() == "mine"
 
 
@@ -197,7 +197,7 @@ def test_every_checkpoint_damaged_ends_the_run_with_the_workers_error(
     path.write_bytes(path.read_bytes()[:-1])
     refused(
         finray("train", runs.write_config(plain, tmp_path / "run.yaml")),
-        "every checkpoint of the run is damaged",
+        "all checkpoints of the run are damaged",
         "--fresh",
     )
 
@@ -234,8 +234,8 @@ def test_generate_and_evaluate_and_export(tmp_path: Path, finished_run: Path) ->
     refused(finray("generate", tmp_path, "hello"), "neither an adapter nor a model")
     refused(finray("evaluate", tmp_path), "neither an adapter nor a model")
     refused(finray("evaluate", "runs/nowhere"), "does not exist", "--file")
-    refused(finray("evaluate", finished_run), "holds no rows out", "--file", "--split")
+    refused(finray("evaluate", finished_run), "no held-out rows", "--file", "--split")
     refused(finray("export", finished_run, "--output", finished_run), "not empty")
     refused(finray("export", finished_run, "--output", str(tmp_path / "x"), "--dtype", "int3"), "cannot be stored as")
     refused(finray("generate", finished_run, "--file", tmp_path / "none.txt"), "does not exist")
-    refused(finray("init", finished_run / "config.yaml"), "exists already")
+    refused(finray("init", finished_run / "config.yaml"), "already exists")

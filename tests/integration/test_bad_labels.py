@@ -29,7 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any] | None, list[Any] | None, list[
         {},
         None,
         [*texts("animal"), *texts("mineral")],
-        ["held.jsonl:9: the label `mineral`", "there are animal, neither, plant"],
+        ["held.jsonl:9: the label `mineral`", "which have animal, neither, plant"],
     ),
     "one class only": ({}, texts("animal"), None, ["all 8 rows to train on have the label `animal`"]),
     "numbers with decimals": (
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Any] | None, list[Any] | None, list[
         {"data.max_length": 100},
         None,
         [LONG],
-        ["the longest row has 100 tokens, the model has positions for 80", "data.max_length=80"],
+        ["the longest row has 100 tokens, but the model has 80 positions", "data.max_length=80"],
     ),
     "a metric of answers": (
         {"evaluation.metric": "exact_match"},
@@ -61,19 +61,19 @@ CASES: dict[str, tuple[dict[str, Any], list[Any] | None, list[Any] | None, list[
         {"evaluation.metric": "spearman"},
         None,
         texts("animal"),
-        ["of single_label labels there is no metric `spearman`"],
+        ["there is no metric `spearman` for single_label labels"],
     ),
     "a metric of no class": (
         {"evaluation.metric": "recall_mineral"},
         None,
         texts("animal"),
-        ["no metric `recall_mineral`; the classes are animal, neither, plant"],
+        ["no metric `recall_mineral` for single_label labels; the classes are animal, neither, plant"],
     ),
     "scores of answers": (
         {"evaluation.metrics": ["rougeL"]},
         None,
         texts("animal"),
-        ["evaluation.metrics: ", "answers no prompts", "metrics of its own: eval_loss, accuracy"],
+        ["evaluation.metrics: ", "does not answer prompts", "its own metrics: eval_loss, accuracy"],
     ),
     "scores that nobody knows": (
         {"evaluation.metrics": ["rouge"]},

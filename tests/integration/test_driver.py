@@ -41,12 +41,12 @@ def test_a_second_fit_on_the_same_connection_and_data_trains_alike(
     def say(message: str) -> None: ...
 
     with (
-        open_run(first, fresh=False, say=say) as run,
+        open_run(first, fresh=False, notify=say) as run,
         start_preparation(first) as preparation,
         driver.connect(first, run, ignore) as connected,
     ):
         one = fit(first, connected, preparation, run)
-        with open_run(second, fresh=False, say=say) as other:
+        with open_run(second, fresh=False, notify=say) as other:
             two = fit(second, connected, preparation, other)
     assert one.final != two.final
     assert len(losses["first"]) == 2
@@ -95,12 +95,12 @@ def test_a_finished_run_is_extended_by_the_same_command(tiny_run: Callable[..., 
     longer = driver.train(runs.config_of(runs.changed(plain, {"train.max_steps": 5})), handle=said.append)
     assert longer.summary.step == longer.chosen_step == 5
     notes = [record.message for record in said if isinstance(record, Note)]
-    assert "train.max_steps was 2, is now 5: the run goes on to there" in notes
+    assert "train.max_steps was 2, is now 5: the run continues to that step" in notes
     assert any("extended from 2 to 5 steps" in note for note in notes)
     assert runs.values(longer.run_dir, "step") == [1, 2, 3, 4, 5]
     planned = runs.changed(plain, {"run.name": "planned", "train.max_steps": 5})
     assert runs.trace(driver.train(runs.config_of(planned)).run_dir) == runs.trace(longer.run_dir)
-    with pytest.raises(ConfigError, match="another configuration"):
+    with pytest.raises(ConfigError, match="a different configuration"):
         driver.train(runs.config_of(plain))
     assert (longer.run_dir / "summary.json").is_file()
 

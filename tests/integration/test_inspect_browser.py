@@ -16,7 +16,7 @@ from finray.inspection.measure import Inspection
 from finray.reporting.page import render
 from finray.reporting.plots import Series, curves
 from tests.support import tiny
-from tests.support.browser import chromium, opened
+from tests.support.browser import chromium, opened, violations
 from tests.support.runs import config_of, finray, write_config
 
 # What people with normal and with reduced sight need to read text (WCAG 2.2, level AA); 3 for parts of a plot.
@@ -38,7 +38,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def inspected(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> tuple[Path, Inspection]:
-    """The page of a small data set, written by the command, and what it was made from."""
+    """The page of a small dataset, written by the command, and what it was made from."""
     folder = tmp_path_factory.mktemp("inspect")
     rows = tiny.chat_rows(120)
     rows[7]["messages"][1]["content"] = "<script>document.title = 'stolen'</script>\n\tyes <b>no</b>"
@@ -184,9 +184,9 @@ def test_numbers_are_those_of_the_inspection(browser: Browser, inspected: tuple[
         assert page.inner_text("#serving [data-key=matching]") == page.inner_text("#serving [data-key=turns]") == "111"
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", [390, 768, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_and_asks_for_nothing(
+def test_the_page_fits_asks_for_nothing_and_has_no_serious_fault_of_accessibility(
     browser: Browser, inspected: tuple[Path, Inspection], width: int, scheme: str
 ) -> None:
     with opened(browser, inspected[0], width=width, scheme=scheme) as found:
@@ -194,6 +194,9 @@ def test_the_page_fits_and_asks_for_nothing(
         assert found.page.locator("figure.plot canvas").count() == 2
         assert found.requests == [inspected[0].resolve().as_uri()]
         assert found.console == []
+        for details in found.page.locator("details").all():
+            details.evaluate("one => { one.open = true; }")
+        assert violations(found.page) == []
 
 
 def test_a_page_that_is_too_wide_or_loads_something_would_be_seen(browser: Browser, tmp_path: Path) -> None:

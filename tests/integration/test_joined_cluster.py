@@ -65,8 +65,8 @@ def test_a_cluster_that_asks_for_a_token_is_shown_the_users_own(
     without = {"RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None, "HOME": str(tmp_path)}
     code, out, _ = forks.finray("plan", str(config), env=without)
     assert code == 2
-    assert f"the cluster at {ray_cluster} asks for a token, and none is shown" in out
+    assert f"the cluster at {ray_cluster} requires a token, and none was sent" in out
     assert "export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=" in out
     code, out, _ = forks.finray("plan", str(config), env={"RAY_AUTH_TOKEN": "0" * 64})
     assert code == 2
-    assert "the one that is shown is another" in out
+    assert "the one that was sent is wrong" in out

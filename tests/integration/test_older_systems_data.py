@@ -299,7 +299,7 @@ def test_the_old_tools_own_files_are_read_as_they_are(preparing: Preparing, put:
     assert preparing.texts(folder, train_split="training", **plain) == sides[0]
 
 
-# --- a code model on one directory of a Hub data set -----------------------------------------------------------
+# --- a code model on one directory of a Hub dataset -----------------------------------------------------------
 
 
 def rust(at: int) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def test_hub_layout_with_configurations_and_slices(preparing: Preparing, put: Wr
     splits = preparing.splits(folder, subset="rust", train_split="train[10%:20%]", eval_split="test", max_length=512)
     assert preparing.said(splits.train) == [rust(at)["content"] for at in range(4, 8)]
     assert preparing.said(splits.eval) == [rust(99)["content"]]
-    # A data set that was edited is not mistaken for the old one.
+    # A dataset that was edited is not mistaken for the old one.
     names = {preparing.dataset(folder, subset="go").name}
     put("stack/data/go/train.jsonl", lines([{"content": "func g() {}\n"}] * 2))
     names.add(preparing.dataset(folder, subset="go").name)
@@ -425,7 +425,7 @@ def test_reviews_are_learned_whole_at_512_tokens_with_a_tenth_held_out(
     rows = ids(splits.train) + ids(splits.eval)
     assert all(all(mask) for _, mask in rows)
     assert max(len(row) for row, _ in rows) == 512
-    # Long reviews go on in another row; the old tool threw the rest away.
+    # Long reviews continue in another row; the old tool threw the rest away.
     end = preparing.tokenizer.eos_token_id
     assert sum(end in row for row, _ in rows) == 100 < len(rows)
     held = set(splits.eval.source_rows.tolist()) if splits.eval is not None else set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page
 
 from finray.records import Note
-from tests.support.browser import chromium, opened
+from tests.support.browser import PATIENCE, chromium, opened, violations
 from tests.support.recorded import machine, prediction, write_evaluation, write_run
 from tests.support.runs import finray
 
@@ -53,6 +52,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     notes = [Note("look here", 12, "warning")]
     run = write_run(folder / "mine", starts=[(0, 2), (20, 4)], notes=notes, samples=samples)
     rows = answers(33)
+    long = {"base": "one line of many\n" * 60, "tuned": "tuned says 2"}
+    rows[2] = prediction(2, base=0, tuned=1, answers=long)
     rows[4] = prediction(4, base=0, tuned=1, prompt=EVIL, reference=EVIL, answers={"base": EVIL, "tuned": EVIL})
     write_evaluation(run, rows, confusion=True)
     return run, report(run, output=folder / "page.html")
@@ -71,22 +72,8 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(first, second, third, output=folder / "page.html")
 
 
-def violations(page: Page) -> list[str]:
-    """What axe-core finds to be serious or critical, each with the elements."""
-    spec = importlib.util.find_spec("axe_playwright_python")
-    assert spec is not None
-    assert spec.origin is not None
-    page.evaluate((Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8"))
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-    return [
-        f"{one['impact']} {one['id']}: {[node['target'] for node in one['nodes'][:5]]}"
-        for one in found
-        if one["impact"] in ("serious", "critical")
-    ]
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("width", [390, 768, 1440])
 def test_pages_have_no_serious_fault_of_accessibility(
     browser: Browser, one: tuple[Path, Path], several: Path, scheme: str, width: int
 ) -> None:
@@ -306,6 +293,44 @@ def test_every_colour_of_a_curve_can_be_seen(browser: Browser, several: Path, sc
         assert (max(light, card) + 0.05) / (min(light, card) + 0.05) >= 3, colour
 
 
+def test_a_page_responds_before_its_plots_are_drawn(browser: Browser, one: tuple[Path, Path]) -> None:
+    """With the page's clock stopped; those in view are drawn first when it goes on."""
+    drawn = (
+        "[...document.querySelectorAll('figure.plot')].flatMap((one, at) => one.querySelector('canvas') ? [at] : [])"
+    )
+    watch = """() => { window.order = [];
+      [...document.querySelectorAll('figure.plot')].forEach((one, at) =>
+        new MutationObserver(() => order.push(at)).observe(one, {attributeFilter: ['aria-busy']})); }"""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(PATIENCE)
+    page.clock.install()
+    page.clock.pause_at("2030-01-01")
+    page.goto(one[1].resolve().as_uri())
+    assert page.evaluate(drawn) == []
+    page.get_by_label("text").fill("tuned says 17")
+    assert counts(page)["all"] == 1
+    # A plot that is asked for something is drawn.
+    page.get_by_role("button", name="Zoom in").nth(2).click()
+    assert page.evaluate(drawn) == [2]
+    page.locator("figure.plot").last.scroll_into_view_if_needed()
+    in_view = page.evaluate("""[...document.querySelectorAll('figure.plot')].flatMap((one, at) => {
+      const {top, bottom} = one.getBoundingClientRect(); return bottom > 0 && top < innerHeight ? [at] : []; })""")
+    assert 0 < len(in_view) < 8
+    assert 2 not in in_view
+    page.evaluate(watch)
+    page.clock.run_for(1000)
+    found = page.evaluate("order")
+    assert sorted(found) == [0, 1, *range(3, 14)]
+    assert sorted(found[: len(in_view)]) == in_view
+    # All have the range to which the first one was zoomed.
+    ranges = page.evaluate(
+        "[...document.querySelectorAll('figure.plot')].map(({plot}) => [plot.scales.x.min, plot.scales.x.max])"
+    )
+    assert len({tuple(one) for one in ranges}) == 1
+    assert ranges[0][1] - ranges[0][0] < 21
+    page.close()
+
+
 def test_a_curve_is_hidden_by_its_name_from_the_keyboard(browser: Browser, several: Path) -> None:
     shown = "document.querySelector('figure.plot').plot.series.map(one => one.show)"
     with opened(browser, several) as found:
@@ -333,6 +358,9 @@ def test_twenty_long_runs_make_a_page_that_can_be_mailed_and_answers(browser: Br
     assert path.stat().st_size < 15_000_000
     with opened(browser, path) as found:
         page = found.page
+        # Shown by `pytest -rP`.
+        milliseconds = page.evaluate("[performance.getEntriesByType('navigation')[0].loadEventEnd, performance.now()]")
+        print("milliseconds until the page is there, until all is drawn:", *map(round, milliseconds))
         assert page.evaluate("document.querySelectorAll('figure.plot').length") == 14
         assert counts(page)["all"] == page.evaluate(
             "JSON.parse(document.getElementById('answers-data').textContent).sets[0].rows.length"

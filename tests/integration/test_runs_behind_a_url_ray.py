@@ -59,9 +59,9 @@ def test_every_command_finds_a_run_behind_a_url(
     assert code == 0, err
     assert (tmp_path / "exported" / "config.json").is_file()
     code, out, err = runs.finray("generate", bucket.url("runs/none"), "hello")
-    assert (code, "there is no run" in err) == (2, True)
+    assert (code, "the run does not exist" in err) == (2, True)
 
-    # And the same command: finished; made longer, it goes on.
+    # And the same command: finished; made longer, it continues.
     again = driver.train(runs.config_of(plain))
     assert (again.summary, again.chosen_step) == (result.summary, result.chosen_step)
     assert (again.final / "adapter_model.safetensors").read_bytes() == bucket.get(
@@ -71,5 +71,5 @@ def test_every_command_finds_a_run_behind_a_url(
     longer = driver.train(runs.config_of(runs.changed(plain, {"train.max_steps": 6, "cluster.num_workers": 1})))
     assert [one["step"] for one in runs.records(longer.run_dir)] == [1, 2, 3, 4, 5, 6]
     assert RemoteStore(tmp_path / "other", Objects(url)).steps()[-1] == 6
-    with pytest.raises(ConfigError, match="another configuration"):
+    with pytest.raises(ConfigError, match="a different configuration"):
         driver.train(runs.config_of(runs.changed(plain, {"train.learning_rate": 0.5})))

@@ -141,7 +141,7 @@ def test_a_source_that_changes_meanwhile_is_noticed(
         return done
 
     monkeypatch.setattr(PartWriter, "write", write_and_change)
-    with pytest.raises(DataError, match="the source changed while it was prepared"):
+    with pytest.raises(DataError, match="the source changed while it was being prepared"):
         prepare_here(config, root=tmp_path / "prepared")
     assert list((tmp_path / "prepared").rglob("*.arrow")) == []
 
@@ -171,7 +171,7 @@ def test_a_cut_off_archive_is_one_message(tiny_model_dir: Path, rows: Path, tmp_
     ("change", "expected"),
     [
         ({"source": "s3://no-such-bucket/rows.jsonl"}, ["s3://no-such-bucket/rows.jsonl", "bucket does not exist"]),
-        ({"source": "s3://{bucket}/no-such.jsonl"}, ["no-such.jsonl", "no data file is there", "data.source"]),
+        ({"source": "s3://{bucket}/no-such.jsonl"}, ["no-such.jsonl", "there are no data files", "data.source"]),
         ({"dir": "s3://no-such-bucket/prepared"}, ["s3://no-such-bucket/prepared", "bucket does not exist"]),
         ({"credentials": ""}, ["s3://{bucket}/rows.jsonl", "credentials", "AWS_ACCESS_KEY_ID"]),
     ],
@@ -304,7 +304,7 @@ def test_a_killed_preparation_leaves_nothing_that_is_accepted_and_is_gone_on_wit
     done = finished(bucket, prefix)
     assert f"{prefix}{MANIFEST}" not in bucket.keys(prefix), "it was finished before it was killed"
     assert is_prepared(config) is None
-    with pytest.raises(DataError, match="not a prepared data set"):
+    with pytest.raises(DataError, match="not a prepared dataset"):
         PreparedDataset(bucket.url(prefix))
     mark = bucket.mark()
     prepare_here(config)

@@ -1,4 +1,4 @@
-"""`finray submit` to a real job server of Ray: detached, stopped, gone on with, followed; and what is refused."""
+"""`finray submit` to a real job server of Ray: detached, stopped, continued, followed; and what is refused."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_run_is_sent_stopped_and_gone_on_with(
     assert len(steps) < STEPS
     assert (run_dir / f"checkpoint-{steps[-1]:06d}" / "manifest.json").is_file(), logs()
     first_log = logs()
-    assert "is saved; the same command goes on: finray submit" in first_log
+    assert "is saved; the same command continues: finray submit" in first_log
 
     go.touch()
     code, out, err = finray("submit", config, "--env", "MY_SECRET")
@@ -98,10 +98,10 @@ def test_a_server_without_the_token_is_said(server: job_server.JobServer, tmp_pa
     env: dict[str, str | None] = {"RAY_ADDRESS": None, "RAY_AUTH_MODE": None, "RAY_AUTH_TOKEN": None}
     code, _, err = forks.finray(*words, env=env | {"HOME": str(tmp_path)})
     assert code == 2
-    assert "asks for a token, and none is shown" in err
+    assert "requires a token, and none was sent" in err
     code, _, err = forks.finray(*words, env=env | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
     assert code == 2
-    assert "the one that is shown is another" in err
+    assert "the one that was sent is wrong" in err
     code, _, err = forks.finray("jobs", "logs", "no-such-job", "--address", server.address, env=server.env())
     assert code == 2
     assert "there is no job `no-such-job`" in err

@@ -59,7 +59,7 @@ def test_a_preparation_goes_on_alone(
     assert (Path(location) / "manifest.json").is_file()
     assert said == [
         "waiting for 2 CPUs to prepare with: 0 of 4 CPUs are free; held by placement group somebody else's (4 CPUs); "
-        "meanwhile this process works alone"
+        "meanwhile only this process works"
     ]
 
 
@@ -102,7 +102,7 @@ def test_a_run_that_fails_keeps_no_cpu(tiny_run: Callable[..., Plain], ray_clust
                 if actor["ActorClassName"] == "TrainController" and actor["State"] == "ALIVE":
                     runs.kill(actor["Pid"])
 
-    with pytest.raises(TrainingError, match="ended without a word"):
+    with pytest.raises(TrainingError, match="ended without an error message"):
         train(config, handle=kill)
     assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
 
@@ -126,4 +126,4 @@ def test_a_controller_that_dies_is_started_again(tiny_run: Callable[..., Plain],
                     runs.kill(actor["Pid"])
 
     assert train(config, handle=kill_once).summary.step == 12
-    assert any(line.endswith("; starting again") for line in said)
+    assert any(line.endswith("; restarting") for line in said)

@@ -1,4 +1,4 @@
-"""`finray.train` on rows in memory under Ray: what it shows, what observers see, and that the same rows go on."""
+"""`finray.train` on rows in memory under Ray: what it shows, what observers see, and that the same rows continue."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_a_run_on_rows_in_memory_is_seen_by_observers_and_found_finished_by_the_
     code, out, err = runs.finray("train", result.run_dir / "config.yaml", "--json")
     assert code == 0
     assert json.loads(out) == json.loads(json.dumps(result.plain()))
-    assert "finished already" in err
+    assert "already finished" in err
     assert runs.finray("train", result.run_dir / "config.yaml", "-q", "--json")[2] == ""

@@ -2,7 +2,7 @@
 
 A server imports what takes long, and forks. Each child has a copy of `src/` with one error in it, and runs the tests
 that reach the line until one fails. Which those are is known from one traced run of every test file, kept in
-`.mutants/map/`. Results are appended to `.mutants/results/`: a run that was stopped goes on.
+`.mutants/map/`. Results are appended to `.mutants/results/`: a run that was stopped continues.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def test_what_is_deleted_of_a_run_is_not_deleted_through_a_link(
     store.prune(keep_last=1, best=None)
     store.drop_after(1)
     runs.write_config(plain, run_dir / "config.yaml")
-    with open_run(runs.config_of(plain), fresh=False, say=lambda message: None):
+    with open_run(runs.config_of(plain), fresh=False, notify=lambda message: None):
         pass
     assert (victim / "thesis.tex").read_text() == "years of work"
 
@@ -179,5 +179,5 @@ def test_a_manifest_that_names_what_is_elsewhere_is_refused(
     listed = json.loads((folder / manifest.NAME).read_text())["files"]
     entry: Any = {"path": name, "bytes": len(content), "sha256": manifest.digest_of(victim / "thesis.tex")}
     manifest.write(folder, [*listed, entry], step=2, metrics={})
-    with pytest.raises(CheckpointError, match="outside of its directory"):
+    with pytest.raises(CheckpointError, match="outside its directory"):
         manifest.verify(folder)

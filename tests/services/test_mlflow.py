@@ -160,7 +160,7 @@ def test_a_finished_run_is_handed_to_a_server_that_its_config_does_not_name(
     runs.run_alone(plain, tmp_path / "run")
     run_dir = with_config(plain, tmp_path / "run")
     code, _, err = runs.finray("sync", run_dir)
-    assert (code, "names no service" in err) == (2, True)
+    assert (code, "has no tracker to send to" in err) == (2, True)
     code, _, err = runs.finray("sync", run_dir, "--to", "mlflow")
     assert (code, "MLflow needs an address" in err) == (2, True)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
@@ -61,7 +62,7 @@ class Opened:
 def opened(
     browser: Browser, file: Path, *, width: int = 1280, height: int = 900, scheme: str = "light", scale: float = 1
 ) -> Iterator[Opened]:
-    """A file in a new page of its own."""
+    """A file in a new page of its own, when all of its plots are drawn."""
     page = browser.new_page(
         viewport={"width": width, "height": height},
         color_scheme="dark" if scheme == "dark" else "light",
@@ -73,5 +74,20 @@ def opened(
     page.on("console", lambda message: found.console.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: found.console.append(str(error)))
     page.goto(file.resolve().as_uri())
+    page.locator("figure.plot[aria-busy=true]").first.wait_for(state="detached")
     yield found
     page.close()
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds to be serious or critical, each with the elements."""
+    spec = importlib.util.find_spec("axe_playwright_python")
+    assert spec is not None
+    assert spec.origin is not None
+    page.evaluate((Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8"))
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [
+        f"{one['impact']} {one['id']}: {[node['target'] for node in one['nodes'][:5]]}"
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]

@@ -11,7 +11,7 @@ from finray.checkpoint.rundir import RunDir
 from finray.config.load import Overrides
 from finray.evaluation import compare
 from finray.evaluation.outcome import Comparison
-from finray.evaluation.subjects import Asked
+from finray.evaluation.subjects import EvaluationRequest
 from tests.support import runs
 
 # Conversations of two answers that differ in length; what is scored is the last, of all targets of the row.
@@ -36,7 +36,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 def evaluate(model: str | Path, overrides: Overrides = (), **options: Any) -> Comparison:
     """As `finray.evaluate`, without showing how far it has come."""
     told = {"progress": options.pop("progress")} if "progress" in options else {}
-    return compare.evaluate(model, overrides, Asked(**options), **told)
+    return compare.evaluate(model, overrides, EvaluationRequest(**options), **told)
 
 
 Train = Callable[..., Path]

@@ -5,14 +5,15 @@ Under :func:`server` that script is `fork_ray_worker`, which hands arguments, en
 server forks, and the child runs Ray's own script of a worker. Ray knows a worker by the process id that it registers
 with.
 
-Only the Ray that tests share does this. One that finray starts has workers that start as always: see
-tests/faults/test_signals.py, tests/integration/test_driver.py and test_notebook.py. :func:`tests.support.runs.cli`
-starts a command as always.
+Only the Ray that tests share does this and, under :data:`ON_HOSTS`, that of tests/hosts/kills.py. One that finray
+starts has workers that start as always: see tests/faults/test_signals.py, tests/integration/test_driver.py and
+test_notebook.py. :func:`tests.support.runs.cli` starts a command as always.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import importlib
 import json
@@ -23,21 +24,25 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryFile
+from typing import TextIO
 from unittest import mock
 
 SOCKET = "FINRAY_TESTS_FORK"
+# Set where workers belong on hosts of :mod:`tests.support.hosts`.
+ON_HOSTS = "FINRAY_TESTS_FORK_ON_HOSTS"
 HERE = Path(__file__)
+SCRIPT = str(HERE.with_name("fork_ray_worker.py"))
 # What a worker of a small run imports, but for Ray: its core reads environment variables when it is imported.
 PRELOADED = ["torch", "peft", "transformers.models.llama.modeling_llama", "finray.training.assemble"]
 PRELOADED += ["finray.runtime.worker", "finray.runtime.prepare", "finray.tasks.causal_lm"]
 PRELOADED += ["colorful", "google.protobuf.json_format", "jsonschema", "msgpack", "pandas", "pyarrow.dataset"]
 # And what commands do.
 PRELOADED += ["finray.cli.main", "finray.evaluation.generate", "finray.inspection.inspect", "finray.planning.plan"]
-PRELOADED += ["finray.models.export", "finray.runtime.driver", "requests"]
+PRELOADED += ["finray.models.export", "finray.runtime.driver", "finray.cli.start", "requests"]
 
 
 @contextmanager
@@ -62,38 +67,97 @@ def server(folder: Path) -> Iterator[None]:
             stderr=log,
             start_new_session=True,
         )
-    script = str(HERE.with_name("fork_ray_worker.py"))
     try:
         # A path that is absolute replaces what it is joined to.
-        with mock.patch("ray._private.ray_constants.SETUP_WORKER_FILENAME", script):
+        with mock.patch("ray._private.ray_constants.SETUP_WORKER_FILENAME", SCRIPT):
             yield
     finally:
         process.communicate()
         del os.environ[SOCKET]
 
 
-def finray(
-    *arguments: object, env: Mapping[str, str | None] | None = None, cwd: Path | None = None
-) -> tuple[int, str, str]:
-    """Run `finray ...` in a process of its own: exit code, standard output, standard error.
+class Command:
+    """A `finray ...` in a process of its own, with what tests use of :class:`subprocess.Popen`.
 
     Args:
         arguments: of the command.
         env: variables that are other ones; one of None is not set.
         cwd: where it is run.
+
+    Attributes:
+        pid: of the process.
+        returncode: once it is known that it has ended.
+        stdout: what it prints.
     """
-    changed = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
-    message = json.dumps([["finray", *map(str, arguments)], changed, str(cwd or Path.cwd())])
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as err, socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(300)
-        connection.connect(os.environ[SOCKET])
-        socket.send_fds(connection, [b"f"], [out.fileno(), err.fileno()])
-        connection.sendall(message.encode())
-        connection.shutdown(socket.SHUT_WR)
-        code = connection.recv(16)
-        out.seek(0)
-        err.seek(0)
-        return int(code), out.read(), err.read()
+
+    def __init__(
+        self, *arguments: object, env: Mapping[str, str | None] | None = None, cwd: Path | None = None
+    ) -> None:
+        changed = {name: value for name, value in {**os.environ, **(env or {})}.items() if value is not None}
+        message = json.dumps([["finray", *map(str, arguments)], changed, str(cwd or Path.cwd())])
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.settimeout(300)
+        self._server.connect(os.environ[SOCKET])
+        socket.send_fds(self._server, [b"f"], [out_end, err_end])
+        os.close(out_end)
+        os.close(err_end)
+        self._server.sendall(message.encode())
+        self._server.shutdown(socket.SHUT_WR)
+        self.stdout = os.fdopen(out, encoding="utf-8")
+        # Read beside the other, or a process that says much would wait.
+        self._errors: list[str] = []
+        self._reader = threading.Thread(target=lambda: self._errors.append(_read(os.fdopen(err))), daemon=True)
+        self._reader.start()
+        self.returncode: int | None = None
+        self.pid = self._told()
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
+            self.returncode = self._told()
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        """To the process, where it is still there."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = 300) -> tuple[str, str]:
+        """What it still says on standard output, and all that it said on standard error, when it has ended."""
+        out = "" if self.stdout.closed else _read(self.stdout)
+        self._reader.join(timeout)
+        if self.returncode is None:
+            self._server.settimeout(timeout)
+            self.returncode = self._told()
+            self._server.close()
+        return out, "".join(self._errors)
+
+    def _told(self) -> int:
+        line = b""
+        while not line.endswith(b"\n"):
+            line += (byte := self._server.recv(1))
+            assert byte, "the server has ended"
+        return int(line)
+
+
+def _read(file: TextIO) -> str:
+    with file:
+        return file.read()
+
+
+def finray(
+    *arguments: object, env: Mapping[str, str | None] | None = None, cwd: Path | None = None
+) -> tuple[int, str, str]:
+    """Run `finray ...` in a process of its own: exit code, standard output, standard error."""
+    command = Command(*arguments, env=env, cwd=cwd)
+    out, err = command.communicate()
+    assert command.returncode is not None
+    return command.returncode, out, err
 
 
 def serve(listening: socket.socket) -> None:
@@ -118,7 +182,8 @@ def serve(listening: socket.socket) -> None:
         if listening not in ready:
             continue
         connection, _ = listening.accept()
-        kind, output, _, _ = socket.recv_fds(connection, 1, 2)
+        kind, received, _, _ = socket.recv_fds(connection, 1, 2 + 5)
+        output, spaces = received[:2], received[2:]
         with connection.makefile("rb") as message:
             words, env, folder = json.load(message)
         if (child := os.fork()) == 0:
@@ -131,9 +196,13 @@ def serve(listening: socket.socket) -> None:
             for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *output)):
                 os.dup2(file, number)
                 os.close(file)
+            _enter(spaces)
             return (_work if kind == b"r" else _command)(words, env, folder)
-        for file in output:
+        for file in received:
             os.close(file)
+        # Ray's script is gone already.
+        with suppress(OSError):
+            connection.sendall(f"{child}\n".encode())
         asked[child] = connection
     return None
 
@@ -143,7 +212,18 @@ def _tell(asked: dict[int, socket.socket]) -> None:
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             with asked.pop(found[0]) as connection, suppress(OSError):
-                connection.sendall(str(os.waitstatus_to_exitcode(found[1])).encode())
+                connection.sendall(f"{os.waitstatus_to_exitcode(found[1])}\n".encode())
+
+
+def _enter(spaces: list[int]) -> None:
+    """Go where a worker is to be, as `nsenter` does: a process id there needs a child, whose end is then this one's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space in spaces:
+        if libc.setns(space, 0):
+            os._exit(1)
+        os.close(space)
+    if spaces and (child := os.fork()):
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
 
 
 def _work(words: list[str], env: dict[str, str], folder: str) -> None:
@@ -161,7 +241,7 @@ def _work(words: list[str], env: dict[str, str], folder: str) -> None:
 
 
 def _command(words: list[str], env: dict[str, str], folder: str) -> None:
-    from finray.cli.main import main
+    from finray.cli.start import main
 
     _become(words, env, folder, path=Path(folder))
     main()

@@ -181,6 +181,9 @@ class Host:
             process.kill()
             process.wait()
         self.started.clear()
+        # The kernel does so by itself, but only once nothing is left that the host's connections have still to send.
+        with suppress(AssertionError):
+            self.bed.ip("link", "delete", f"c-{self.name}")
 
     def cut(self) -> None:
         """Pull the network cable."""

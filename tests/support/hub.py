@@ -1,8 +1,8 @@
 """A Hub of our own over real HTTP, which the real `huggingface_hub` talks to: a part of the Hub's API, and faults.
 
-It takes what the client sends to make a model, to upload large files (git LFS, basic) and to commit, keeps it in
-memory, and gives it back to whoever downloads. Of Xet, which the client takes where it may, there is as much as is
-needed to refuse.
+It takes what the client sends to make a model, to upload large files (by Xet, which the client takes where `hf_xet` is
+installed, or by git LFS, basic, where that is switched off) and to commit, keeps it in memory, and gives it back to
+whoever downloads.
 
 :meth:`Hub.fail` has requests fail as a network or an overloaded server does.
 """
@@ -25,6 +25,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 import yaml
+
+from tests.support import cas
 
 TOKEN = "hf_TestsTokenOfNobody00000000000000"
 # Part of the URL that large files are sent to: a secret, as the real Hub's are.
@@ -79,6 +81,8 @@ class Hub:
     orgs: dict[str, str] = field(default_factory=dict)
     repos: dict[str, Repo] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
+    # What came by way of Xet, by the hash of its chunks.
+    xorbs: dict[str, bytes] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     # Method and path of each request that came, without what follows a question mark.
     asked: list[tuple[str, str]] = field(default_factory=list)
@@ -190,6 +194,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.hub.objects[oid] = body
             self.hub.sent += len(body)
             return {}, {}
+        if path.startswith("/cas/"):
+            # A token of its own, which was given for this upload.
+            if self.headers.get("Authorization") != f"Bearer {SIGNATURE}":
+                raise Refused(401, "another token")
+            return _stored(self.hub, method, path, body), {}
         if self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             raise Refused(401, "Invalid credentials in Authorization header")
         for one, pattern, do in _ROUTES:
@@ -197,6 +206,21 @@ class _Handler(BaseHTTPRequestHandler):
                 answer: tuple[Any, dict[str, str]] = do(self.hub, *found.groups(), body)
                 return answer
         raise Refused(404, f"{method} {path} is not known here")
+
+
+def _stored(hub: Hub, method: str, path: str, body: bytes) -> Any:
+    """The part of Xet's server that an upload needs; no chunk is known to it beforehand, and it grants nothing."""
+    if method == "POST" and (found := re.fullmatch(r"/cas/v1/xorbs/default/([0-9a-f]{64})", path)):
+        hub.xorbs[found[1]] = body
+        hub.sent += len(body)
+        return {"was_inserted": True}
+    if (method, path) == ("POST", "/cas/v1/shards"):
+        for oid, content in cas.files_of(body, hub.xorbs):
+            if hashlib.sha256(content).hexdigest() != oid:
+                raise Refused(400, "other bytes than were said")
+            hub.objects[oid] = content
+        return {"result": 1}
+    raise Refused(404, f"{method} {path} is not known here")
 
 
 def _whoami(hub: Hub, body: bytes) -> Any:

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from finray.data.sampling.collate import Batch
+from finray.runtime.cluster import LOCAL_RAY
 from finray.tasks.causal_lm import CausalLM
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,8 @@ def serve(folder: Path) -> Iterator[JobServer]:
             one.bind(("127.0.0.1", 0))
         ports = {name: one.getsockname()[1] for name, one in zip(names, held, strict=True)}
     token = secrets.token_hex(32)
-    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "FINRAY_TESTS_FORK")}
+    own = ("RAY_ADDRESS", "FINRAY_TESTS_FORK", *LOCAL_RAY)
+    env = {name: value for name, value in os.environ.items() if name not in own}
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
     # Its end need not wait for a node that is idle.
     env |= {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}

@@ -6,16 +6,21 @@ it starts, on a busy machine for longer than Ray gives it.
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+from tests.support import forks
 
 
 def light(parameters: Any, head: bool) -> None:
     """Leave out what no test looks at."""
-    from ray._private import node, utils
+    from ray._private import node, ray_constants, utils
 
     def start_nothing(self: Any, **_: Any) -> None:
         self._webui_url = ""
 
+    if forks.SOCKET in os.environ:
+        ray_constants.SETUP_WORKER_FILENAME = forks.SCRIPT
     parameters.ray_client_server_port = None
     utils.get_dashboard_dependency_error = lambda: ImportError("not needed")
     for name in ("monitor", "log_monitor", "api_server"):

@@ -22,7 +22,7 @@ class Preparing:
     Args:
         model: directory of a model with its tokenizer.
         tokenizer: of the model.
-        folder: for prepared data sets.
+        folder: for prepared datasets.
     """
 
     def __init__(self, model: Path, tokenizer: Any, folder: Path) -> None:

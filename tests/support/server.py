@@ -106,6 +106,6 @@ def _start(words: list[str], env: dict[str, str | None]) -> Running:
             time.sleep(0.2)
         process.kill()
         out, err = process.communicate()
-        if "another process listens there" not in err:
+        if "the address is already in use" not in err:
             raise AssertionError(f"{out}\n{err}")
     raise AssertionError("no port is free")

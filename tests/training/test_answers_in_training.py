@@ -118,7 +118,7 @@ def test_a_killed_run_goes_on_counting_a_metric_that_is_maximised(plain: Plain, 
     cut = runs.keep_until(tmp_path / "run", 4)
     state = json.loads((cut / "checkpoint-000004/training_state/state.json").read_text())
     assert (state["best"], state["stale_evaluations"], state["metric"]) == (-1.0, 1, "seen")
-    # Values go on from -3; were more worse here, or the count forgotten, it would not end at once.
+    # Values continue from -3; were more worse here, or the count forgotten, it would not end at once.
     SEEN[:] = SEEN[:2]
     config = runs.config_of(stopping)
     assembled = runs.run_alone(stopping, cut, answering=Answers(config, "fp32"))
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_with_another_metric_says_so_and_looks_for_its_best_a
     assert assembled.loop.state.metric == "perplexity"
     assert assembled.loop.state.best == runs.records(tmp_path / "run", "eval")[-1]["perplexity"]
     notes = [one["message"] for one in runs.records(tmp_path / "run", "note")]
-    assert any("perplexity chooses the best checkpoint from now on, and no longer eval_loss" in one for one in notes)
+    assert any("perplexity now chooses the best checkpoint, instead of eval_loss" in one for one in notes)
 
 
 def test_a_metric_that_fails_is_one_message_and_the_checkpoints_stand(plain: Plain, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation beside the training: the numbers of `inline`, on the right steps, whenever they come, and nothing else."""
+"""Evaluation during training: the numbers of `inline`, on the right steps, whenever they come, and nothing else."""
 
 from __future__ import annotations
 
@@ -190,8 +190,8 @@ def test_what_fails_for_good_is_a_warning_and_is_not_chosen(plain: Plain, inline
     beside(plain, tmp_path / "run", 0, change=fail)
     warnings = [one["message"] for one in runs.records(tmp_path / "run", "warning")]
     assert warnings == [
-        f"step {bad} has no evaluation, and is not chosen as the best: the disk is full",
-        "step 10 has no evaluation, and is not chosen as the best: eval_loss is nan",
+        f"step {bad} has no evaluation and cannot be the best checkpoint: the disk is full",
+        "step 10 has no evaluation and cannot be the best checkpoint: eval_loss is nan",
     ]
     assert CheckpointStore(tmp_path / "run").best("eval_loss", "min") not in (bad, 10, None)
     assert runs.trace(tmp_path / "run") == runs.trace(inline)

@@ -17,14 +17,13 @@ from finray.checkpoint.rundir import RunDir, saved_config
 from finray.data.dataset.prepared import PreparedSplit
 from finray.errors import ConfigError, DataError
 from finray.evaluation.rows import splits_of
-from tests.support import runs
+from tests.support import runs, tiny
 from tests.support.evaluated import evaluate
 from tests.support.runs import Plain
 
 
-@pytest.fixture(scope="module")
-def run(classifier_run: Callable[..., Plain]) -> Path:
-    plain = classifier_run({"data.eval_ratio": 0.3, "train.max_steps": 4}, rows=60)
+def finished(plain: Plain) -> Path:
+    """The directory of a finished run."""
     config = runs.config_of(plain)
     made = RunDir.of(config)
     runs.run_alone(plain, made.path)
@@ -32,6 +31,11 @@ def run(classifier_run: Callable[..., Plain]) -> Path:
     made.keep_resolved(runs.resolved_of(config))
     made.make_final(best=None, warn=lambda message: None)
     return made.path
+
+
+@pytest.fixture(scope="module")
+def run(classifier_run: Callable[..., Plain]) -> Path:
+    return finished(classifier_run({"data.eval_ratio": 0.3, "train.max_steps": 4}, rows=60))
 
 
 def trained_on(run: Path) -> PreparedSplit:
@@ -59,6 +63,52 @@ def test_scores_are_those_of_the_written_predictions(run: Path) -> None:
     assert high is not None
     assert low < scores["accuracy"] < high or scores["accuracy"] in (0.0, 1.0)
     assert len(found.sentences) == 1
+    assert "commonest" in found.sentences[0]
+
+
+@pytest.mark.parametrize("problem", ["multi_label", "regression"])
+def test_several_classes_and_numbers_of_pairs_of_texts(
+    problem: str, classifier_run: Callable[..., Plain], tmp_path: Path
+) -> None:
+    """From the file over the training to the scores, which are those of the written predictions."""
+    several = [["animal"], [], ["animal", "plant"], ["plant"]]
+    rows = [
+        {
+            "premise": f"the {word} walks",
+            "hypothesis": f"a {tiny.WORDS[at // 2]} is there",
+            "label": several[at % 4] if problem == "multi_label" else at % 5 / 4 - 0.375,
+        }
+        for at, word in enumerate(tiny.WORDS[:36])
+    ]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    changes = {"data.source": str(source), "data.eval_ratio": 0.4, "run.output_dir": str(tmp_path / "out")}
+    plainly = {"class_weights": None, "label_smoothing": 0.0}
+    settings = {"train": {"max_steps": 6, "learning_rate": 0.02}, "evaluation.every_steps": 6}
+    made = finished(classifier_run({**changes, **settings, "classification": plainly}))
+    trained = runs.records(made, "eval")[-1]
+    assert trained["step"] == 6
+    found = evaluate(made)
+    written = lines(found.folder)
+    assert len(written) > 8
+    assert "the" in written[0]["prompt"]
+    assert "is there" in written[0]["prompt"]
+    scores = {name: one.value for name, one in found.tuned.scores.items()}
+    truth, said = [one["reference"] for one in written], [one["answers"]["tuned"] for one in written]
+    if problem == "multi_label":
+        assert set(truth) <= {"animal", "", "animal, plant", "plant"}
+        expected = {"accuracy": float(np.mean([one == other for one, other in zip(truth, said, strict=True)]))}
+        columns = [[[name in one for name in ("animal", "plant")] for one in texts] for texts in (truth, said)]
+        expected["f1_macro"] = sk.f1_score(*map(np.array, columns), average="macro", zero_division=0)
+    else:
+        # Predictions are written with four digits: enough for this one, and too few for a correlation.
+        numbers = [[float(one) for one in texts] for texts in (truth, said)]
+        expected = {"mean_squared_error": sk.mean_squared_error(*numbers)}
+    for name, value in expected.items():
+        assert scores[name] == pytest.approx(value, rel=1e-2)
+    # The evaluation in training held out the same rows.
+    for name in (*expected, "f1_weighted" if problem == "multi_label" else "pearson"):
+        assert trained[name] == pytest.approx(scores[name], abs=1e-3)
     assert "commonest" in found.sentences[0]
 
 
@@ -94,12 +144,14 @@ def test_rows_of_a_file_are_scored_and_those_of_the_training_data_are_named(run:
     assert found.overlap.equal == (0,)
 
 
-@pytest.mark.parametrize(("option", "where"), [("metrics", "--metrics"), ("harness", "--harness")])
-def test_scores_of_answers_are_refused(run: Path, option: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", [{"metrics": ["exact_match"]}, {"harness": ["exact_match"]}, {"replicas": 2}])
+def test_what_is_asked_of_answers_is_refused(
+    run: Path, option: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("finray.evaluation.harness.require", lambda: None)
     with pytest.raises(ConfigError) as raised:
-        evaluate(run, **{option: ["exact_match"]})
-    assert raised.value.where == where
+        evaluate(run, **option)
+    assert raised.value.where == f"--{next(iter(option))}"
 
 
 def test_rows_with_an_unknown_label_are_refused_by_name(run: Path, tmp_path: Path) -> None:

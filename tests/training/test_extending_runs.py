@@ -1,4 +1,4 @@
-"""A run that is made longer goes on as the longer run that it would have been from the start."""
+"""A run that is made longer continues as the longer run that it would have been from the start."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_more_epochs_are_those_of_a_run_that_had_them_from_the_start(plain: Plai
     said = extended(plain, tmp_path / "run", epochs=2)
     assert len(runs.values(tmp_path / "run", "step")) == 15
     assert runs.trace(tmp_path / "run") == runs.trace(tmp_path / "planned")
-    assert any("from 8 to 15 steps; the constant schedule goes on as it was" in line for line in said), said
-    assert any("was not a full one: steps 5 to 8 are done again" in line for line in said), said
+    assert any("from 8 to 15 steps; the constant schedule is unchanged" in line for line in said), said
+    assert any("was not a full one: repeating steps 5 to 8" in line for line in said), said
 
 
 def test_more_epochs_without_the_moments_are_another_run(plain: Plain, tmp_path: Path) -> None:
@@ -69,9 +69,7 @@ def test_more_steps_of_a_stopped_run_begin_another_curve_which_is_said(plain: Pl
     rates = runs.values(tmp_path / "run", "lr")
     assert rates[8:] == runs.values(tmp_path / "planned", "lr")[8:]
     assert rates[8] > 2 * rates[7]
-    assert any(f"goes from {rates[7]:.2e} to {rates[8]:.2e}, and its end is now at step 12" in line for line in said), (
-        said
-    )
+    assert any(f"changes from {rates[7]:.2e} to {rates[8]:.2e}, and now ends at step 12" in line for line in said), said
     assert runs.values(tmp_path / "run", "samples") == runs.values(tmp_path / "planned", "samples")
     # Where nothing is extended, nothing is said.
     assert not any(
@@ -95,7 +93,7 @@ def test_without_an_earlier_checkpoint_it_goes_on_from_the_short_step_and_every_
     runs.run_alone(changed(plain, {"train.epochs": 2}), tmp_path / "planned")
     runs.run_alone(changed(plain, {"train.epochs": 1}), tmp_path / "run")
     said = extended(plain, tmp_path / "run", epochs=2)
-    assert any("later steps begin where it ended" in line for line in said), said
+    assert any("later steps see other rows" in line for line in said), said
     flat = [sample for step in runs.values(tmp_path / "run", "samples") for sample in step]
     assert flat == [sample for step in runs.values(tmp_path / "planned", "samples") for sample in step]
     assert len(runs.values(tmp_path / "run", "step")) == 16
@@ -107,7 +105,7 @@ def test_without_an_earlier_checkpoint_it_goes_on_from_the_short_step_and_every_
 def test_a_run_is_not_made_shorter(plain: Plain, tmp_path: Path) -> None:
     """Whether some epochs are fewer than some steps is only known with the data."""
     runs.run_alone(changed(plain, {"train.max_steps": 8}), tmp_path / "run")
-    with pytest.raises(ConfigError, match="another configuration") as caught:
+    with pytest.raises(ConfigError, match="a different configuration") as caught:
         extended(plain, tmp_path / "run", epochs=0.5)
     for part in ("was to have 8 steps, and train.epochs=0.5 is 4", "--fresh", "longer, not shorter"):
         assert part in str(caught.value)

@@ -16,6 +16,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finray import compat
 from finray.errors import ModelError
 from finray.publishing.gguf import GgufExported, export_gguf
 from tests.support import runs, tiny
@@ -80,7 +81,8 @@ def as_written(name: str, weights: np.ndarray) -> np.ndarray:
 def compared(file: Path, tuned: Tuned) -> dict[str, tuple[Any, np.ndarray]]:
     """Each tensor of a file beside what the merged model has, by the name there; none is missing on either side."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-    there = {one.name: one for one in gguf.GGUFReader(file).tensors}
+    with compat.quick_gguf():
+        there = {one.name: one for one in gguf.GGUFReader(file).tensors}
     found = {}
     for name, weights in tuned.merged.items():
         if name == "lm_head.weight":
@@ -123,7 +125,8 @@ def test_q8_0_is_within_half_a_step_of_each_block(exported: Exports, tuned: Tune
 
 
 def test_its_metadata_and_tokenizer_are_the_models(exported: Exports, tuned: Tuned) -> None:
-    fields = gguf.GGUFReader(exported("f16").file).fields
+    with compat.quick_gguf():
+        fields = gguf.GGUFReader(exported("f16").file).fields
     said = {name: one.contents() for name, one in fields.items()}
     sizes = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 128, "context_length": 512}
     sizes |= {"attention.head_count": HEADS, "attention.head_count_kv": GROUPS, "vocab_size": 49152}
@@ -148,7 +151,7 @@ def test_the_command_says_how_near_it_is(exported: Exports, tuned: Tuned, tmp_pa
     assert code == 0, err
     assert f"wrote {out / 'model-f16.gguf'} (f16, " in said
     assert f"logits differ by {exported('f16').difference:.1e}" in said
-    for more, why in ((["--adapter"], "no GGUF file"), (["--max-shard-size", "1GB"], "one file")):
+    for more, why in ((["--adapter"], "exported to GGUF by itself"), (["--max-shard-size", "1GB"], "a single file")):
         words = ["--output", tmp_path / "other", "--gguf", "f16", "--converter", fake, *more]
         code, _, err = runs.finray("export", tuned.adapter, *words)
         assert code == 2
@@ -179,7 +182,7 @@ def test_what_is_refused_leaves_nothing(
     assert "no such architecture" in refused(converter=stand_in(tmp_path, None)).message
     # A file of another model.
     other = stand_in(tmp_path, exported("f16").file)
-    assert "other logits than the merged weights" in refused(tuned.base, converter=other).message
+    assert "differ from the merged weights" in refused(tuned.base, converter=other).message
     with monkeypatch.context() as patch:
         # Before anything is merged.
         patch.setattr("finray.publishing.gguf.export_model", pytest.fail)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from finray.checkpoint import Checkpoint
+from finray.parallel.ddp import DDPStrategy
 from finray.records import Note, Record, TrainRecord
 from finray.runtime.keepers import STEPS, Keeper
 from finray.training import memory as memories
 from finray.training.memory import Part, newest_whole
-from tests.support import runs
+from tests.support import damaged, runs
 
 
 class Kept:
@@ -74,14 +78,14 @@ def test_a_run_goes_on_from_memory_as_if_nothing_had_been(plain: runs.Plain, tmp
     assert [part.step for part in memory.parts()] == [2, 6]
     loop = runs.run_alone(plain, tmp_path / "run", memory=memory, notify=told.append).loop
     assert loop.first_step == 7
-    assert [one.message for one in told if isinstance(one, Note) and "from the memory" in one.message] == [
-        "the checkpoint of step 6 was taken from the memory of the cluster"
+    assert [one.message for one in told if isinstance(one, Note) and "cluster's memory" in one.message] == [
+        "loaded the checkpoint of step 6 from the cluster's memory"
     ]
     assert runs.trace(tmp_path / "run") == runs.trace(tmp_path / "undisturbed")
     for name in ("adapter_model.safetensors", "training_state/optimizer-00001-of-00001.safetensors"):
         one, other = (tmp_path / run / "checkpoint-000008" / name for run in ("run", "undisturbed"))
         assert one.read_bytes() == other.read_bytes()
-    # Negative control: without a memory it goes on from what is stored.
+    # Negative control: without a memory it continues from what is stored.
     runs.keep_until(tmp_path / "run", 4)
     assert runs.assemble_alone(plain, tmp_path / "run").loop.state.step == 4
 
@@ -119,25 +123,38 @@ def test_what_is_stored_is_taken_where_it_is_newer(plain: runs.Plain, tmp_path: 
     assert runs.assemble_alone(plain, tmp_path / "run", memory=memory).loop.state.step == 4
 
 
-@pytest.mark.parametrize("kind", ["missing", "empty", "truncated", "flipped", "gone"])
-def test_damage_in_memory_is_passed_over_and_named(plain: runs.Plain, tmp_path: Path, kind: str) -> None:
-    memory, told = Kept(), list[Record]()
+def test_damage_of_any_file_in_memory_is_named_and_what_is_stored_is_used(plain: runs.Plain, tmp_path: Path) -> None:
+    memory = Kept()
     killed_at(plain, tmp_path / "run", 7, memory)
-    files = next(held[1] for key, held in memory.held.items() if key[1] == 6)
-    name = "training_state/optimizer-00001-of-00001.safetensors"
-    content = files[name]
-    if kind == "gone":
-        memory.get = lambda part: None  # type: ignore[method-assign]
-    elif kind == "missing":
-        del files[name]
-    else:
-        flipped = content[:-1] + bytes([content[-1] ^ 1])
-        files[name] = {"empty": b"", "truncated": content[:-1], "flipped": flipped}[kind]
-    loop = runs.assemble_alone(plain, tmp_path / "run", memory=memory, notify=told.append).loop
-    assert loop.state.step == 4
+    older, newest = (held[1] for held in memory.held.values())
+    strategy = DDPStrategy(torch.device("cpu"))
+
+    def fetch(warn: Callable[[str], None]) -> Checkpoint | None:
+        return memories.fetch_newest(memory, strategy, tmp_path / "elsewhere", after=4, warn=warn)
+
+    for name, content in [*newest.items()]:
+        for kind, changed in damaged.damages(content, older.get(name)).items():
+            if changed is None:
+                del newest[name]
+            else:
+                newest[name] = changed
+            said: list[str] = []
+            assert (fetch(said.append), len(said)) == (None, 1), (name, kind)
+            assert f"{name} of step 6 in memory" in said[0], (kind, said)
+            newest[name] = content
+    assert {"adapter_model.safetensors", "training_state/state.json"} <= newest.keys()
+    # Negative control: as they were, they are a checkpoint.
+    found = fetch(pytest.fail)
+    assert found is not None
+    assert found.step == 6
+    shutil.rmtree(found.path)
+    # A part that nobody has any more.
+    told: list[Record] = []
+    memory.get = lambda part: None  # type: ignore[method-assign]
+    assert runs.assemble_alone(plain, tmp_path / "run", memory=memory, notify=told.append).loop.state.step == 4
     (warning,) = (one.message for one in told if isinstance(one, Note) and one.level == "warning")
-    assert "a checkpoint in memory was passed over" in warning
-    assert ("rank 0 is gone" if kind == "gone" else name) in warning
+    assert "skipped a checkpoint in memory" in warning
+    assert "rank 0 is gone" in warning
 
 
 def test_memory_that_fails_does_not_end_a_run(plain: runs.Plain, tmp_path: Path) -> None:

@@ -63,5 +63,5 @@ def test_a_run_that_ends_earlier_writes_what_it_saw(plain: Plain, tmp_path: Path
 
 
 def test_steps_are_in_order(plain: Plain) -> None:
-    with pytest.raises(ConfigError, match="the first and the last"):
+    with pytest.raises(ConfigError, match="the first step and the last step"):
         runs.config_of(profiled(plain, 5, 3))

@@ -176,11 +176,11 @@ def test_other_data_under_the_same_configuration_is_refused(undisturbed: Path, p
 
 
 def test_checkpointing_is_the_same_run_and_offload_needs_a_gpu(undisturbed: Path, plain: Plain, tmp_path: Path) -> None:
-    """The run goes on with it, dropout included: it may be switched on where memory is short."""
+    """The run continues with it, dropout included: it may be switched on where memory is short."""
     run_dir = runs.cut(undisturbed, tmp_path / "run")
     runs.run_alone(changed(plain, {"train.gradient_checkpointing": "selective"}), run_dir)
     assert runs.values(run_dir, "loss") == pytest.approx(runs.values(undisturbed, "loss"), rel=1e-6)
-    with pytest.raises(ConfigError, match="in the memory of the CPU already"):
+    with pytest.raises(ConfigError, match="already in CPU memory"):
         runs.assemble_alone(changed(plain, {"train.activation_offload": True}), tmp_path / "offload")
 
 
@@ -192,7 +192,7 @@ def test_a_run_that_is_asked_to_stop_saves_at_that_step_and_goes_on_to_the_same_
     logged = changed(plain, {"tracking.log_every": log_every})
     assembled = runs.assemble_alone(logged, tmp_path)
     loop = assembled.loop
-    loop.asked = lambda: loop.state.step == 4  # in the fifth
+    loop.has_request = lambda: loop.state.step == 4  # in the fifth
     loop.run()
     loop.trackers.finish()
     assert loop.stopped
@@ -208,7 +208,7 @@ def test_a_run_that_is_asked_to_stop_saves_at_that_step_and_goes_on_to_the_same_
 
 def test_a_run_that_is_asked_to_stop_in_its_last_step_is_over(plain: Plain, tmp_path: Path) -> None:
     loop = runs.assemble_alone(plain, tmp_path).loop
-    loop.asked = lambda: loop.state.step == 7
+    loop.has_request = lambda: loop.state.step == 7
     loop.run()
     assert not loop.stopped
     assert loop.summary().step == 8

@@ -116,7 +116,7 @@ def test_what_workers_print_is_behind_the_url_and_ranks_on_other_machines_bring_
     later.follow()
     assert bucket.content("runs/run/logs/aaaaaaaa/").keys() == {name.rpartition("/")[2] for name in logs}
     (tmp_path / "machine0" / "logs" / "rank-00001.log").write_text("late")
-    with pytest.raises(CheckpointError, match="another attempt"):
+    with pytest.raises(CheckpointError, match="another process"):
         stores[0].follow()
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tiny_on_s3: Plain, tmp_pa
         if metrics["step"] == 4:
             RemoteStore(tmp_path / "other", Objects(url), attempt="another").take()
 
-    with pytest.raises(CheckpointError, match="another attempt has taken this run over"):
+    with pytest.raises(CheckpointError, match="another process has taken over this run"):
         runs.run_alone(tiny_on_s3, tmp_path / "run", reported=reported)
     assert RemoteStore(tmp_path / "other", Objects(url)).steps() == [2, 4]
 
@@ -143,12 +143,15 @@ def test_a_run_that_was_taken_over_writes_nothing_more(tiny_on_s3: Plain, tmp_pa
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 
-def test_damage_of_any_file_of_a_checkpoint_behind_a_url(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
-    runs.run_alone(runs.changed(tiny_on_s3, {"train.max_steps": 4}), tmp_path / "run")
+@pytest.mark.parametrize(("method", "weights"), [("lora", "adapter_model.safetensors"), ("none", "model.safetensors")])
+def test_damage_of_any_file_of_a_checkpoint_behind_a_url(
+    tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket, method: str, weights: str
+) -> None:
+    runs.run_alone(runs.changed(tiny_on_s3, {"train.max_steps": 4, "adapter.method": method}), tmp_path / "run")
     objects = Objects(bucket.url("runs/run"))
     newest, before = (RemoteStore(tmp_path / "run", objects).places()[step] for step in (4, 2))
     files = bucket.content(f"runs/run/{newest}/")
-    assert {"adapter_model.safetensors", "training_state/state.json", "manifest.json"} <= files.keys()
+    assert {weights, "training_state/state.json", "manifest.json"} <= files.keys()
     older = bucket.content(f"runs/run/{before}/")
     copy, count = tmp_path / "copy", 0
     for name, content in sorted(files.items()):
@@ -200,7 +203,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_never_anew(
     for one in bucket.keys("runs/run/checkpoint-"):
         if one.endswith("adapter_model.safetensors"):
             bucket.put(one, b"")
-    with pytest.raises(CheckpointError, match="every checkpoint of the run is damaged"):
+    with pytest.raises(CheckpointError, match="all checkpoints of the run are damaged"):
         runs.assemble_alone(tiny_on_s3, tmp_path / "new")
 
 
@@ -217,23 +220,23 @@ def test_a_run_that_lost_its_config_or_all_of_it_is_not_begun_anew(
 ) -> None:
     plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies")})
     config = with_absolute_paths(runs.config_of(plain))
-    with open_run(config, fresh=False, say=pytest.fail) as run:
+    with open_run(config, fresh=False, notify=pytest.fail) as run:
         pass
     runs.run_alone(runs.changed(plain, {"train.max_steps": 2}), run.path)
     bucket.delete("runs/run/config.yaml")
-    with pytest.raises(CheckpointError, match=r"config\.yaml is missing"), open_run(config, fresh=False, say=print):
+    with pytest.raises(CheckpointError, match=r"config\.yaml is missing"), open_run(config, fresh=False, notify=print):
         pass
     for key in bucket.keys("runs/run/"):
         bucket.delete(key)
-    with pytest.raises(CheckpointError, match="no run behind the URL"), open_run(config, fresh=False, say=print):
+    with pytest.raises(CheckpointError, match="no run at the URL"), open_run(config, fresh=False, notify=print):
         pass
-    with open_run(config, fresh=True, say=print) as run:
+    with open_run(config, fresh=True, notify=print) as run:
         assert run.store().steps() == []
 
 
 def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Plain, s3_server: s3.Server) -> None:
     for url, said in (
-        ("s3://finray-tests-of-nobody/runs", "nothing can be written there"),
+        ("s3://finray-tests-of-nobody/runs", "cannot write there"),
         ("nfs4://x/y", "cannot be used"),
     ):
         config = with_absolute_paths(runs.config_of(runs.changed(tiny_on_s3, {"run.output_dir": url})))
@@ -245,11 +248,11 @@ def test_a_bucket_that_is_not_there_is_said_before_anything_else(tiny_on_s3: Pla
 def test_an_earlier_run_is_moved_aside_behind_the_url(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
     plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies"), "train.max_steps": 2})
     config = with_absolute_paths(runs.config_of(plain))
-    with open_run(config, fresh=False, say=pytest.fail) as run:
+    with open_run(config, fresh=False, notify=pytest.fail) as run:
         runs.run_alone(plain, run.path)
     before = {key.removeprefix("runs/run/"): bucket.get(key) for key in bucket.keys("runs/run/")}
     said: list[str] = []
-    with open_run(config, fresh=True, say=said.append) as run:
+    with open_run(config, fresh=True, notify=said.append) as run:
         assert run.store().steps() == []
     (moved,) = said
     aside = moved.rpartition("/")[2]
@@ -404,9 +407,9 @@ def test_a_run_is_kept_by_any_file_system_of_fsspec(
 def test_a_local_copy_has_what_a_command_needs(tiny_on_s3: Plain, tmp_path: Path, bucket: s3.Bucket) -> None:
     plain = runs.changed(tiny_on_s3, {"run.local_dir": str(tmp_path / "copies"), "train.max_steps": 4})
     url, there = bucket.url("runs/run"), str(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="there is no run"):
+    with pytest.raises(CheckpointError, match="the run does not exist"):
         local_copy(url, local_dir=there)
-    with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, say=pytest.fail) as run:
+    with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, notify=pytest.fail) as run:
         runs.run_alone(plain, run.path)
     small = Path(local_copy(url, weights=False, local_dir=there))
     records = {"metrics.jsonl", "starts.jsonl"}
@@ -464,4 +467,4 @@ def test_runs_behind_a_url_are_reported_listed_and_compared(
     for words in (("report", bucket.url("runs/none")), ("runs", "compare", one, bucket.url("runs/none"))):
         code, out, err = runs.finray(*words)
         assert (code, out) == (2, "")
-        assert "there is no run" in err
+        assert "the run does not exist" in err

@@ -1,4 +1,4 @@
-"""Checkpoints written behind the training: what they hold, and what a failed write does."""
+"""Checkpoints written in the background: what they hold, and what a failed write does."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_save_is_waited_for_where_it_is_not_asynchronous(plain: Plain, tmp_pat
 def test_an_attempt_that_was_overtaken_writes_no_checkpoint(plain: Plain, tmp_path: Path) -> None:
     """A process that was cut off and comes back: the run belongs to the one that was assembled last."""
     old, new = (runs.assemble_alone(plain, tmp_path / "run") for _ in range(2))
-    with pytest.raises(CheckpointError, match="another attempt"):
+    with pytest.raises(CheckpointError, match="another process"):
         old.loop.run()
     assert CheckpointStore(tmp_path / "run").steps() == []
     new.loop.run()
@@ -188,6 +188,6 @@ def test_a_failed_write_is_reported_and_the_checkpoint_before_stands(plain: Plai
     assert kept is not None
     assert kept.step == 2
     assert not list(run_dir.glob(".tmp-*"))
-    # With room again, the run goes on from there to the same end.
+    # With room again, the run continues from there to the same end.
     again = runs.run_alone(plain, run_dir)
     assert again.loop.state.step == 6

@@ -197,7 +197,7 @@ def test_another_seed_begins_with_another_adapter(plain: Plain, tmp_path: Path) 
 
 
 def test_speed_is_tokens_by_the_clock(plain: Plain, tmp_path: Path) -> None:
-    """A clock that goes on by three seconds whenever it is read."""
+    """A clock that continues by three seconds whenever it is read."""
     settings = changed(plain, {"train.max_steps": 6, "tracking.log_every": 2, "checkpoint.every_steps": 4})
     found = runs.assemble_alone(settings, tmp_path)
     found.loop.clock = map(float, itertools.count(0, 3)).__next__
@@ -217,7 +217,7 @@ def test_speed_is_tokens_by_the_clock(plain: Plain, tmp_path: Path) -> None:
     assert summary.tokens_per_s == pytest.approx(summary.tokens / summary.train_seconds)
     assert summary.phases["checkpoint"] > 0
 
-    # The time before a checkpoint counts for a run that goes on.
+    # The time before a checkpoint counts for a run that continues.
     runs.keep_until(tmp_path, 4)
     again = runs.assemble_alone(settings, tmp_path)
     assert again.loop.state.seconds == records[1]["seconds"]

@@ -264,7 +264,7 @@ def test_gradients_that_stay_too_large_end_the_run(
     monkeypatch.setattr(watch, "MOST_SKIPPED", 4)
     loop = runs.assemble_alone(fp16(plain), tmp_path / "run").loop
     loop._guard._scale.fill_(2.0**100)
-    with pytest.raises(TrainingError, match="4 steps in a row are too large for fp16, the last at step 4") as caught:
+    with pytest.raises(TrainingError, match="4 steps in a row overflowed in fp16, the last at step 4") as caught:
         loop.run()
     assert "bf16" in str(caught.value.repair)
 

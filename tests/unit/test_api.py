@@ -73,8 +73,11 @@ def test_missing_numbers_and_values_of_numpy_are_written_as_json_has_them(tmp_pa
         ([{"a": float("nan")}], "row 1 in memory: .*JSON"),
         ([{"a": b"bytes"}], "row 1 in memory: .*bytes is not JSON"),
         ([{"a": "\ud800"}], "row 1 in memory: .*surrogates"),
-        (7, "a int is no data source"),
-        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "a DatasetDict is no data source[^$]*one split"),
+        (7, "a int is not a data source"),
+        (
+            datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)),
+            "a DatasetDict is not a data source[^$]*one split",
+        ),
     ],
 )
 def test_what_are_no_rows_is_refused_and_leaves_nothing(rows: Any, message: str, tmp_path: Path) -> None:
@@ -106,12 +109,12 @@ def test_a_run_on_rows_in_memory_is_continued_by_the_same_rows_and_by_no_others(
     assert first.splits["train"]["rows"] == 12
     assert first == finray.prepare(plain, data=datasets.Dataset.from_list(rows), quiet=True)
     for given in (rows, list(rows)):
-        with open_run(with_absolute_paths(finray.load_config(plain, data=given)), fresh=False, say=print) as run:
+        with open_run(with_absolute_paths(finray.load_config(plain, data=given)), fresh=False, notify=print) as run:
             saved = yaml.safe_load(run.config_file.read_text())
     assert Path(saved["data"]["source"]).is_file()
     with (
         pytest.raises(ConfigError) as caught,
-        open_run(with_absolute_paths(finray.load_config(plain, data=rows[:-1])), fresh=False, say=print),
+        open_run(with_absolute_paths(finray.load_config(plain, data=rows[:-1])), fresh=False, notify=print),
     ):
         pass
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["data.source"]
@@ -160,13 +163,13 @@ def test_a_run_that_was_stopped_before_it_chose_takes_a_value_in_the_place_of_au
     tiny_run: Callable[..., Plain],
 ) -> None:
     plain = tiny_run({"train.global_batch_size": "auto"})
-    with open_run(with_absolute_paths(finray.load_config(plain)), fresh=False, say=print):
+    with open_run(with_absolute_paths(finray.load_config(plain)), fresh=False, notify=print):
         pass
     named = with_absolute_paths(finray.load_config(plain, train={"global_batch_size": 2}))
-    with open_run(named, fresh=False, say=print) as run:
+    with open_run(named, fresh=False, notify=print) as run:
         (run.path / "checkpoint-000004").mkdir()
     other = with_absolute_paths(finray.load_config(plain, train={"global_batch_size": 3}))
-    with pytest.raises(ConfigError, match="global_batch_size"), open_run(other, fresh=False, say=print):
+    with pytest.raises(ConfigError, match="global_batch_size"), open_run(other, fresh=False, notify=print):
         pass
 
 
@@ -215,7 +218,7 @@ def test_observers_see_every_record_and_one_that_fails_is_named_once() -> None:
     def broken(record: Record) -> None:
         raise ZeroDivisionError("my mistake")
 
-    handle = api.told(shown.append, [broken, seen.append])
+    handle = api.with_observers(shown.append, [broken, seen.append])
     records: list[Record] = [Note("one"), Note("two")]
     for record in records:
         handle(record)
@@ -230,5 +233,5 @@ def test_observers_see_every_record_and_one_that_fails_is_named_once() -> None:
 
 def test_one_observer_alone_may_be_given() -> None:
     seen: list[Record] = []
-    api.told(lambda record: None, seen.append)(Note("one"))
+    api.with_observers(lambda record: None, seen.append)(Note("one"))
     assert seen == [Note("one")]

@@ -1,4 +1,4 @@
-"""The checkpoint room: the manifest, writing and committing, finding and verifying, retention."""
+"""The checkpoint package: the manifest, writing and committing, finding and verifying, retention."""
 
 from finray.checkpoint.store import Checkpoint, CheckpointStore, directory_name
 

@@ -1,6 +1,6 @@
-"""Copies of runs behind a URL on this machine: what a command needs is fetched and verified, what it made goes back.
+"""Local copies of runs behind a URL: what a command needs is downloaded and verified, what it creates is uploaded.
 
-A command asks :func:`local_copy` once for a path, and then reads files as those of any run.
+A command calls :func:`local_copy` once for a path, and then reads files as for any run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from finray.errors import CheckpointError
 from finray.files import FileKind
 
 CONFIG_FILE = "config.yaml"
-# What every `auto` of the config came to; a continued run keeps to it.
+# The value of every `auto` in the config; a continued run keeps these.
 RESOLVED_FILE = "resolved.json"
 SUMMARY_FILE = "summary.json"
 FINAL = "final"
-# What a finished run's evaluations and reports leave in its directory.
+# Created in a finished run's directory by evaluations and reports.
 EVALUATION = "evaluation"
 MADE = (EVALUATION, "report.html")
-# Which rows a checkpoint was trained on is there.
+# Names the rows that a checkpoint was trained on.
 _COUNTERS = "training_state/state.json"
 _FILES = FileKind(CheckpointError)
 SMALL = (CONFIG_FILE, RESOLVED_FILE, SUMMARY_FILE, ATTEMPT_FILE, *FOLLOWING)
@@ -39,18 +39,18 @@ def local_copy(
     local_dir: str | None = None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> str | Path:
-    """A local path for a run, its ``final/`` or a checkpoint behind a URL; anything else as it is.
+    """A local path for a run, its ``final/`` or a checkpoint behind a URL; any other path is returned unchanged.
 
     Args:
         run: URL of a run, of ``final`` in it, or of one of its checkpoints (``checkpoint-000100``).
-        weights: fetch the model: ``final/``, else the newest whole checkpoint. Without, what a report shows: config,
-            metrics, summary, evaluations.
+        weights: download the model: ``final/``, else the newest valid checkpoint. Without, only what a report shows:
+            config, metrics, summary, evaluations.
         local_dir: as ``run.local_dir`` of the config.
-        warn: told of damaged checkpoints that were passed over.
+        warn: called for damaged checkpoints that are skipped.
 
     Raises:
         CheckpointError: there is no such run, or it is damaged.
-        StorageError: the storage cannot be asked.
+        StorageError: the storage cannot be reached.
     """
     if not is_url(str(run)):
         return run
@@ -60,7 +60,7 @@ def local_copy(
     objects = Objects(parent if inner else url)
     if objects.read(CONFIG_FILE) is None:
         raise CheckpointError(
-            "there is no run", where=objects.url, repair="name the URL of a run: <run.output_dir>/<run.name>"
+            "the run does not exist", where=objects.url, repair="name the URL of a run: <run.output_dir>/<run.name>"
         )
     path = copy_path(objects.url, local_dir)
     path.mkdir(parents=True, exist_ok=True)
@@ -72,12 +72,12 @@ def local_copy(
     if inner.startswith("checkpoint-"):
         step = next((one for one in store.steps() if inner.startswith(directory_name(one))), None)
         if step is None:
-            raise CheckpointError("there is no such checkpoint", where=url, repair="name the run alone")
+            raise CheckpointError("the checkpoint does not exist", where=url, repair="name the run only")
         store.verify(step)
         return path / directory_name(step)
     has_final = pull_folder(path, objects, FINAL)
     if inner and not has_final:
-        raise CheckpointError("the run has no final/ yet", where=url, repair="name the run alone")
+        raise CheckpointError("the run has no final/ yet", where=url, repair="name the run only")
     if not has_final:
         store.latest(warn)
     else:
@@ -91,9 +91,9 @@ def local_copy(
 
 
 def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
-    """Make small files of a run directory what they are behind its URL; what is not there is removed.
+    """Sync small files of a run directory from its URL; files that do not exist there are removed.
 
-    Lines that were added here to what is there (by a run that goes on) are kept.
+    Lines that a continuing run appended locally are kept.
 
     Raises:
         CheckpointError: a name leads out of the run directory.
@@ -113,10 +113,10 @@ def pull(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
 
 
 def pull_folder(run_dir: Path, objects: Objects, name: str) -> bool:
-    """Make a folder with a manifest what it is behind the URL; returns whether there is one.
+    """Sync a folder with a manifest from the URL; returns whether there is one.
 
     Raises:
-        CheckpointError: it is damaged there.
+        CheckpointError: the remote folder is damaged.
     """
     folder, listing = run_dir / name, f"{name}/{manifest.NAME}"
     if (text := objects.read(listing)) is None:
@@ -133,7 +133,7 @@ def pull_folder(run_dir: Path, objects: Objects, name: str) -> bool:
 
 
 def push(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
-    """Bring files and folders of a run directory behind its URL, those that there are."""
+    """Upload files and folders of a run directory, if they exist."""
     for name in names:
         path = run_dir / name
         for file in [path] if path.is_file() else sorted(path.rglob("*")):
@@ -142,7 +142,7 @@ def push(run_dir: Path, objects: Objects, names: Iterable[str]) -> None:
 
 
 def push_folder(run_dir: Path, objects: Objects, name: str) -> None:
-    """Bring a folder with a manifest behind the URL: it is there when its manifest is, which goes up last."""
+    """Upload a folder with a manifest; the manifest goes last and marks it as complete."""
     content = manifest.read(run_dir / name)
     listing, files = f"{name}/{manifest.NAME}", {f"{name}/{one['path']}" for one in content["files"]}
     objects.remove(listing, *(one for one in objects.files(name) if one not in files))
@@ -151,11 +151,11 @@ def push_folder(run_dir: Path, objects: Objects, name: str) -> None:
 
 
 def bring_back(run: str | Path, path: str | Path) -> None:
-    """Bring what a command made in the copy of a run (an evaluation, a report) behind the run's URL.
+    """Upload what a command created in the local copy of a run (an evaluation, a report).
 
     Args:
-        run: as it was named.
-        path: what :func:`local_copy` gave for it.
+        run: as given by the user.
+        path: result of :func:`local_copy` for it.
     """
     if is_url(str(run)):
         folder = Path(path)
@@ -165,9 +165,9 @@ def bring_back(run: str | Path, path: str | Path) -> None:
 
 
 def move_aside(objects: Objects, target: str) -> None:
-    """Copy a run to another URL within its storage, and then delete it, so that a kill loses nothing."""
+    """Copy a run to another URL within its storage, then delete the original, so that a kill loses nothing."""
     names = objects.files()
     for name in names:
         objects.copy(name, f"{target}/{name}")
-    # What makes something of the rest goes first, and what makes a run of it last.
+    # First the manifests, which make folders valid, and the config, which makes it a run, last.
     objects.remove(*sorted(names, key=lambda one: (one == CONFIG_FILE, not one.endswith(manifest.NAME))))

@@ -17,7 +17,7 @@ _FILES = FileKind(CheckpointError)
 
 
 class Entry(TypedDict):
-    """What a manifest says of one file of its directory."""
+    """The entry of one file in a manifest."""
 
     path: str
     bytes: int
@@ -25,7 +25,7 @@ class Entry(TypedDict):
 
 
 class Content(TypedDict):
-    """What a manifest says."""
+    """The content of a manifest."""
 
     format_version: int
     step: int
@@ -34,7 +34,7 @@ class Content(TypedDict):
 
 
 def entry(folder: Path, path: Path) -> Entry:
-    """What a manifest says of one file of a directory."""
+    """Compute the manifest entry of a file."""
     return {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size, "sha256": digest_of(path)}
 
 
@@ -46,24 +46,28 @@ def write(folder: Path, entries: Iterable[Entry], *, step: int, metrics: dict[st
 
 
 def read(folder: Path, *, step: int | None = None) -> Content:
-    """Read a manifest and check its own seal, and that it is of a step where that is known.
+    """Read a manifest and check its own digest, and its step if given.
 
     Raises:
-        CheckpointError: it is missing, cut off, changed or cannot be read.
+        CheckpointError: it is missing, truncated, changed or unreadable.
     """
     path = folder / NAME
     return parsed(_FILES.read(path), path, step=step)
 
 
 def parsed(text: bytes, where: Path | str, *, step: int | None = None) -> Content:
-    """As :func:`read`, of a manifest that was read already."""
+    """As :func:`read`, for the text of a manifest."""
     content = _FILES.unsealed(text, Content, where)
     if content["format_version"] != FORMAT_VERSION:
-        raise CheckpointError(f"has format version {content['format_version']}, not {FORMAT_VERSION}", where=str(where))
+        raise CheckpointError(
+            f"has format version {content['format_version']}; this finray reads {FORMAT_VERSION}",
+            where=str(where),
+            repair="use the version of finray that wrote it, or start over with --fresh",
+        )
     if step not in (None, content["step"]):
         raise CheckpointError(f"is of step {content['step']}, not {step}", where=str(where))
     for one in content["files"]:
-        # Before anything is fetched or written under that name.
+        # Before anything is downloaded or written under that name.
         _FILES.inside(Path(), one["path"], where=where)
     return content
 
@@ -72,7 +76,7 @@ def verify(folder: Path, *, digests: bool = True) -> Content:
     """Read a manifest and check every file it lists.
 
     Raises:
-        CheckpointError: names the first file that is missing, cut off, changed or cannot be read.
+        CheckpointError: names the first file that is missing, truncated, changed or unreadable.
     """
     content = read(folder)
     verify_files(folder, content["files"], digests=digests)
@@ -80,10 +84,10 @@ def verify(folder: Path, *, digests: bool = True) -> Content:
 
 
 def verify_files(folder: Path, entries: Iterable[Entry], *, digests: bool = True) -> None:
-    """Compare files of a directory with their entries in a manifest; without ``digests`` their sizes alone.
+    """Compare files of a directory with their manifest entries; without ``digests`` only their sizes.
 
     Raises:
-        CheckpointError: names the first file that is missing, cut off, changed or cannot be read.
+        CheckpointError: names the first file that is missing, truncated, changed or unreadable.
     """
     for one in entries:
         path = _FILES.inside(folder, one["path"], where=folder / NAME)

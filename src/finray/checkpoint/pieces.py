@@ -1,6 +1,6 @@
-"""Tensors of which each rank holds some rows, in one safetensors file a rank; readable by any number of ranks.
+"""Row-sharded tensors, in one safetensors file per rank; readable by any number of ranks.
 
-Every file says in its header which rows of which tensor it holds, so that nothing else has to be kept in step with it.
+The header of every file says which rows of which tensor it holds, so no separate index is needed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Piece:
 
     Attributes:
         name: of the whole tensor.
-        tensor: rows ``start`` to ``start + len(tensor)``; the whole of a tensor without dimensions.
-        start: first row; where ``flat``, first element.
+        tensor: rows ``start`` to ``start + len(tensor)``; the whole tensor if it has no dimensions.
+        start: first row; if ``flat``, first element.
         shape: of the whole tensor.
         flat: whether ``tensor`` is 1-D and holds elements, which may end in the middle of a row.
     """
@@ -59,7 +59,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What the header of a file says of one tensor; see :class:`Piece`."""
+    """The entry of a tensor in the header of a file; see :class:`Piece`."""
 
     start: int
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Elements that a file holds of a tensor; ``width`` of them for each step along its first dimension."""
+    """Elements of a tensor in one file; ``width`` of them for each step along its first dimension."""
 
     path: Path
     start: int
@@ -77,15 +77,15 @@ class _Held:
 
 
 class PieceReader:
-    """Reads any rows of tensors that some ranks wrote.
+    """Reads any rows of tensors, for any number of writing ranks.
 
     Args:
-        folder: with the files.
-        stem: of their names.
-        files: names of those in it that the manifest lists; others are not looked at.
+        folder: directory of the files.
+        stem: prefix of their names.
+        files: names of those that the manifest lists; others are ignored.
 
     Raises:
-        CheckpointError: there is no such file, or one is not whole.
+        CheckpointError: there is no such file, or one is incomplete.
     """
 
     def __init__(self, folder: Path, stem: str, files: Iterable[str]) -> None:
@@ -107,7 +107,7 @@ class PieceReader:
                     self._held.setdefault(name, []).append(held)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows of a tensor; all of it when nothing else is said.
+        """Rows of a tensor; all rows by default.
 
         Raises:
             CheckpointError: rows are missing.

@@ -1,11 +1,11 @@
-"""Checkpoints of a run behind a URL: written on this machine, uploaded by every rank its share, visible when whole.
+"""Checkpoints of a run behind a URL: written locally, uploaded by every rank in shares, visible once complete.
 
-A checkpoint lies in ``checkpoint-000100-<attempt>/``: no two attempts ever write the same object, so one that was cut
-off and comes back cannot change what a later one has written. Its manifest is uploaded last. Listings of a storage may
-be old, so ``checkpoints.json`` names the checkpoints, and is read by its own name, as every manifest is; a listing only
-adds what was written just before a crash.
+A checkpoint is in ``checkpoint-000100-<attempt>/``: no two attempts ever write the same object, so a disconnected
+attempt that comes back cannot change what a later one has written. Its manifest is uploaded last. Listings of a storage
+may be outdated, so ``checkpoints.json`` names the checkpoints, and is read directly by name, as every manifest is; a
+listing only adds what was written just before a crash.
 
-The run directory on this machine is a copy: what is missing or other there is fetched again.
+The local run directory is a copy: files that are missing or differ are downloaded again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from finray.errors import CheckpointError, StorageError
 from finray.files import FileKind, sealed
 
 INDEX = "checkpoints.json"
-# What else of a run directory is kept behind the URL: files that a start, a report or a tracker reads.
+# Other files of a run directory that are kept behind the URL: a start, a report or a tracker reads them.
 FOLLOWING = ("metrics.jsonl", "starts.jsonl", "run_id", "sent-wandb.json", "sent-mlflow.json")
 FOLLOWING_FOLDERS = ("tensorboard",)
-# What every machine has its own part of. A rank may be on another machine in the next attempt, so logs of two attempts
-# have two names.
+# Folders to which every machine contributes its own files. A rank may be on another machine in the next attempt, so
+# logs of two attempts have different names.
 PROFILE, LOGS = "profile", "logs"
 _NAME = re.compile(r"^checkpoint-(\d{6,})-[0-9a-f]{8}$")
 _DAMAGED = "damaged-manifest.json"
@@ -52,11 +52,11 @@ class RemoteStore(CheckpointStore):
     """Reads and writes the checkpoints of a run behind a URL.
 
     Args:
-        run_dir: where the run is on this machine.
+        run_dir: local run directory.
         objects: the run behind its URL.
-        attempt: of this group of ranks, the same on all; None for whoever only reads.
+        attempt: id of this group of ranks, the same on all; None for readers.
         first: whether this is the rank that commits.
-        share: see :class:`CheckpointStore`; of the ranks that see the same ``run_dir``.
+        share: see :class:`CheckpointStore`; among the ranks that see the same ``run_dir``.
         sync: makes a written file durable; replaced in tests.
     """
 
@@ -78,7 +78,7 @@ class RemoteStore(CheckpointStore):
         self.share = share
         self._known: dict[int, str] | None = None
         self._contents: dict[str, Content] = {}
-        # Size and time of files as they were last uploaded.
+        # Size and modification time of files when they were last uploaded.
         self._followed: dict[str, tuple[int, int]] = {}
 
     # --- the fence --------------------------------------------------------------------------------------------------
@@ -90,30 +90,30 @@ class RemoteStore(CheckpointStore):
         self._objects.write(ATTEMPT_FILE, self._attempt.encode())
 
     def check(self) -> None:
-        """Make sure that nobody else has taken the run since.
+        """Check that no other process has taken over the run since.
 
         Raises:
-            CheckpointError: somebody has.
+            CheckpointError: another one has.
         """
         if (self._objects.read(ATTEMPT_FILE) or b"").decode(errors="replace") != self._attempt:
-            raise CheckpointError("another attempt has taken this run over", where=self._objects.url)
+            raise CheckpointError("another process has taken over this run", where=self._objects.url)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def join(self, scratch: Path) -> None:
-        """Get ready to fill a directory that another rank began, perhaps on another machine."""
+        """Prepare to fill a directory that another rank created, perhaps on another machine."""
         with self._storage(0):
             scratch.mkdir(parents=True, exist_ok=True)
 
     def leave(self, scratch: Path) -> None:
-        """On the machine of rank 0 it has another name now; on others nothing is kept."""
+        """On the machine of rank 0 the directory was renamed; on others nothing is kept."""
         shutil.rmtree(scratch, ignore_errors=True)
 
     def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[Entry]:
-        """Write this rank's files on this machine, then upload them; returns their entries for the manifest.
+        """Write this rank's files locally, then upload them; returns their entries for the manifest.
 
         Raises:
-            CheckpointError: they could not be written, or not be uploaded.
+            CheckpointError: they could not be written or uploaded.
         """
         entries = super().fill(scratch, step, fill)
         with _uploading(step, self._objects.url):
@@ -123,7 +123,7 @@ class RemoteStore(CheckpointStore):
         return entries
 
     def commit(self, scratch: Path, step: int, entries: list[Entry], *, metrics: dict[str, float]) -> Path:
-        """Make what all ranks have uploaded a checkpoint: the manifest last, and then its name in the index.
+        """Commit what all ranks have uploaded as a checkpoint: the manifest last, then its name in the index.
 
         Raises:
             CheckpointError: another attempt has taken the run over, or storage failed.
@@ -133,14 +133,14 @@ class RemoteStore(CheckpointStore):
         with _uploading(step, self._objects.url):
             self._objects.upload(target / manifest.NAME, f"{folder}/{manifest.NAME}")
             self._contents[folder] = manifest.read(target)
-            # The upload may have taken minutes, and another attempt may have begun.
+            # The upload may have taken minutes, and another attempt may have started.
             self.check()
             self._name({**self.places(), step: folder})
         return target
 
     def follow(self) -> None:
-        """Upload the other files of the run that have changed since the last call: records by the first rank, what each
-        machine has of its own by the first rank there.
+        """Upload the other files of the run that have changed since the last call: records by the first rank, each
+        machine's own files by the first rank on it.
 
         Raises:
             CheckpointError: another attempt has taken the run over.
@@ -158,7 +158,7 @@ class RemoteStore(CheckpointStore):
             self.check()
         for name, signature in changed.items():
             target = f"{LOGS}/{self._attempt[:8]}/{Path(name).name}" if name.startswith(f"{LOGS}/") else name
-            # Read at once: the training goes on writing.
+            # Read in one go: training keeps appending.
             self._objects.write(target, (self.run_dir / name).read_bytes())
             self._followed[name] = signature
 
@@ -174,11 +174,11 @@ class RemoteStore(CheckpointStore):
     # --- finding ----------------------------------------------------------------------------------------------------
 
     def places(self) -> dict[int, str]:
-        """Step to folder of every checkpoint, whole or damaged; asked once, because nobody else writes any."""
+        """Folder of every checkpoint by step, valid or damaged; read once, because no other process writes any."""
         if self._known is None:
             found = {}
             for folder in self._objects.folders():
-                # One without a manifest was never finished; that it was, only the index says.
+                # Without a manifest it was never completed; only the index says that it was.
                 if (match := _NAME.match(folder)) and self._objects.read(f"{folder}/{manifest.NAME}") is not None:
                     found[int(match.group(1))] = folder
             self._known = {**found, **self._indexed()}
@@ -191,12 +191,12 @@ class RemoteStore(CheckpointStore):
         try:
             index = _INDEX.unsealed(content, _Index, self._objects.at(INDEX))
         except CheckpointError:
-            # The listing is left; nobody is better off without the run.
+            # Fall back to the listing: otherwise the run would be lost.
             return {}
         return {one["step"]: one["folder"] for one in index["checkpoints"] if _NAME.match(one["folder"])}
 
     def learn(self, places: dict[int, str]) -> None:
-        """Take over what rank 0 found: two listings may differ."""
+        """Take over rank 0's result, because two listings may differ."""
         self._known = dict(places)
 
     def steps(self) -> list[int]:
@@ -204,10 +204,10 @@ class RemoteStore(CheckpointStore):
         return sorted(self.places())
 
     def content(self, step: int) -> Content:
-        """What the manifest of a step's checkpoint says.
+        """The manifest of a step's checkpoint.
 
         Raises:
-            CheckpointError: it is missing, cut off or changed.
+            CheckpointError: it is missing, truncated or changed.
         """
         folder = self.places()[step]
         if folder not in self._contents:
@@ -218,11 +218,11 @@ class RemoteStore(CheckpointStore):
         return self._contents[folder]
 
     def require(self, step: int, files: Sequence[Entry]) -> None:
-        """Fetch what is not on this machine as it was written.
+        """Download files that are missing locally or differ.
 
         Raises:
-            CheckpointError: names the first file that is missing, cut off or changed behind the URL.
-            StorageError: the storage cannot be asked, which says nothing of the checkpoint.
+            CheckpointError: names the first file that is missing, truncated or changed behind the URL.
+            StorageError: the storage cannot be reached, which says nothing about the checkpoint.
         """
         folder = self.places()[step]
         for one in files:
@@ -232,16 +232,16 @@ class RemoteStore(CheckpointStore):
                 self._fetch(f"{folder}/{one['path']}", self.path_of(step) / one["path"], one)
 
     def verify(self, step: int) -> Content:
-        """Fetch a whole checkpoint, and leave nothing else beside it."""
+        """Download a whole checkpoint, and remove any other file from its directory."""
         content = super().verify(step)
         keep_only(self.path_of(step), content)
         return content
 
     def bring(self, step: int, name: str) -> Path:
-        """Fetch one file of a step's checkpoint.
+        """Download one file of a step's checkpoint.
 
         Raises:
-            CheckpointError: it has none, or a damaged one.
+            CheckpointError: it is missing or damaged.
         """
         self.require(step, [one for one in self.content(step)["files"] if one["path"] == name])
         return super().bring(step, name)
@@ -251,13 +251,13 @@ class RemoteStore(CheckpointStore):
             self._objects.download(name, path, size=one["bytes"], sha256=one["sha256"])
         except OSError as error:
             raise StorageError(
-                f"cannot be fetched: {error.strerror or error}", where=str(path), repair="make room there"
+                f"cannot be fetched: {error.strerror or error}", where=str(path), repair="free some disk space"
             ) from None
 
     # --- changing ---------------------------------------------------------------------------------------------------
 
     def set_aside(self, step: int) -> None:
-        """Name a damaged checkpoint no more; what is left of it stays, for whoever wants to look."""
+        """Stop listing a damaged checkpoint; its files stay for inspection."""
         folder = self.places()[step]
         if (text := self._objects.read(f"{folder}/{manifest.NAME}")) is not None:
             self._objects.write(f"{folder}/{_DAMAGED}", text)
@@ -266,7 +266,7 @@ class RemoteStore(CheckpointStore):
         shutil.rmtree(self.path_of(step), ignore_errors=True)
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics that came later into the manifest of a checkpoint; nothing where it is gone or damaged.
+        """Add later metrics to the manifest of a checkpoint; does nothing if it is gone or damaged.
 
         Raises:
             CheckpointError: another attempt has taken the run over, or storage failed.
@@ -289,18 +289,18 @@ class RemoteStore(CheckpointStore):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def prune(self, *, keep_last: int, best: tuple[str, str] | None, others: Collection[int] = ()) -> list[int]:
-        """As of a store on this machine, where copies of what is given up go, too."""
+        """As for a local store; local copies of deleted checkpoints are removed, too."""
         kept = None if best is None else self.best(*best)
         doomed = [one for one in to_delete(self.steps(), keep_last=keep_last, best=kept) if one not in others]
         self._delete(doomed)
         return doomed
 
     def drop_after(self, step: int) -> None:
-        """Delete the checkpoints after a step, from which the run does not go on."""
+        """Delete the checkpoints after a step, when the run continues from that step."""
         self._delete([later for later in self.steps() if later > step])
 
     def _delete(self, steps: Collection[int]) -> None:
-        """Names first: whoever is killed half-way leaves nothing that looks like a checkpoint."""
+        """Names first: a kill half-way leaves nothing that looks like a checkpoint."""
         places = self.places()
         if steps:
             doomed = {step: (places[step], self._listed(step)) for step in steps}
@@ -321,7 +321,7 @@ class RemoteStore(CheckpointStore):
 
 @contextmanager
 def _uploading(step: int, url: str) -> Iterator[None]:
-    """Storage that fails while a checkpoint is written is a failure of that checkpoint."""
+    """Convert storage errors into an error about the checkpoint that is being written."""
     try:
         yield
     except StorageError as error:
@@ -333,7 +333,7 @@ def _uploading(step: int, url: str) -> Iterator[None]:
 
 
 def keep_only(folder: Path, content: Content) -> None:
-    """Make a directory what a manifest says: its own beside its files, and no other file."""
+    """Reduce a directory to the files in a manifest, and write the manifest."""
     listed = {one["path"] for one in content["files"]}
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in {*listed, manifest.NAME}:

@@ -1,4 +1,4 @@
-"""The run directory: who may write to it, whether it is continued, and the config it was started with."""
+"""The run directory: who may write to it, whether the run is continued, and the config it was started with."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from finray.records import RunSummary
 
 __all__ = ["CONFIG_FILE", "FINAL", "RESOLVED_FILE", "Earlier", "Finished", "RunDir", "open_run", "saved_config"]
 
-# Under what name the finished model is on the Hub.
+# Records the finished model's name on the Hub.
 PUSHED_FILE = "pushed.json"
-# Folders of a checkpoint that only a resume reads.
+# Folders of a checkpoint that are only needed to resume.
 RESUME_ONLY = ("training_state", "deepspeed")
-# Ray Train keeps its own list of checkpoints here; finray's manifests are what is believed.
+# Ray Train keeps its own list of checkpoints here; finray relies on its manifests.
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
-_RESOLVED = FileKind(ConfigError, repair="delete the file; what it says is then worked out anew")
+_RESOLVED = FileKind(ConfigError, repair="delete the file; it is then computed again")
 _SUMMARY = FileKind(
     CheckpointError, repair="delete the file: the same command then finishes the run again, from its checkpoints"
 )
@@ -58,7 +58,7 @@ class _Summary(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a run said of itself when it was finished, and the checkpoint that became ``final/``."""
+    """The summary of a finished run, and the checkpoint that became ``final/``."""
 
     chosen_step: int
     summary: RunSummary
@@ -66,7 +66,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """What a run directory holds of a run that a config would continue."""
+    """An existing run that a config would continue."""
 
     step: int  # of the newest checkpoint; 0 where there is none
     is_finished: bool  # whether nothing is left to be done
@@ -79,7 +79,7 @@ class RunDir:
 
     Attributes:
         path: on this machine.
-        url: of which that is a copy; None where it is the run itself.
+        url: URL of which ``path`` is the local copy; None if the run is on this machine.
     """
 
     path: Path
@@ -90,7 +90,7 @@ class RunDir:
         return CheckpointStore(self.path) if self.url is None else RemoteStore(self.path, Objects(self.url))
 
     def pull(self, *, final: bool = False) -> None:
-        """Fetch what the run says of itself, and its finished model where asked for."""
+        """Download the run's records, and its finished model if requested."""
         if self.url is not None:
             objects = Objects(self.url)
             self.path.mkdir(parents=True, exist_ok=True)
@@ -99,11 +99,11 @@ class RunDir:
                 try:
                     copies.pull_folder(self.path, objects, FINAL)
                 except CheckpointError:
-                    # It can be made again.
+                    # It can be created again.
                     shutil.rmtree(self.final, ignore_errors=True)
 
     def push(self, *names: str) -> None:
-        """Bring files and folders of this machine behind the URL."""
+        """Upload files and folders."""
         if self.url is not None:
             copies.push(self.path, Objects(self.url), names)
 
@@ -119,7 +119,7 @@ class RunDir:
 
     @property
     def summary_file(self) -> Path:
-        """The summary of a finished run; there is none before."""
+        """The summary of a finished run; missing before."""
         return self.path / SUMMARY_FILE
 
     def keep_config(self, config: Config) -> None:
@@ -128,12 +128,12 @@ class RunDir:
         self.push(CONFIG_FILE)
 
     def keep_resolved(self, resolved: Resolved) -> None:
-        """Write what every ``auto`` of the config came to, for a later start of the run and for what comes after it."""
+        """Write the value of every ``auto`` in the config, for later starts of the run and commands that use it."""
         replace_text(self.path / RESOLVED_FILE, json.dumps(asdict(resolved), indent=2) + "\n")
         self.push(RESOLVED_FILE)
 
     def resolved(self) -> Resolved | None:
-        """What every ``auto`` came to when the run was last started; None for a run that never came so far.
+        """The values of every ``auto`` when the run was last started; None for a run that never got that far.
 
         Raises:
             ConfigError: the file cannot be read.
@@ -142,7 +142,7 @@ class RunDir:
         return _RESOLVED.json(path, Resolved) if path.exists() else None
 
     def finished(self) -> Finished | None:
-        """What the run said of itself when it was finished; None before.
+        """The summary and chosen step of a finished run; None before.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -155,16 +155,17 @@ class RunDir:
             return Finished(plain["chosen_step"], RunSummary.from_json(plain["summary"]))
 
     def make_final(self, *, best: tuple[str, str] | None, warn: Callable[[str], None]) -> int:
-        """Make ``final/`` from a checkpoint: what a user needs of it, without what only a resume needs.
+        """Create ``final/`` from a checkpoint, without the files that are only needed to resume.
 
-        Files are hard links where the file system has them: weights of a terabyte would be copied for an hour. The
-        manifest of the checkpoint, which is verified first, has their digests already.
+        Files are hard links if the file system supports them: copying a terabyte of weights would take an hour. The
+        manifest of the checkpoint, which is verified first, already has their digests.
 
         Args:
-            best: a metric, and ``min`` or ``max``; None, or a metric that no checkpoint has, takes the last checkpoint.
-            warn: told if that one is damaged, and the newest valid one is taken instead.
+            best: a metric, and ``min`` or ``max``; None, or a metric that no checkpoint has, chooses the last
+                checkpoint.
+            warn: called if that one is damaged, and the newest valid one is used instead.
 
-        Returns the step of the checkpoint that was taken.
+        Returns the step of the chosen checkpoint.
 
         Raises:
             CheckpointError: there is no checkpoint, or every one is damaged.
@@ -172,9 +173,9 @@ class RunDir:
         store = self.store()
         if not (steps := store.steps()):
             raise CheckpointError(
-                "there is no checkpoint that final/ could be made from",
+                "there is no checkpoint to make final/ from",
                 where=store.where,
-                repair="restore one from a backup, or start anew with --fresh",
+                repair="restore one from a backup, or start over with --fresh",
             )
         chosen = None if best is None else store.best(*best)
         chosen = steps[-1] if chosen is None else chosen
@@ -208,12 +209,12 @@ class RunDir:
         return chosen
 
     def mend_final(self, *, best: tuple[str, str] | None, warn: Callable[[str], None]) -> int | None:
-        """Make ``final/`` of a finished run again where it, or a file of it, is gone or cut off.
+        """Create ``final/`` of a finished run again if it, or one of its files, is missing or truncated.
 
-        Returns the step of the checkpoint that was taken; None where nothing was to be done.
+        Returns the step of the chosen checkpoint; None if nothing had to be done.
 
         Raises:
-            CheckpointError: there is no checkpoint to make it from.
+            CheckpointError: there is no checkpoint to create it from.
         """
         try:
             manifest.verify(self.final, digests=False)
@@ -224,14 +225,14 @@ class RunDir:
         return None
 
     def pushed(self) -> dict[str, Any] | None:
-        """What :meth:`keep_pushed` was told last; None where nothing was pushed."""
+        """The last record of :meth:`keep_pushed`; None if nothing was pushed."""
         try:
             return _PUSHED.json(self.path / PUSHED_FILE, dict[str, Any])
         except CheckpointError:
             return None
 
     def keep_pushed(self, what: dict[str, Any]) -> None:
-        """Note what was pushed where, so that it is not pushed again."""
+        """Record what was pushed where, so that it is not pushed again."""
         replace_text(self.path / PUSHED_FILE, json.dumps(what, indent=2) + "\n")
 
     def finish(self, outcome: dict[str, Any]) -> None:
@@ -246,7 +247,7 @@ class RunDir:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a directory has every file that its manifest lists, in its size."""
+    """Whether a directory has every file of its manifest, with the right size."""
     try:
         manifest.verify(folder, digests=False)
     except CheckpointError:
@@ -255,14 +256,14 @@ def is_whole(folder: Path) -> bool:
 
 
 @contextmanager
-def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s: float = 15.0) -> Iterator[RunDir]:
-    """Take the run directory for this process, and decide whether the run begins or goes on.
+def open_run(config: Config, *, fresh: bool, notify: Callable[[str], None], wait_s: float = 15.0) -> Iterator[RunDir]:
+    """Lock the run directory for this process, and decide whether the run starts or continues.
 
     Args:
-        config: the run's configuration.
-        fresh: move an earlier run of this name aside and begin anew.
-        say: told what was done.
-        wait_s: seconds to wait for a process that still holds the run (one that is being killed, say).
+        config: of the run.
+        fresh: move an earlier run of this name aside and start over.
+        notify: called with messages about what was done.
+        wait_s: seconds to wait for a process that still holds the run (one that is being killed, for example).
 
     Raises:
         ConfigError: the directory holds another run, or cannot be written.
@@ -276,22 +277,22 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
         lock.acquire(timeout=wait_s)
     except Timeout:
         raise ClusterError(
-            "another `finray train` is working on this run",
+            "another `finray train` is running in this run directory",
             where=str(run.path),
-            repair="wait for it, stop it, or give this run another name: run.name=...",
+            repair="wait for it, stop it, or choose another run.name",
         ) from None
     try:
         if fresh and run.url is not None and (objects := Objects(run.url)).files():
             aside_url = f"{run.url}.before-{time.strftime('%Y%m%d-%H%M%S')}"
             copies.move_aside(objects, aside_url)
-            say(f"the earlier run was moved to {aside_url}")
+            notify(f"the earlier run was moved to {aside_url}")
         if run.path.exists() and fresh:
             stem = f"{run.path.name}.before-{time.strftime('%Y%m%d-%H%M%S')}"
             names = (stem, *(f"{stem}-{number}" for number in range(2, 100)))
             aside = next(path for path in map(run.path.with_name, names) if not path.exists())
             os.replace(run.path, aside)
             if run.url is None:
-                say(f"the earlier run was moved to {aside}")
+                notify(f"the earlier run was moved to {aside}")
         _follow_url(run)
         before = _require_same_run(config, run)
         (was, old), (now, new) = _lengths(before, config, run.resolved())
@@ -300,8 +301,11 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
             run.path.mkdir(exist_ok=True)
             run.keep_config(config)
         if (was, old) != (now, new):
-            say(f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run goes on to there")
-            # Without it the run is not finished.
+            notify(
+                f"{was} was {old:,.9g}, {f'{now} is' if now != was else 'is'} now {new:,.9g}: the run continues to "
+                "that step"
+            )
+            # Without it the run does not count as finished.
             run.summary_file.unlink(missing_ok=True)
             if run.url is not None:
                 Objects(run.url).remove(SUMMARY_FILE)
@@ -311,7 +315,7 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
         try:
             yield run
         except ConfigError:
-            # A start that is refused leaves what it found.
+            # A refused start restores what it found.
             for path, text in found.items():
                 replace_text(path, text)
             run.push(*(path.name for path in found))
@@ -321,25 +325,25 @@ def open_run(config: Config, *, fresh: bool, say: Callable[[str], None], wait_s:
 
 
 def _follow_url(run: RunDir) -> None:
-    """Make the copy of a run behind a URL what it is there.
+    """Sync the local copy of a run from its URL.
 
     Raises:
-        CheckpointError: there is nothing, though the copy has checkpoints: nobody said that they are to be given up.
+        CheckpointError: the URL is empty, but the local copy has checkpoints, which must not be lost silently.
     """
     if run.url is None:
         return
     if Objects(run.url).read(CONFIG_FILE) is None:
         if run.store().steps():
             raise CheckpointError(
-                f"there are checkpoints, and {CONFIG_FILE} is missing",
+                f"the run has checkpoints, but its {CONFIG_FILE} is missing",
                 where=run.url,
-                repair="restore it from a backup, or start anew with --fresh",
+                repair="restore it from a backup, or start over with --fresh",
             )
         if CheckpointStore(run.path).steps():
             raise CheckpointError(
-                f"there is no run behind the URL, and its copy on this machine has checkpoints: {run.path}",
+                f"there is no run at the URL, but its copy on this machine has checkpoints: {run.path}",
                 where=run.url,
-                repair="bring the run back to where it was, or start anew with --fresh, which keeps the copy",
+                repair="restore the run to that URL, or start over with --fresh, which keeps the copy",
             )
     run.pull()
 
@@ -352,18 +356,18 @@ def _writing(run: RunDir) -> Iterator[None]:
         raise ConfigError(
             f"the run directory cannot be written: {error.strerror or error}",
             where=str(run.path),
-            repair="mend its permissions, or choose another run.name or run.output_dir",
+            repair="fix its permissions, or choose another run.name or run.output_dir",
         ) from None
 
 
 def check_output(config: Config) -> None:
-    """See that the output directory can be written; nothing is left behind.
+    """Check that the output directory is writable; leaves nothing behind.
 
-    What is not there yet is not made: another command that starts at the same time would find it, and lose it again.
-    The nearest directory that is there is written to instead.
+    A missing directory is not created: another command that starts at the same time would see it appear and disappear.
+    The nearest existing parent is tested instead.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it is not writable.
     """
     if (url := run_url(config)) is not None:
         probe_name = f".finray-write-probe-{os.getpid()}"
@@ -382,7 +386,7 @@ def check_output(config: Config) -> None:
         raise ConfigError(
             f"the output directory cannot be written: {error.strerror}",
             where=f"run.output_dir={folder}",
-            repair="choose another directory with run.output_dir, or mend its permissions",
+            repair="choose another directory with run.output_dir, or fix its permissions",
         ) from None
 
 
@@ -392,10 +396,10 @@ def saved_config(run: RunDir) -> Config:
 
 
 def earlier_of(config: Config) -> Earlier | None:
-    """What a start of this config would go on from; None where it would begin. Nothing is written.
+    """The run that a start with this config would continue; None if it would start a new one. Nothing is written.
 
     Raises:
-        ConfigError: the directory holds another run, as :func:`open_run` says it.
+        ConfigError: the directory holds another run, as for :func:`open_run`.
     """
     run = RunDir.of(config)
     _follow_url(run)
@@ -408,18 +412,18 @@ def earlier_of(config: Config) -> Earlier | None:
 
 
 def _lengths(before: Config | None, config: Config, chosen: Resolved | None) -> list[tuple[str, float]]:
-    """How long the run was to be, and how long it is to be now, each as :func:`length` has it."""
+    """Planned length of the run before and now, each as in :func:`length`."""
     return [length(settled(one or config, chosen)) for one in (before, config)]
 
 
 def _require_same_run(config: Config, run: RunDir) -> Config | None:
-    """Refuse a directory that holds something else than a run with this configuration, or a shorter one; returns the
+    """Refuse a directory that does not hold a run with this configuration, or holds a longer one; returns the
     configuration it was started with.
     """
     if run.config_file.is_file():
         chosen = run.resolved()
         before, config = settled(saved_config(run), chosen), settled(config, chosen)
-        # A run that was stopped before anything was chosen has nothing that a choice of now could differ from.
+        # A run that was stopped before any choice was made has nothing that today's choices could contradict.
         is_open = chosen is None and not run.store().steps()
         differ = [one for one in differences(before, config) if not (is_open and one[1] == "auto")]
         problems = [f"{path}: was {old!r}, is now {new!r}" for path, old, new in differ]
@@ -432,7 +436,7 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
         return before
     if run.url is None and run.path.is_dir() and any(path.name != RAY_SNAPSHOT for path in run.path.iterdir()):
         raise ConfigError(
-            f"the directory exists and is no finray run (it has no {CONFIG_FILE})",
+            f"the directory exists but is not a finray run (it has no {CONFIG_FILE})",
             where=str(run.path),
             repair="choose another run.name or run.output_dir; --fresh moves it aside",
         )
@@ -440,21 +444,21 @@ def _require_same_run(config: Config, run: RunDir) -> Config | None:
 
 
 def other_run(run: RunDir, *problems: str, shorter: bool) -> ConfigError:
-    """The directory holds a run with another configuration; with every way out.
+    """The error for a directory that holds a run with another configuration, with all ways to proceed.
 
     Args:
-        problems: fields that differ.
+        problems: the fields that differ.
         shorter: whether one of them would make the run shorter.
     """
-    repair = "set these fields back to continue it, choose another run.name, or start anew with --fresh"
+    repair = "set these fields back to continue it, choose another run.name, or start over with --fresh"
     if run.final.is_dir():
         is_adapter = saved_config(run).adapter.method != "none"
         start = f"adapter.start_from={run.path}" if is_adapter else f"model.name={run.final}"
-        repair += f"; under another run.name, {start} begins with what this run has learned"
+        repair += f"; under another run.name, {start} starts from what this run has learned"
     if shorter:
         repair += "; a run can be made longer, not shorter"
     return ConfigError(
-        "the run directory holds a run with another configuration",
+        "the run directory holds a run with a different configuration",
         where=str(run.path),
         repair=repair,
         problems=problems,

@@ -1,4 +1,4 @@
-"""Checkpoints of one run on disk: written whole or not at all, verified before use, pruned by rule."""
+"""Checkpoints of one run on disk: written atomically, verified before use, pruned by retention rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ATTEMPT_FILE = "attempt"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A verified checkpoint; ``files`` are those of its manifest, by their paths in it, and no others are read."""
+    """A verified checkpoint; ``files`` are the paths in its manifest, and no others are read."""
 
     path: Path
     step: int
@@ -37,9 +37,9 @@ def directory_name(step: int) -> str:
 
 
 class Fence:
-    """Keeps a process that was left over from an earlier attempt from writing into a run that has moved on.
+    """Keeps a leftover process of an earlier attempt from writing into a run that has moved on.
 
-    The run belongs to whoever wrote the attempt file last.
+    The run belongs to the process that wrote the attempt file last.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -52,24 +52,24 @@ class Fence:
         replace_text(self._path, self._token)
 
     def check(self) -> None:
-        """Make sure that nobody else has taken the run since.
+        """Check that no other process has taken over the run since.
 
         Raises:
-            CheckpointError: somebody has.
+            CheckpointError: another one has.
         """
         if self._path.read_text(encoding="utf-8") != self._token:
-            raise CheckpointError("another attempt has taken this run over", where=str(self._path.parent))
+            raise CheckpointError("another process has taken over this run", where=str(self._path.parent))
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it sees all of the old one or all of the new one."""
+    """Write a file atomically: readers see either the old or the new content."""
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)
 
 
 def fsync(path: Path) -> None:
-    """Make a file or directory durable."""
+    """Flush a file or directory to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -97,10 +97,10 @@ class CheckpointStore:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
-        """A directory to fill, by one rank or many.
+        """Create a directory to be filled by one or more ranks.
 
         Raises:
-            CheckpointError: it cannot be made.
+            CheckpointError: it cannot be created.
         """
         scratch = self.run_dir / f".tmp-{directory_name(step)}-{uuid.uuid4().hex[:8]}"
         with self._storage(step):
@@ -108,9 +108,9 @@ class CheckpointStore:
         return scratch
 
     def fill(self, scratch: Path, step: int, fill: Callable[[Path], None]) -> list[Entry]:
-        """Write this rank's files and make them durable; returns their entries for the manifest.
+        """Write this rank's files and flush them to disk; returns their entries for the manifest.
 
-        ``fill`` writes into the directory it is given: every rank has one of its own, inside that of :meth:`begin`.
+        ``fill`` writes into the given directory: every rank has its own, inside that of :meth:`begin`.
 
         Raises:
             CheckpointError: they could not be written.
@@ -130,7 +130,7 @@ class CheckpointStore:
         return entries
 
     def commit(self, scratch: Path, step: int, entries: list[Entry], *, metrics: dict[str, float]) -> Path:
-        """Make a filled directory a checkpoint.
+        """Commit a filled directory as a checkpoint.
 
         Raises:
             CheckpointError: another attempt has taken the run over, or storage failed.
@@ -143,7 +143,7 @@ class CheckpointStore:
                 self._sync(folder)
             self._fence()
             if target.exists():
-                # Only a damaged checkpoint of this step, or an equal one, can stand here.
+                # Only a damaged checkpoint of this step, or an equal one, can be here.
                 aside = self.run_dir / f".tmp-replaced-{uuid.uuid4().hex[:8]}"
                 os.replace(target, aside)
                 shutil.rmtree(aside, ignore_errors=True)
@@ -152,76 +152,77 @@ class CheckpointStore:
         return target
 
     def abandon(self, scratch: Path) -> None:
-        """Remove what is left of a directory that did not become a checkpoint."""
+        """Remove a directory that did not become a checkpoint."""
         shutil.rmtree(scratch, ignore_errors=True)
 
     @contextmanager
     def _storage(self, step: int) -> Iterator[None]:
-        """Failures of storage as one message; mistakes of our own as they are."""
+        """Convert storage errors into one message; bugs of our own pass through."""
         try:
             yield
         except (OSError, SafetensorError) as error:
             message = getattr(error, "strerror", None) or str(error)
-            # Safetensors hides an OSError in the text of its own.
+            # Safetensors reports an OSError as text.
             if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in message:
                 message = "no space left on the device"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written: {message}",
                 where=str(self.path_of(step)),
-                repair="make room or mend permissions; the same command then goes on from the last checkpoint",
+                repair="free some disk space or fix the permissions; the same command then continues from the last "
+                "checkpoint",
             ) from None
 
     # --- what a store behind a URL does otherwise -------------------------------------------------------------------
 
-    # Which share of a checkpoint's files this rank verifies, of how many; None for its share among all ranks.
+    # (index, count) of this rank's share of the files to verify; None for its share among all ranks.
     share: tuple[int, int] | None = None
 
     def join(self, scratch: Path) -> None:
-        """Get ready to fill a directory that another rank began."""
+        """Prepare to fill a directory that another rank created."""
 
     def leave(self, scratch: Path) -> None:
-        """What this rank does when a directory that it filled has become a checkpoint, or did not."""
+        """Called after a directory that this rank filled was committed or abandoned."""
 
     def places(self) -> dict[int, str]:
-        """What only rank 0 finds out, for the others."""
+        """Information that only rank 0 collects, for :meth:`learn`."""
         return {}
 
     def learn(self, places: dict[int, str]) -> None:
-        """Take over what rank 0 found out."""
+        """Take over rank 0's information."""
 
     def bring(self, step: int, name: str) -> Path:
-        """A file of a step's checkpoint, on this machine; for the whole of one there is :meth:`require`."""
+        """A local file of a step's checkpoint; :meth:`require` gets all files."""
         return self.path_of(step) / name
 
     def follow(self) -> None:
-        """Bring the other files of the run to where its checkpoints are."""
+        """Sync the other files of the run to where its checkpoints are."""
 
     # --- finding ----------------------------------------------------------------------------------------------------
 
     def content(self, step: int) -> Content:
-        """What the manifest of a step's checkpoint says.
+        """The manifest of a step's checkpoint.
 
         Raises:
-            CheckpointError: it is missing, cut off or changed.
+            CheckpointError: it is missing, truncated or changed.
         """
         return manifest.read(self.path_of(step), step=step)
 
     def require(self, step: int, files: Sequence[Entry]) -> None:
-        """See that files of a step's checkpoint are on this machine, as they were written.
+        """Check that files of a step's checkpoint are on this machine, and intact.
 
         Raises:
-            CheckpointError: names the first that is missing, cut off or changed.
+            CheckpointError: names the first that is missing, truncated or changed.
         """
         manifest.verify_files(self.path_of(step), files)
 
     def verify(self, step: int) -> Content:
-        """Both for a whole checkpoint."""
+        """Both for all files of a checkpoint."""
         content = self.content(step)
         self.require(step, content["files"])
         return content
 
     def set_aside(self, step: int) -> None:
-        """Take a damaged checkpoint out of those that are counted."""
+        """Rename a damaged checkpoint, so that it is no longer counted."""
         os.replace(self.path_of(step), self.run_dir / f"damaged-{directory_name(step)}-{uuid.uuid4().hex[:8]}")
 
     def steps(self) -> list[int]:
@@ -243,40 +244,43 @@ class CheckpointStore:
         verify: Callable[[int], Content] | None = None,
         set_aside: bool = False,
     ) -> Checkpoint | None:
-        """The newest checkpoint whose every file is as it was written.
+        """The newest checkpoint whose files are all intact.
 
         Args:
-            warn: told about each newer checkpoint that had to be passed over, by file.
-            steps: to choose from, the one to take first at the end; those on disk, ascending, when None.
+            warn: called for each newer checkpoint that was skipped, naming the file.
+            steps: candidates, the preferred one last; None means those on disk, ascending.
             verify: reads the manifest, and raises for a damaged checkpoint; a group of ranks shares the work.
             set_aside: rename those that were passed over to ``damaged-...``, so that retention does not count them and
                 delete good ones in their place.
 
         Raises:
-            CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
+            CheckpointError: there are checkpoints and all are damaged; starting over is the user's decision.
         """
-        damage: dict[int, str] = {}
+        damage: dict[int, CheckpointError] = {}
         for step in reversed(self.steps() if steps is None else steps):
             try:
                 content = (verify or self.verify)(step)
             except CheckpointError as error:
-                damage[step] = str(error)
-                warn(f"damaged checkpoint passed over: {error}")
+                damage[step] = error
+                warn(f"skipped a damaged checkpoint: {error}")
                 continue
             for bad in damage if set_aside else ():
                 self.set_aside(bad)
             return Checkpoint(self.path_of(step), step, tuple(entry["path"] for entry in content["files"]))
         if damage:
+            if (newest := next(iter(damage.values()))).repair is not None:
+                # It is intact, but of another version.
+                raise newest
             raise CheckpointError(
-                f"every checkpoint of the run is damaged: {'; '.join(damage.values())}",
+                f"all checkpoints of the run are damaged: {'; '.join(str(error) for error in damage.values())}",
                 where=self.where,
-                repair="restore one from a backup, or start anew with --fresh",
+                repair="restore one from a backup, or start over with --fresh",
             )
         return None
 
     def best(self, metric: str, mode: str) -> int | None:
-        """The step with the best value (``mode``: ``min`` or ``max``) of a metric in the manifests; the earliest of
-        equals, and None where no checkpoint has the metric.
+        """The step with the best value (``mode``: ``min`` or ``max``) of a metric in the manifests; the earliest if
+        several are equal, and None if no checkpoint has the metric.
         """
         scored = []
         for step in self.steps():
@@ -289,7 +293,7 @@ class CheckpointStore:
         return min(scored)[1] if scored else None
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics that came later into the manifest of a checkpoint; nothing where it is gone or damaged.
+        """Add later metrics to the manifest of a checkpoint; does nothing if it is gone or damaged.
 
         Raises:
             CheckpointError: another attempt has taken the run over, or storage failed.
@@ -310,8 +314,7 @@ class CheckpointStore:
             scratch.rmdir()
 
     def prune(self, *, keep_last: int, best: tuple[str, str] | None, others: Collection[int] = ()) -> list[int]:
-        """Delete checkpoints that no rule keeps, and return their steps: kept are the newest, the best if given, and
-        ``others``."""
+        """Apply retention and return the deleted steps. Kept are the newest, the best if given, and ``others``."""
         kept = None if best is None else self.best(*best)
         doomed = [one for one in to_delete(self.steps(), keep_last=keep_last, best=kept) if one not in others]
         for step in doomed:
@@ -319,13 +322,13 @@ class CheckpointStore:
         return doomed
 
     def drop_after(self, step: int) -> None:
-        """Delete the checkpoints after a step, from which the run does not go on."""
+        """Delete the checkpoints after a step, when the run continues from that step."""
         for later in self.steps():
             if later > step:
                 shutil.rmtree(self.path_of(later), ignore_errors=True)
 
 
 def to_delete(steps: list[int], *, keep_last: int, best: int | None) -> list[int]:
-    """Which of the steps (ascending) retention gives up."""
+    """The steps (of the given, ascending) that retention deletes."""
     kept = {*steps[-keep_last:], best}
     return [step for step in steps if step not in kept]

@@ -26,14 +26,14 @@ _PROMPT = "> "
 
 def chat(
     model: Annotated[str, typer.Argument(help="Run, checkpoint or model directory, or a Hub id.", show_default=False)],
-    system: Annotated[str | None, typer.Option(help="System message, instead of that of the training.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
+    system: Annotated[str | None, typer.Option(help="System message, instead of the one used in training.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all of them.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    engine: Annotated[str, typer.Option(help="What runs the model: transformers or vllm.")] = "transformers",
-    base: Annotated[str | None, typer.Option(help="Base model of an adapter, if it is no longer where it was.")] = None,
+    engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers or vllm.")] = "transformers",
+    base: Annotated[str | None, typer.Option(help="Base model of the adapter, if it has moved.")] = None,
 ) -> None:
     """Talk with a trained model in the terminal; /help lists the words for it."""
     from finray.config.schema import ModelConfig
@@ -44,12 +44,14 @@ def chat(
     from finray.pretrained.tokenizers import load_tokenizer
 
     if show.mode().json:
-        raise ConfigError("a conversation is no document", where="--json", repair="use `finray generate --json`")
+        raise ConfigError(
+            "a conversation cannot be printed as JSON", where="--json", repair="use `finray generate --json`"
+        )
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k)
     artifact = artifact_of(model, base=base)
     asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))))
     require_template(asking)
-    running = make_engine(engine, artifact, batch_size=1, tell=show.note)
+    running = make_engine(engine, artifact, batch_size=1, notify=show.note)
     conversation = Conversation(running, asking, sampling, system=system)
     if not show.mode().quiet:
         show.note(f"{model}{f' on {artifact.model.name}' if artifact.is_adapter else ''} answers; /help, /quit")
@@ -59,18 +61,18 @@ def chat(
             break
         if word == "/reset":
             conversation.reset()
-            show.note("a new conversation")
+            show.note("new conversation")
         elif word == "/system":
             conversation.system = rest.strip() or None
             conversation.reset()
-            show.note("a new conversation, with that system message" if rest.strip() else "a new conversation")
+            show.note("new conversation with that system message" if rest.strip() else "a new conversation")
         elif word in ("/base", "/tuned") and artifact.is_adapter:
             conversation.adapter = word == "/tuned"
             show.note(f"the {word[1:]} model answers")
         elif word in ("/base", "/tuned"):
-            show.note("this is a whole model, which has no base beside it")
+            show.note("this is a full model, not an adapter: it has no base model")
         elif word.startswith("/") and word[1:].isalpha():
-            show.note(_HELP if word == "/help" else f"there is no {word}\n{_HELP}")
+            show.note(_HELP if word == "/help" else f"unknown command {word}\n{_HELP}")
         elif word:
             _answer(conversation, line.strip())
     running.close()

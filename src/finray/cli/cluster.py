@@ -1,4 +1,4 @@
-"""``finray cluster``: start a cluster, join it, look at it, end this machine's part in it."""
+"""``finray cluster``: start, join, inspect and stop a Ray cluster."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import typer
 
 from finray.cli import show
 
-app = typer.Typer(help="Start a Ray cluster, join it, look at it, and end it.", no_args_is_help=True)
+app = typer.Typer(help="Start, join, inspect and stop a Ray cluster.", no_args_is_help=True)
 
 Host = Annotated[
-    str | None, typer.Option(help="Address of this machine that the others reach.", show_default="that of the route")
+    str | None,
+    typer.Option(
+        help="Address of this machine, as the other machines reach it.", show_default="the address of the default route"
+    ),
 ]
 Options = Annotated[
     list[str] | None, typer.Argument(help="Further options of `ray start`, after --.", show_default=False)
@@ -27,7 +30,7 @@ def up(
     host: Host = None,
     dashboard_host: Annotated[str, typer.Option(help="Where Ray's dashboard listens.")] = "127.0.0.1",
 ) -> None:
-    """Start a cluster with this machine as its head. Every process of it asks for the token in ~/.ray/auth_token."""
+    """Start a Ray cluster with this machine as its head. All its processes require the token in ~/.ray/auth_token."""
     from finray.runtime import nodes
 
     found, made = nodes.up(host=host, dashboard_host=dashboard_host, options=options or ())
@@ -38,21 +41,23 @@ def up(
         f"  other machines need the token{'' if token is None else f': copy {token} (mode 600)'}; then, on each: "
         f"finray cluster join {found.address}",
         f"  train on it: finray train my-run.yaml cluster.address={found.address}",
-        "  look at it: finray cluster status; end it: finray cluster down",
+        "  look at it: finray cluster status; stop it: finray cluster down",
     )
 
 
 @app.command()
 @show.command
 def join(
-    address: Annotated[str, typer.Argument(help="Of the head, as `up` says it.", show_default=False)],
+    address: Annotated[
+        str, typer.Argument(help="Address of the head, as `finray cluster up` prints it.", show_default=False)
+    ],
     options: Options = None,
     host: Host = None,
     any_version: Annotated[
-        bool, typer.Option("--any-version", help="Join with other versions than the head's.")
+        bool, typer.Option("--any-version", help="Join even if versions differ from the head's.")
     ] = False,
 ) -> None:
-    """Make this machine a node of a cluster. Its versions are compared with the head's first."""
+    """Join a cluster with this machine, after comparing its versions with the head's."""
     from finray.runtime import nodes
 
     found, other = nodes.join(address, host=host, any_version=any_version, options=options or ())
@@ -67,10 +72,10 @@ def join(
 @show.command
 def status(
     address: Annotated[
-        str | None, typer.Argument(help="Of the head (default: the cluster of this machine).", show_default=False)
+        str | None, typer.Argument(help="Address of the head (default: this machine's cluster).", show_default=False)
     ] = None,
 ) -> None:
-    """Show the nodes of a cluster: CPUs, GPUs, memory, what runs on them, and what is wrong."""
+    """Show the nodes of a cluster: CPUs, GPUs, memory, running jobs and problems."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     from finray.runtime.status import status as look
 
@@ -80,9 +85,9 @@ def status(
 @app.command()
 @show.command
 def down() -> None:
-    """End what `up` or `join` started on this machine, and nothing else."""
+    """Stop what `up` or `join` started on this machine, and nothing else."""
     from finray.runtime import nodes
 
     count = nodes.down()
-    text = f"ended {count} processes" if count else "nothing that `finray cluster` started runs on this machine"
+    text = f"ended {count} processes" if count else "no cluster started by `finray cluster` runs on this machine"
     show.lines({"ended": count}, text)

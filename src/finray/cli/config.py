@@ -59,9 +59,9 @@ def init(
     preset: Annotated[str | None, typer.Option(help="Start from a preset; see `finray config presets`.")] = None,
     model: Annotated[str | None, typer.Option(help="Model to train.", show_default=False)] = None,
     data: Annotated[str | None, typer.Option(help="Training data.", show_default=False)] = None,
-    full: Annotated[bool, typer.Option("--full", help="Every field, with its default and what it means.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="List every field, with its default and description.")] = False,
 ) -> None:
-    """Write a starter file, and beside it the schema that editors complete and check it by."""
+    """Write a starter file, and the schema that editors use to complete and check it."""
     if preset is not None and (model or data or full):
         raise ConfigError(
             "--preset cannot be combined with --model, --data or --full",
@@ -75,7 +75,7 @@ def init(
             stream.write(text)
         path.with_name(SCHEMA_FILE).write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
     except FileExistsError:
-        raise ConfigError("the file exists already", where=str(path), repair="name another file") from None
+        raise ConfigError("the file already exists", where=str(path), repair="choose another file name") from None
     except OSError as error:
         raise ConfigError(f"the file cannot be written: {error.strerror}", where=str(path)) from None
     command = "finray train" if str(path) == DEFAULT_FILE else f"finray train {path}"

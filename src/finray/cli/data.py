@@ -16,7 +16,9 @@ from finray.errors import DataError
 
 cache = typer.Typer(help="List, verify and remove prepared datasets.", no_args_is_help=True)
 
-Where = Annotated[str, typer.Argument(help="Config file or preset, or the directory or URL of prepared datasets.")]
+Where = Annotated[
+    str, typer.Argument(help="Config file or preset, or the directory or URL that holds prepared datasets.")
+]
 
 
 def prepare(
@@ -44,7 +46,7 @@ def list_(where: Where = DEFAULT_FILE) -> None:
     """List the prepared datasets."""
     from finray.data.dataset.cache import entries
 
-    found = entries(_root(where))
+    found = [] if _is_unused(where) else entries(_root(where))
     if show.mode().json:
         show.document({"root": _root(where), "datasets": [asdict(entry) for entry in found]})
         return
@@ -70,7 +72,8 @@ def verify(where: Where = DEFAULT_FILE) -> None:
     """Check every file of every prepared dataset against its SHA-256."""
     from finray.data.dataset.cache import damaged, entries
 
-    bad = {entry.name: damaged(_root(where), entry.name) for entry in entries(_root(where)) if entry.is_whole}
+    found = [] if _is_unused(where) else entries(_root(where))
+    bad = {entry.name: damaged(_root(where), entry.name) for entry in found if entry.is_whole}
     show.lines(
         {"root": _root(where), "damaged": bad},
         *(f"{name}: {'damaged' if files else 'whole'}" for name, files in bad.items()),
@@ -91,13 +94,14 @@ def prune(
     everything: Annotated[bool, typer.Option("--all", help="Remove all datasets.")] = False,
     damaged_ones: Annotated[bool, typer.Option("--damaged", help="Remove datasets that fail `verify`.")] = False,
     older_than_days: Annotated[
-        float | None, typer.Option(min=0, help="Remove datasets that were not used for this long.")
+        float | None, typer.Option(min=0, help="Remove datasets that were not used for this many days.")
     ] = None,
 ) -> None:
     """Remove prepared datasets and leftovers of interrupted preparations. A run that needs one prepares it again."""
     from finray.data.dataset.cache import prune as remove
 
-    removed = remove(_root(where), everything=everything, damaged_ones=damaged_ones, older_than_days=older_than_days)
+    which = {"everything": everything, "damaged_ones": damaged_ones}
+    removed = [] if _is_unused(where) else remove(_root(where), older_than_days=older_than_days, **which)
     show.lines(
         {"root": _root(where), "removed": [{"name": name, "size": size} for name, size in removed]},
         *(f"removed {name} ({size / 2**20:,.1f} MiB)" for name, size in removed),
@@ -105,8 +109,17 @@ def prune(
     )
 
 
+def _is_config(where: str) -> bool:
+    return Path(where).suffix in (".yaml", ".yml") or is_preset(where)
+
+
+def _is_unused(where: str) -> bool:
+    """Whether nothing has been prepared for a config yet; a named directory that is missing is a mistake."""
+    return _is_config(where) and "://" not in _root(where) and not Path(_root(where)).exists()
+
+
 def _root(where: str) -> str:
-    if Path(where).suffix in (".yaml", ".yml") or is_preset(where):
+    if _is_config(where):
         return prepared_dir(load_config(where))
     if "://" in where:
         return where

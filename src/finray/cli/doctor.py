@@ -1,4 +1,4 @@
-"""``finray doctor``: whether this machine, or every node of a cluster, is fit; and a bug report."""
+"""``finray doctor``: check this machine or all nodes of a cluster, and write bug reports."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ _LINES = 60
 
 def doctor(
     config: Annotated[
-        str | None, typer.Argument(help="Config whose storage and cluster are looked at.", show_default=False)
+        str | None, typer.Argument(help="Config whose storage and cluster are checked.", show_default=False)
     ] = None,
     overrides: show.Overrides = None,
-    cluster: Annotated[bool, typer.Option("--cluster", help="Look at all nodes of the cluster.")] = False,
-    address: Annotated[str | None, typer.Option(help="Of the cluster's head (default: this machine's).")] = None,
+    cluster: Annotated[bool, typer.Option("--cluster", help="Check all nodes of the cluster.")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="Address of the cluster's head (default: this machine's).")
+    ] = None,
     storage: Annotated[str | None, typer.Option(help="Where runs are written (default: run.output_dir).")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write what a bug report needs here, secrets masked.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write what a bug report needs to this file, with secrets masked.")
+    ] = None,
 ) -> None:
     """Look at Python, GPUs, network, storage, clocks, disks and ports. Exit code 2 where something keeps a run from
     working."""
@@ -46,14 +50,14 @@ def doctor(
 
         named = address or (None if settings is None else settings.cluster.address)
         quiet = show.mode().quiet
-        found = look.cluster(where, cluster_here(named), tell=(lambda text: None) if quiet else show.note)
+        found = look.cluster(where, cluster_here(named), notify=(lambda text: None) if quiet else show.note)
     else:
         found = look.machine(where)
     show.result(found)
     if report is not None:
         plain = None if settings is None else settings.model_dump(mode="json")
         report.write_text(_report(found.plain(), plain), encoding="utf-8")
-        show.note(f"wrote {report}: read it before you send it")
+        show.note(f"wrote {report}; read it before you send it")
     if not found.is_fit:
         raise typer.Exit(FinrayError.exit_code)
 

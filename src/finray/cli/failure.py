@@ -1,4 +1,4 @@
-"""The one place where an error of a command becomes a message: what the user can repair, or a defect of ours."""
+"""The one place where an error of a command becomes a message: an error that the user can fix, or a bug in finray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finray.errors import FinrayError, explained
 
 
 def report(error: Exception, errors: Console) -> int:
-    """Print an error of a command, whatever it is; returns the exit code.
+    """Print an error of a command; returns the exit code.
 
     What the user can act on is one message. Anything else is a defect in finray: its traceback goes to a file, under a
     short reference that is the same wherever the same happens. ``FINRAY_VERBOSE`` shows the traceback of either.
@@ -30,8 +30,8 @@ def report(error: Exception, errors: Console) -> int:
         places = [f"{frame.filename}:{frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
         reference = hashlib.sha256(" ".join([type(error).__name__, *places]).encode()).hexdigest()[:8]
         known = FinrayError(
-            f"a defect in finray (reference {reference}): {type(error).__name__}: {str(error)[:300]}",
-            repair=f"report it, please, with {_kept(reference, text)}; FINRAY_VERBOSE=1 shows its content here",
+            f"this is a bug in finray (reference {reference}): {type(error).__name__}: {str(error)[:300]}",
+            repair=f"please report it with {_kept(reference, text)}; FINRAY_VERBOSE=1 prints its content here",
         )
         known.exit_code = 1
     errors.print(f"error: {redact_text(str(known))}", highlight=False, soft_wrap=True)

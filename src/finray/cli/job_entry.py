@@ -25,8 +25,8 @@ def main() -> None:
         file.unlink()
         os.environ.update(found)
     # Workers inherit the directory of the job, and Ray would unpack the secrets on each of their machines.
-    if told := os.environ.get(_RAYS_JOB):
-        job = json.loads(told)
+    if job_config := os.environ.get(_RAYS_JOB):
+        job = json.loads(job_config)
         (job.get("runtime_env") or {}).pop("working_dir", None)
         os.environ[_RAYS_JOB] = json.dumps(job)
     sys.argv = ["finray", "train", CONFIG]

@@ -30,13 +30,13 @@ def submit(
     address: Address = None,
     env: Annotated[
         list[str] | None,
-        typer.Option(help="Variable of this environment that the job gets; by name, may be repeated."),
+        typer.Option(help="Name of an environment variable to pass to the job; may be repeated."),
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the job.")] = False,
 ) -> None:
-    """Train on a Ray cluster, by its job server. The same command goes on with a run that was stopped.
+    """Train on a Ray cluster through its job server. The same command continues a run that was stopped.
 
-    The config is sent, and what --env names; data and models are not.
+    The config and the variables given with --env are sent; data and models are not.
     """
     settings = show.load(config, overrides)
     names = tuple(env or ())
@@ -46,7 +46,7 @@ def submit(
     job = server.submit(settings, names, command=shlex.join(["finray", *sys.argv[1:]]))
     for name in SECRETS:
         if os.environ.get(name) and name not in names and not show.mode().quiet:
-            show.note(f"{name} is set here and is not sent; --env {name} sends it")
+            show.note(f"{name} is set here but not passed to the job; --env {name} passes it")
     where = "" if address is None else f" --address {address}"
     if not show.mode().quiet:
         show.note(f"job {job.id}, run {job.run}; finray jobs stop {job.id}{where} ends it with a checkpoint")
@@ -56,7 +56,7 @@ def submit(
     try:
         job = server.follow(job.id, show.note if show.mode().json else show.write)
     except KeyboardInterrupt as stop:
-        stop.add_note(f"the job goes on; follow it with: finray jobs logs {job.id} --follow{where}")
+        stop.add_note(f"the job continues; follow it with: finray jobs logs {job.id} --follow{where}")
         raise
     _ended(job)
 
@@ -75,7 +75,7 @@ def _ended(job: Job) -> None:
 @app.command("list")
 @show.command
 def list_jobs(address: Address = None) -> None:
-    """List jobs, the newest first."""
+    """List jobs, newest first."""
     from finray.runtime.jobs import Jobs
 
     server = Server(address)
@@ -87,9 +87,9 @@ def list_jobs(address: Address = None) -> None:
 def logs(
     job: JobId,
     address: Address = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep following until the job ends.")] = False,
 ) -> None:
-    """Print what a job has printed."""
+    """Print the output of a job."""
     server = Server(address)
     if follow and not show.mode().json:
         _ended(server.follow(job, show.write))
@@ -104,7 +104,7 @@ def logs(
 @app.command()
 @show.command
 def stop(job: JobId, address: Address = None) -> None:
-    """End a job; the run saves a checkpoint, and `finray submit` goes on with it."""
+    """Stop a job. The run saves a checkpoint, and `finray submit` continues it."""
     found = Server(address).stop(job)
-    said = f"{job} {found.status}" if found.has_ended else f"{job} ends at its next step, with a checkpoint"
-    show.lines(asdict(found), said)
+    message = f"{job} {found.status}" if found.has_ended else f"{job} stops after its current step, with a checkpoint"
+    show.lines(asdict(found), message)

@@ -1,4 +1,4 @@
-"""``finray jobspec``: a run as a job of somebody else's scheduler."""
+"""``finray jobspec``: a run as a job for a scheduler."""
 
 from __future__ import annotations
 
@@ -25,51 +25,53 @@ TARGETS = {"rayjob": rayjob, "compose": compose, "slurm": slurm, "ray-cluster": 
 def jobspec(
     config: show.ConfigName = None,
     overrides: show.Overrides = None,
-    to: Annotated[str, typer.Option(help=f"What is written: {', '.join(TARGETS)}.")] = "rayjob",
+    to: Annotated[str, typer.Option(help=f"Format to write: {', '.join(TARGETS)}.")] = "rayjob",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; standard output without it.")
+        Path | None, typer.Option("--output", "-o", help="File to write (default: standard output).")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Instead of a config: a preset, or a short name such as llama3.")
     ] = None,
-    dataset: Annotated[str | None, typer.Option(help="Data set: a short name such as alpaca, or a source.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Machines with workers.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs of each.")] = None,
-    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="CPUs of each.")] = None,
-    memory: Annotated[int | None, typer.Option(min=1, help="Memory of each, in GB.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Dataset: a short name such as alpaca, or a source.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of machines with workers.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=0, help="GPUs of each machine.")] = None,
+    cpus_per_node: Annotated[int | None, typer.Option(min=1, help="CPUs of each machine.")] = None,
+    memory: Annotated[int | None, typer.Option(min=1, help="Memory of each machine, in GB.")] = None,
     min_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Fewest machines, where workers may come and go.")
+        int | None, typer.Option(min=1, help="Fewest machines to run on, where workers may come and go.")
     ] = None,
     max_nodes: Annotated[int | None, typer.Option(min=1, help="Most machines.")] = None,
     gpu_type: Annotated[str | None, typer.Option(help="Kind of GPU, as the scheduler calls it.")] = None,
     image: Annotated[str, typer.Option(help="Container image.")] = Machines.image,
-    shared: Annotated[str, typer.Option(help="Directory that all machines have.")] = Machines.shared,
+    shared: Annotated[str, typer.Option(help="Directory that all machines share.")] = Machines.shared,
     claim: Annotated[
-        str | None, typer.Option(help="rayjob: PersistentVolumeClaim mounted there; `none` for none.")
+        str | None, typer.Option(help="rayjob: PersistentVolumeClaim to mount there; `none` for none.")
     ] = Machines.claim,
     storage: Annotated[
-        str | None, typer.Option(help="URL of runs and prepared data, such as s3://bucket/runs.")
+        str | None, typer.Option(help="URL for runs and prepared data, such as s3://bucket/runs.")
     ] = None,
     queue: Annotated[str | None, typer.Option(help="Kueue's local queue, or Slurm's partition.")] = None,
     hours: Annotated[float | None, typer.Option(min=0.01, help="Time limit.")] = None,
     secret: Annotated[
-        list[str] | None, typer.Option(help="Environment variable that holds a secret; by name, may be repeated.")
+        list[str] | None, typer.Option(help="Name of an environment variable that holds a secret; may be repeated.")
     ] = None,
-    host: Annotated[list[str] | None, typer.Option(help="ray-cluster: a machine; the head first.")] = None,
-    user: Annotated[str, typer.Option(help="ray-cluster: who logs in.")] = Machines.user,
+    host: Annotated[
+        list[str] | None, typer.Option(help="ray-cluster: address of a machine, the head first; may be repeated.")
+    ] = None,
+    user: Annotated[str, typer.Option(help="ray-cluster: user name to log in with.")] = Machines.user,
     gpu: Annotated[
-        str | None, typer.Option(help="GPU whose speed is reckoned with, such as h100-80gb; see `finray plan`.")
+        str | None, typer.Option(help="GPU to estimate the speed for, such as h100-80gb; see `finray plan`.")
     ] = None,
-    step_seconds: Annotated[
-        float | None, typer.Option(min=0.0001, help="Seconds of a step, where they are known.")
-    ] = None,
+    step_seconds: Annotated[float | None, typer.Option(min=0.0001, help="Seconds per step, if known.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the output file.")] = False,
 ) -> None:
     """Write a job specification: KubeRay RayJob, Docker Compose, Slurm, Ray's cluster YAML, or `replicas`."""
     if to not in TARGETS:
-        raise ConfigError(f"there is no `{to}`", where="--to", repair=f"use one of {', '.join(TARGETS)}")
+        raise ConfigError(f"unknown target `{to}`", where="--to", repair=f"use one of {', '.join(TARGETS)}")
     if output is not None and output.exists() and not force:
-        raise ConfigError("the file exists already", where=str(output), repair="name another file, or use --force")
+        raise ConfigError(
+            "the file already exists", where=str(output), repair="choose another file name, or use --force"
+        )
     settings = _settings(config, overrides, model, dataset)
     machines = Machines(
         nodes=nodes,
@@ -96,7 +98,10 @@ def jobspec(
     limit = hours or (24 if to == "slurm" else None)
     each = step_seconds or (_reckoned(settings, gpu) if gpu is not None and limit is not None else None)
     if limit is not None and settings.checkpoint.every_epochs is not None:
-        notes.append("how long checkpoint.every_epochs takes is not known here: see that it fits into the limit")
+        notes.append(
+            "the time between checkpoints is unknown with checkpoint.every_epochs: make sure that it fits into the "
+            "time limit"
+        )
     elif limit is not None and each is not None:
         warning = interval_warning(each, settings.checkpoint.every_steps, limit)
         notes += [f"warning: {warning}"] if warning else []
@@ -120,7 +125,9 @@ def _settings(config: str | None, overrides: list[str] | None, model: str | None
         words = [config, *words]
         config = None
     if preset is not None and config is not None:
-        raise ConfigError("a config and --model are two", where="--model", repair="leave one of them out")
+        raise ConfigError(
+            "a config file and --model exclude each other", where="--model", repair="leave one of them out"
+        )
     return load_config(preset or config or DEFAULT_FILE, [*changes, *words])
 
 

@@ -1,4 +1,4 @@
-"""``finray plan`` and ``finray inspect``: a run and its data, looked at before anything starts."""
+"""``finray plan`` and ``finray inspect``: check a run and its data before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plan(
     overrides: show.Overrides = None,
     gpu: Annotated[str | None, typer.Option(help="GPU of each worker, such as h100-80gb.", show_default=False)] = None,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Do not use the network; list what was not checked.")
+        bool, typer.Option("--offline", help="Do not use the network; list what could not be checked.")
     ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Plan what `finray train --fresh` would do.")] = False,
 ) -> None:
@@ -48,13 +48,17 @@ def plan(
 def inspect(
     config: show.ConfigName = None,
     overrides: show.Overrides = None,
-    html: Annotated[Path | None, typer.Option(help="Write everything as one HTML page here.")] = None,
-    rows: Annotated[int, typer.Option(min=0, help="Examples shown, spread over the training rows.")] = 3,
+    html: Annotated[Path | None, typer.Option(help="Write everything to this file as one HTML page.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Number of examples to show, spread over the training rows.")] = 3,
     row: Annotated[
         list[str] | None,
-        typer.Option(help="Show this row: FILE:NUMBER of the source, or index in the training rows. May be repeated."),
+        typer.Option(
+            help="Show this row: FILE:NUMBER in the source, or an index into the training rows; may be repeated."
+        ),
     ] = None,
-    compare: Annotated[int, typer.Option(min=0, help="Rows compared with what a server renders; 0 for all.")] = 1000,
+    compare: Annotated[
+        int, typer.Option(min=0, help="Number of rows to compare with what a server renders; 0 means all.")
+    ] = 1000,
 ) -> None:
     """Show rows as tokens, which of them are learned, and problems of the data; no training, no GPU."""
     from finray.inspection.inspect import inspect as run_inspection

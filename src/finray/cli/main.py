@@ -1,6 +1,6 @@
 """The command line: parse, call the API, print.
 
-Exit codes: 0 success, 1 a defect in finray, 2 an error that the user can repair (one message, no traceback), 130
+Exit codes: 0 success, 1 a bug in finray, 2 an error that the user can fix (one message, no traceback), 130
 interrupted, 143 ended by SIGTERM.
 """
 
@@ -38,10 +38,12 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:
             # Typer keeps the class of this error to itself.
-            told: Any = error
-            if type(error).__name__ == "NoSuchOption" and any(p.name == "overrides" for p in told.ctx.command.params):
-                name = told.option_name.lstrip("-").replace("-", "_")
-                told.message += f"; fields are set as words, section.field=value{suggest_owner(name)}"
+            unknown: Any = error
+            if type(error).__name__ == "NoSuchOption" and any(
+                p.name == "overrides" for p in unknown.ctx.command.params
+            ):
+                name = unknown.option_name.lstrip("-").replace("-", "_")
+                unknown.message += f"; fields are set as words, section.field=value{suggest_owner(name)}"
             raise
 
 
@@ -85,7 +87,7 @@ def _storable(dtype: str) -> str:
 
 
 Dtype = Annotated[str, typer.Option(callback=_storable, help="Dtype of the written weights: fp32 or bf16.")]
-BaseModel = Annotated[str | None, typer.Option(help="Base model of an adapter, if it is no longer where it was.")]
+BaseModel = Annotated[str | None, typer.Option(help="Base model of the adapter, if it has moved.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -130,28 +132,28 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts.", show_default=False)] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="File of prompts: one per line, or JSONL with prompt or messages; - is stdin."),
+        typer.Option(help="File of prompts: one per line, or JSONL with `prompt` or `messages`; - reads stdin."),
     ] = None,
     system: Annotated[
-        str | None, typer.Option(help="System message put before each prompt, instead of that of the training.")
+        str | None, typer.Option(help="System message before each prompt, instead of the one used in training.")
     ] = None,
     tools: Annotated[
-        Path | None, typer.Option(help="JSON list of the functions that may be called, as in a row's `tools`.")
+        Path | None, typer.Option(help="JSON list of functions that the model may call, as in a row's `tools`.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write JSONL here instead of printing.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write JSONL to this file instead of printing.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all of them.")] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")] = 0,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Of sampling; each prompt has random numbers of its own.")
+        int, typer.Option(min=0, max=2**63 - 1, help="Seed for sampling; every prompt has its own random numbers.")
     ] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="An answer ends before this text; may be repeated.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that are answered at the same time.")] = 32,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop an answer before this text; may be repeated.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts answered at the same time.")] = 32,
     engine: Annotated[
-        str, typer.Option(help="What runs the model: transformers, vllm, or auto (vllm where it is installed).")
+        str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto (vllm where it is installed).")
     ] = "auto",
-    merge: Annotated[bool, typer.Option("--merge", help="Fold an adapter into the weights first, for speed.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into the weights first, for speed.")] = False,
     raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
     base: BaseModel = None,
 ) -> None:
@@ -162,26 +164,26 @@ def generate(
 
     if output is not None:
         if output.is_dir():
-            raise ConfigError("is a directory", where=f"--output {output}", repair="name a file in it")
+            raise ConfigError("is a directory", where=f"--output {output}", repair="give a file in it")
         require_writable(output.parent)
     offered = () if tools is None else read_tools(tools)
     lines = () if sys.stdin.isatty() else sys.stdin
     if file == Path("-"):
         prompts, file = [*(prompts or []), *(line.rstrip("\n") for line in sys.stdin if line.strip())], None
-    asked = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines)
+    requests = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
-    # A single answer is written as it comes where somebody watches.
-    streams = output is None and len(asked) == 1 and not show.mode().json and sys.stdout.isatty()
+    # A single answer is streamed to a terminal.
+    streams = output is None and len(requests) == 1 and not show.mode().json and sys.stdout.isatty()
     answers = generate_text(
         model,
-        asked,
+        requests,
         sampling=sampling,
         batch_size=batch_size,
         raw=raw,
         base=base,
         engine=engine,
         merge=merge,
-        tell=(lambda line: None) if show.mode().quiet else show.note,
+        notify=(lambda line: None) if show.mode().quiet else show.note,
         write=show.write if streams else None,
     )
     if streams:
@@ -204,42 +206,49 @@ def evaluate(
     ],
     overrides: show.Overrides = None,
     split: Annotated[
-        str | None, typer.Option(help="Rows of the run: train, eval or test (default: test, else eval).")
+        str | None, typer.Option(help="Split of the run: train, eval or test (default: test, else eval).")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="Rows of a file instead, in any format that training reads.")
+        Path | None, typer.Option(help="Evaluate on the rows of this file instead, in any format that training reads.")
     ] = None,
     baselines: Annotated[
         list[str] | None,
         typer.Option(
             "--baseline",
-            help="Model to compare with, several times for several; `base` is an adapter's, `none` is none.",
+            help="Model to compare with; `base` is the adapter's base model, `none` compares with nothing; may be "
+            "repeated.",
         ),
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(help="Scores, with commas between them (default: evaluation.metrics).")
+        str | None, typer.Option(help="Scores, separated by commas (default: evaluation.metrics).")
     ] = None,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="A seeded sample of so many rows.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy decoding.")] = 0.0,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="Evaluate a seeded sample of this many rows.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 means greedy decoding.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0)] = 1.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows at work at the same time.")] = None,
-    engine: Annotated[str, typer.Option(help="What runs the model.")] = "auto",
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Number of rows processed at the same time.")] = None,
+    engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto.")] = "auto",
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Number of engines on a Ray cluster (RAY_ADDRESS) that share the rows; 1 does not use Ray."
+        ),
+    ] = 1,
     harness: Annotated[
-        str | None, typer.Option(help="Tasks of lm-eval, with commas between them: names or task files.")
+        str | None, typer.Option(help="lm-eval tasks, separated by commas: names or task files.")
     ] = None,
     samples: Annotated[int, typer.Option(min=0, help="Number of answers shown side by side.")] = 3,
-    output: Annotated[Path | None, typer.Option(help="Directory to write to, instead of beside the weights.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Directory to write to (default: beside the weights).")] = None,
     base: BaseModel = None,
 ) -> None:
-    """Score a model on held-out rows, and compare it with its base. The same command goes on where it was stopped."""
+    """Score a model on held-out rows, and compare it with its base. The same command continues where it was stopped."""
     if split not in (None, "train", "eval", "test"):
         raise ConfigError(f"there is no split `{split}`", where="--split", repair="use train, eval or test")
-    from finray.evaluation.compare import evaluate as run_evaluation
-    from finray.evaluation.subjects import Asked
+    from finray.evaluation.subjects import EvaluationRequest
+    from finray.runtime.spread import evaluate as run_evaluation
 
-    asked = Asked(
+    request = EvaluationRequest(
         split=split,
         file=file,
         baselines=baselines or None,
@@ -251,12 +260,13 @@ def evaluate(
         seed=seed,
         batch_size=batch_size,
         engine=engine,
+        replicas=replicas,
         harness=_words(harness),
         output=output,
         base=base,
     )
     with steps(show.console(), quiet=show.mode().quiet) as update:
-        comparison = run_evaluation(model, overrides or (), asked, progress=update)
+        comparison = run_evaluation(model, overrides or (), request, progress=update)
     show.result(comparison, samples=samples)
 
 
@@ -275,14 +285,15 @@ def export(
     dtype: Dtype = "bf16",
     base: BaseModel = None,
     max_shard_size: Annotated[
-        str | None, typer.Option(help="The most that a file with weights holds, such as 5GB.", show_default=False)
+        str | None, typer.Option(help="Maximum size of a file of weights, such as 5GB.", show_default=False)
     ] = None,
     gguf: Annotated[
         str | None, typer.Option(help="Write one GGUF file instead, and a Modelfile for Ollama: f16 or q8_0.")
     ] = None,
     converter: Annotated[
-        Path | None, typer.Option(help="llama.cpp's convert_hf_to_gguf.py (default: the one that is installed).")
+        Path | None, typer.Option(help="Path of llama.cpp's convert_hf_to_gguf.py (default: the installed one).")
     ] = None,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write a classifier as an ONNX file instead.")] = False,
 ) -> None:
     """Write a model that Transformers or PEFT loads, and check it by loading it."""
     from finray.api import export as run_export
@@ -296,6 +307,7 @@ def export(
         max_shard_size=max_shard_size,
         gguf=gguf,
         converter=converter,
+        onnx=onnx,
     )
     show.result(made)
 
@@ -304,9 +316,9 @@ def export(
 @show.command
 def sync(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    to: Annotated[str | None, typer.Option(help="mlflow or wandb (default: those in its config).")] = None,
+    to: Annotated[str | None, typer.Option(help="mlflow or wandb (default: the trackers in the run's config).")] = None,
 ) -> None:
-    """Send a run's records to W&B or MLflow: what is missing there, or all of it."""
+    """Send a run's records to W&B or MLflow: those that are missing there, or all."""
     from finray.reporting.sync import sync_run
 
     for sent in sync_run(run, to):
@@ -319,25 +331,31 @@ def push(
     run: RunPath,
     to: Annotated[
         str | None,
-        typer.Option(help="Name on the Hub, OWNER/NAME (default: export.push_to_hub, else the run's name, as yours)."),
+        typer.Option(
+            help="Name on the Hub, OWNER/NAME (default: export.push_to_hub, else the run's name under your account)."
+        ),
     ] = None,
     merged: Annotated[
         bool | None,
-        typer.Option("--merged/--adapter", help="Merge the adapter into its base first (default: export.merged)."),
+        typer.Option(
+            "--merged/--adapter", help="Merge the adapter into its base model first (default: export.merged)."
+        ),
     ] = None,
     public: Annotated[
-        bool | None, typer.Option("--public/--private", help="Who sees it (default: export.public).")
+        bool | None,
+        typer.Option("--public/--private", help="Make the model public or private (default: export.public)."),
     ] = None,
     dtype: Dtype = "bf16",
     base: Annotated[
-        str | None, typer.Option(help="Base model of an adapter: its name on the Hub, or where it is now.")
+        str | None,
+        typer.Option(help="Base model of the adapter: its name on the Hub, or its directory if it has moved."),
     ] = None,
 ) -> None:
-    """Push a finished model to the Hugging Face Hub, with a card. The same command finishes one that was killed."""
+    """Push a finished model to the Hugging Face Hub, with a model card. The same command finishes a killed push."""
     from finray.publishing.push import push as run_push
 
     say = (lambda text: None) if show.mode().quiet else show.note
-    show.result(run_push(run, to=to, merged=merged, public=public, dtype=dtype, base=base, say=say))
+    show.result(run_push(run, to=to, merged=merged, public=public, dtype=dtype, base=base, notify=say))
 
 
 @app.command("import-gguf")
@@ -369,7 +387,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point: run the application and turn whatever it raises into one message."""
+    """Entry point: run the application and turn any exception into one message."""
     errors = PlainConsole(stderr=True)
     arm()
     try:
@@ -386,7 +404,7 @@ def main() -> None:
         what = "; ".join([str(cause) or "interrupted", *notes])
         # A job was not started by the command that it runs.
         command = os.environ.get("FINRAY_COMMAND") or redact_text(shlex.join(["finray", *sys.argv[1:]]))
-        text = f"{what}; the same command {'goes on' if notes else 'begins anew'}: {command}"
+        text = f"{what}; the same command {'continues' if notes else 'starts over'}: {command}"
         errors.print(text, highlight=False, markup=False, soft_wrap=True)
         sys.exit(getattr(cause, "exit_code", _INTERRUPTED))
     except Exception as error:

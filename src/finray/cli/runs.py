@@ -1,4 +1,4 @@
-"""``finray report``, ``finray runs`` and ``finray watch``: runs looked at, finished or still going."""
+"""``finray report``, ``finray runs`` and ``finray watch``: reports on runs, finished or in progress."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def list_runs(
 @show.command
 def compare(
     first: Run,
-    second: Annotated[str, typer.Argument(help="The run to compare with it.", show_default=False)],
+    second: Annotated[str, typer.Argument(help="Run to compare with.", show_default=False)],
 ) -> None:
-    """Show what two runs differ in: their configs, and what came of them."""
+    """Show the differences between two runs: their configs and results."""
     from finray.reporting.listing import compare_runs
 
     show.result(compare_runs(first, second))
@@ -70,6 +70,6 @@ def watch(run: Run) -> None:
         with show.run_view() as view:
             found = follow(run, view)
     except KeyboardInterrupt:
-        show.say("no longer watched; the run goes on")
+        show.say("stopped watching; the run continues")
         raise typer.Exit(130) from None
     show.result(found)

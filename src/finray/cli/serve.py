@@ -1,4 +1,4 @@
-"""``finray serve``: models behind an address, with the API that OpenAI's clients talk to."""
+"""``finray serve``: serve models over an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finray.errors import ConfigError
 
 def _dtype(name: str | None) -> str | None:
     if name not in (None, "fp32", "bf16"):
-        raise ConfigError(f"weights cannot be held as `{name}`", where="--dtype", repair="use fp32 or bf16")
+        raise ConfigError(f"weights cannot be loaded as `{name}`", where="--dtype", repair="use fp32 or bf16")
     return name
 
 
@@ -20,36 +20,44 @@ def serve(
     model: Annotated[str, typer.Argument(help="Run, checkpoint or model directory, or a Hub id.", show_default=False)],
     adapters: Annotated[
         list[str] | None,
-        typer.Option("--adapter", help="NAME=PATH of a further adapter of the same base model; may be repeated."),
+        typer.Option("--adapter", help="NAME=PATH of another adapter of the same base model; may be repeated."),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model, instead of the name of its directory.")
+        str | None, typer.Option(help="Name that clients use for the model (default: the name of its directory).")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is all of this machine's.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 means all addresses of this machine.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the API key that clients have to send.")
+        str | None, typer.Option(help="Environment variable that holds the API key which clients must send.")
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, max=1024, help="Answers that are written at the same time.")] = 32,
-    max_queue: Annotated[int, typer.Option(min=0, help="Answers that wait for a slot; more are refused (429).")] = 256,
+    slots: Annotated[int, typer.Option(min=1, max=1024, help="Number of answers generated at the same time.")] = 32,
+    max_queue: Annotated[
+        int, typer.Option(min=0, help="Number of requests that may wait; more are refused (429).")
+    ] = 256,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Most tokens of a prompt and its answer (default: what the model reads).")
+        int | None,
+        typer.Option(
+            min=2, help="Maximum number of tokens in a prompt and its answer (default: the model's context length)."
+        ),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of a chat's answer where the request does not say.")
+        int, typer.Option(min=1, help="Maximum number of tokens in a chat answer where the request sets none.")
     ] = 512,
     dtype: Annotated[
-        str | None, typer.Option(callback=_dtype, help="Of the weights: fp32 or bf16 (default: what is fast here).")
+        str | None,
+        typer.Option(
+            callback=_dtype, help="Dtype of the weights: fp32 or bf16 (default: the faster one on this machine)."
+        ),
     ] = None,
     engine: Annotated[
-        str, typer.Option(help="What runs the model: transformers, vllm, or auto: vLLM where it is installed.")
+        str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto (vllm where it is installed).")
     ] = "auto",
     grace: Annotated[
-        float, typer.Option(min=0, max=3600, help="Seconds that answers have to come to their end after Ctrl-C.")
+        float, typer.Option(min=0, max=3600, help="Seconds that running answers have to finish after Ctrl-C.")
     ] = 10.0,
-    base: Annotated[
-        str | None, typer.Option(help="Base model of the adapters, if it is no longer where it was.")
-    ] = None,
+    base: Annotated[str | None, typer.Option(help="Base model of the adapters, if it has moved.")] = None,
 ) -> None:
     """Serve a trained model and further adapters on its base, with an API that OpenAI's clients talk to."""
     from finray.runtime.serve import LOOPBACK
@@ -60,7 +68,9 @@ def serve(
     for one in adapters or ():
         given, equals, path = one.partition("=")
         if not (equals and given and path):
-            raise ConfigError(f"`{one}` is no NAME=PATH", where="--adapter", repair="--adapter french=runs/french")
+            raise ConfigError(
+                f"`{one}` is not of the form NAME=PATH", where="--adapter", repair="--adapter french=runs/french"
+            )
         pairs.append((given, path))
     may_change = api_key_env is not None or host in LOOPBACK
     settings = Settings(
@@ -79,12 +89,12 @@ def serve(
     )
     quiet = show.mode().quiet
     if not may_change and not quiet:
-        show.note("everybody who reaches this address gets answers; --api-key-env NAME asks for a key")
+        show.note("anyone who reaches this address can use the model; --api-key-env NAME requires a key")
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     def ready(names: list[str]) -> None:
         show.lines({"url": url, "models": names}, f"serving {', '.join(names)} at {url}; Ctrl-C stops")
 
     run_server(
-        settings, host=host, port=port, grace=grace, tell=(lambda line: None) if quiet else show.note, ready=ready
+        settings, host=host, port=port, grace=grace, notify=(lambda line: None) if quiet else show.note, ready=ready
     )

@@ -65,7 +65,7 @@ _MODE: ContextVar[Mode | None] = ContextVar("mode", default=None)
 
 
 def mode() -> Mode:
-    """The options of the command that is at work."""
+    """The options of the current command."""
     return _MODE.get() or Mode()
 
 
@@ -95,10 +95,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 def _common(
     *,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document; all else to standard error.")
+        bool, typer.Option("--json", help="Print one JSON document; everything else goes to standard error.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what Ray and its workers print.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the output of Ray and its workers.")] = False,
 ) -> None:
     """Options of every command."""
 

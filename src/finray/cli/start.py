@@ -7,12 +7,12 @@ import signal
 from types import FrameType
 
 # As in finray.runtime.signals, which takes too long to import first.
-_SAID = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
+_MESSAGES = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
 
 
 def main() -> None:
     """Run the command; a signal before :func:`finray.cli.main.main` answers for them ends it with one line."""
-    for one in _SAID:
+    for one in _MESSAGES:
         signal.signal(one, _end)
     from finray.cli.main import main as run
 
@@ -20,5 +20,5 @@ def main() -> None:
 
 
 def _end(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    os.write(2, f"{_SAID[signal.Signals(signum)]}\n".encode())
+    os.write(2, f"{_MESSAGES[signal.Signals(signum)]}\n".encode())
     os._exit(128 + signum)

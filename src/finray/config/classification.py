@@ -13,7 +13,9 @@ from finray.config.section import Ratio, Section
 def _name(value: Any) -> Any:
     """YAML reads `no` as a boolean and `1` as a number; labels are names, as the data write them."""
     if isinstance(value, bool):
-        raise ValueError(f"holds {str(value).lower()}, as YAML reads yes, no, on and off: put the name in quotes")
+        raise ValueError(
+            f"holds {str(value).lower()}: YAML reads yes, no, on and off as booleans; put the name in quotes"
+        )
     return str(value) if isinstance(value, int) else value
 
 
@@ -22,37 +24,37 @@ class ClassificationConfig(Section):
 
     problem: Problem | None = Field(
         None,
-        description="One class for each row (`single_label`), any number of them (`multi_label`), or a number "
-        "(`regression`). null follows from the labels: names, whole numbers and booleans are classes, lists are "
+        description="One class per row (`single_label`), any number of classes (`multi_label`), or a number "
+        "(`regression`). null detects it from the labels: names, whole numbers and booleans are classes, lists are "
         "`multi_label`, and numbers with decimals `regression`.",
     )
     labels: list[Annotated[str, BeforeValidator(_name)]] | None = Field(
         None,
         description="Names of the classes, in the order of their ids. Whole numbers in the data are ids into this "
-        "list. null takes the names of a `ClassLabel` of `datasets`, else those in the training data: numbers by "
-        "value, then names by the alphabet.",
+        "list. null uses the names of a `ClassLabel` feature, else those in the training data: numbers by value, "
+        "then names alphabetically.",
     )
     class_weights: Literal["balanced"] | dict[Annotated[str, BeforeValidator(_name)], float] | None = Field(
         None,
-        description="Weight of each class in the loss, by name; a class that is not named has 1. `balanced` is "
-        "rows / (classes * rows of the class), as scikit-learn has it.",
+        description="Weight of each class in the loss, by name; classes that are not listed have 1. `balanced` is "
+        "rows / (classes * rows of the class), as in scikit-learn.",
     )
-    label_smoothing: Ratio = Field(0.0, description="Share of a target that is spread over all classes.")
+    label_smoothing: Ratio = Field(0.0, description="Share of the target probability that is spread over all classes.")
 
     @model_validator(mode="after")
     def _consistent(self) -> ClassificationConfig:
         labels, weights = self.labels, self.class_weights
         if labels is not None:
             if any(not name.strip() for name in labels) or len(set(labels)) < len(labels):
-                raise ValueError("classification.labels: names must not be blank, and none may be listed twice")
+                raise ValueError("classification.labels: names must not be blank or repeated")
             if len(labels) < (1 if self.problem == "multi_label" else 2):
-                raise ValueError("classification.labels: name at least two classes")
+                raise ValueError("classification.labels: list at least two classes")
         if isinstance(weights, dict):
             if any(weight <= 0 for weight in weights.values()):
-                raise ValueError("classification.class_weights: must be above 0")
+                raise ValueError("classification.class_weights: weights must be greater than 0")
             if labels is not None and (unknown := sorted(set(weights) - set(labels))):
                 raise ValueError(
-                    f"classification.class_weights: {', '.join(unknown)} is none of classification.labels "
+                    f"classification.class_weights: {', '.join(unknown)} not in classification.labels "
                     f"({', '.join(labels)})"
                 )
         if self.problem == "regression":

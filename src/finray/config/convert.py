@@ -33,7 +33,7 @@ class Lost:
     Attributes:
         line: in the file, from 1.
         key: with its value, as it was.
-        why: a sentence; empty for a key that nobody knows.
+        why: a sentence; empty for an unknown key.
     """
 
     line: int
@@ -62,13 +62,13 @@ class Converted:
 
     @property
     def unknown(self) -> list[str]:
-        """Keys that nobody knows."""
+        """Unknown keys."""
         return [one.key.partition(":")[0] for one in self.lost if not one.why]
 
     def text(self, source: str) -> str:
         """The config file."""
         head = [f"Converted from {source} ({self.system})."]
-        head += [f"Look at this: {note}" for note in self.notes]
+        head += [f"Check this: {note}" for note in self.notes]
         if self.lost:
             head += ["Not carried over:", *(f"  {one}" for one in self.lost)]
         comments = "".join(f"# {' '.join(line.split()) if line[0] != ' ' else line.rstrip()}\n" for line in head)
@@ -81,24 +81,24 @@ def convert(path: Path, *, workers: int | None = None, dataset_info: Path | None
     Args:
         path: the YAML file.
         workers: number of processes that it was run with, if it does not say so.
-        dataset_info: LLaMA-Factory's table of data sets, if it is not where the file says.
+        dataset_info: LLaMA-Factory's table of datasets, if it is not where the file says.
 
     Raises:
         ConfigError: it is of neither, or trains something that finray does not.
     """
     raw = read_yaml(path)
     if not set(_SIGNS) & set(raw):
-        known = ", or ".join(f"`{sign}` as {system} writes it" for sign, system in _SIGNS.items())
+        known = ", or ".join(f"`{sign}`, as in a config of {system}" for sign, system in _SIGNS.items())
         own = any(isinstance(raw.get(name), Mapping) for name in sections())
         raise ConfigError(
-            "this is a config of finray already" if own else f"names no model: there is no {known}",
+            "this is already a finray config" if own else f"the config names no model: {known} is missing",
             where=str(path),
-            repair="run `finray plan` with it" if own else "name a training config of LLaMA-Factory or Axolotl",
+            repair="run `finray plan` on it" if own else "give a training config of LLaMA-Factory or Axolotl",
         )
     system = next(system for sign, system in _SIGNS.items() if sign in raw)
     for key, what in foreign.ELSEWHERE.items():
         if raw.get(key):
-            raise ConfigError(f"this file trains nothing; {what}", where=f"{path}: {key}")
+            raise ConfigError(f"this config is not for training: {what}", where=f"{path}: {key}")
     lines = _lines(path.read_text(encoding="utf-8-sig"), str(path))
     reading = _Reading(system, raw, lines, path, workers, dataset_info)
     reading.read()
@@ -142,8 +142,8 @@ class _Reading:
 
     def lose(self, key: str, why: str, value: Any = None) -> None:
         self.used.add(key)
-        told = json.dumps(self.raw.get(key, value), default=str, ensure_ascii=False)
-        self.lost.append(Lost(self.lines.get(key.partition(".")[0], 0), cut(f"{key}: {told}"), why))
+        given = json.dumps(self.raw.get(key, value), default=str, ensure_ascii=False)
+        self.lost.append(Lost(self.lines.get(key.partition(".")[0], 0), cut(f"{key}: {given}"), why))
 
     def read(self) -> None:
         """Everything, in the order in which one says it."""
@@ -163,7 +163,7 @@ class _Reading:
         families = (what for start, what in foreign.FAMILIES.items() if key.startswith(start))
         if absent := foreign.NOT_OURS.get(key) or next(families, None):
             if value is not False:
-                self.lose(key, f"not here: {absent}")
+                self.lose(key, f"not supported: {absent}")
         elif names.asks_nothing(key, value) and (target or key in names.OFF):
             return
         elif target is None and owner is not None:
@@ -194,24 +194,24 @@ class _Reading:
         stage, kind = self.get("stage", "rl"), self.get("finetuning_type")
         if stage not in (None, False, "sft", "pt"):
             raise ConfigError(
-                f"`{stage}` is not supervised fine-tuning, and finray does that alone",
+                f"`{stage}` is not supported: finray does supervised fine-tuning only",
                 where=f"{self.path}: line {self.lines.get('stage' if 'stage' in self.raw else 'rl', 0)}",
-                repair="docs/guide/extending.md shows how a task has a loss of its own",
+                repair="docs/guide/extending.md shows how to add a task with its own loss",
             )
         if kind not in (None, "lora", "full"):
             raise ConfigError(
-                f"`finetuning_type: {kind}` trains weights that finray cannot choose{did_you_mean(kind, ['lora'])}",
+                f"`finetuning_type: {kind}` is not supported{did_you_mean(kind, ['lora'])}",
                 where=f"{self.path}: line {self.lines.get('finetuning_type', 0)}",
-                repair="change it to lora or full, if that is what you want",
+                repair="use lora or full",
             )
         if self.get("reward_model") or self.get("process_reward_model"):
-            raise ConfigError("reward models are not trained here", where=f"{self.path}: reward_model")
+            raise ConfigError("finray does not train reward models", where=f"{self.path}: reward_model")
         self.used.update(("do_train", "do_predict", "do_eval"))
 
     def model(self) -> None:
         self.put("model.name", self.get("model_name_or_path", "base_model"))
         if self.get("trust_remote_code"):
-            self.lose("trust_remote_code", "set model.trust_remote_code if you have read the code that comes with it")
+            self.lose("trust_remote_code", "set model.trust_remote_code if you have read the model's code")
         bits = self.get("quantization_bit")
         if bits is None and (self.get("load_in_4bit") or self.raw.get("adapter") == "qlora"):
             bits = 4
@@ -224,11 +224,11 @@ class _Reading:
         self.used.update(("load_in_4bit", "load_in_8bit", "quantization_method"))
         attention = self.get("attn_implementation", "flash_attn")
         if attention in ("flash_attention_2", "fa2", True) or self.get("flash_attention"):
-            self.notes.append("attention is chosen by what is installed: FlashAttention 2 where it is")
+            self.notes.append("finray uses FlashAttention 2 if it is installed")
         elif attention not in (None, "auto", "sdpa", "eager", "disabled", False):
             self.lose(
                 self.key("attn_implementation", "flash_attn"),
-                "set `model.attention`; `auto` takes the fastest that is installed",
+                "set `model.attention`; `auto` uses the fastest that is installed",
             )
         if self.get("tokens"):
             self.put("model.new_tokens", self.raw["tokens"])
@@ -237,7 +237,7 @@ class _Reading:
         method = self.get("adapter") if self.system == AXOLOTL else self.get("finetuning_type")
         if self.system == AXOLOTL and method not in (None, "lora", "qlora"):
             raise ConfigError(
-                f"`adapter: {method}` is not here",
+                f"`adapter: {method}` is not supported",
                 where=f"{self.path}: line {self.lines['adapter']}",
                 repair="finray has LoRA, rsLoRA, DoRA and PiSSA: adapter.method",
             )
@@ -277,7 +277,7 @@ class _Reading:
                 self.put("data.train_on", "all")
         self.used.update(("eval_sample_packing", "eval_packing"))
         if not found:
-            raise ConfigError("names no data", where=f"{self.path}: dataset")
+            raise ConfigError("the config names no data", where=f"{self.path}: dataset")
         if len(found) == 1:
             for name, value in found[0].items():
                 self.put(f"data.{'train_split' if name == 'split' else name}", value)
@@ -295,7 +295,7 @@ class _Reading:
             if "split" in held[0]:
                 self.put("data.eval_split", held[0]["split"])
             if len(held) > 1:
-                self.notes.append("one source is evaluated on: data.eval_source")
+                self.notes.append("only one evaluation source is supported: data.eval_source")
         elif share and 0 < share < 1:
             self.put("data.eval_ratio", share)
         elif share:
@@ -306,7 +306,7 @@ class _Reading:
         return found if isinstance(found, list) else [found]
 
     def factory_source(self, name: str, limit: int | None) -> dict[str, Any]:
-        """A data set of LLaMA-Factory, by its name in `dataset_info.json`."""
+        """A dataset of LLaMA-Factory, by its name in `dataset_info.json`."""
         folder = self.raw.get("dataset_dir") or "data"
         table: dict[str, Any] = {}
         tables = [self.dataset_info] if self.dataset_info else []
@@ -368,7 +368,9 @@ class _Reading:
         elif isinstance(kind, Mapping):
             found |= self.axolotl_template(kind)
         elif kind is not None:
-            self.notes.append(f"datasets: type {kind} of {found['source']} is not known; its columns decide")
+            self.notes.append(
+                f"datasets: type {kind} of {found['source']} is unknown; the format is detected from the columns"
+            )
         if style and name != "chat_template":
             self.notes.append(f"datasets: type {kind} is taken as {name}")
         for there, here in (("name", "subset"), ("split", "split"), ("revision", "revision")):
@@ -377,19 +379,21 @@ class _Reading:
         for key in ("ds_type", "chat_template", "roles", "roles_to_train", "train_on_eos", "trust_remote_code"):
             about.pop(key, None)
         for key, value in about.items():
-            why = "not carried over" if key != "shards" else "a part of the rows is `data.train_split: train[:10%]`"
+            why = (
+                "not carried over" if key != "shards" else "for a part of the rows use `data.train_split: train[:10%]`"
+            )
             self.lose(f"datasets.{key}", why, value)
         return found
 
     def axolotl_template(self, kind: Mapping[str, Any]) -> dict[str, Any]:
         """A prompt of its own: names of columns, and how they are put together."""
         columns = {name: kind.get(f"field_{name}") or name for name in ("instruction", "input", "output")}
-        asked = str(kind.get("format") or "{instruction} {input}")
+        template = str(kind.get("format") or "{instruction} {input}")
         if kind.get("no_input_format"):
-            self.notes.append("datasets: no_input_format is left out; data.input_template is for all rows")
+            self.notes.append("datasets: no_input_format is ignored; data.input_template applies to all rows")
         for name, column in columns.items():
-            asked = asked.replace(f"{{{name}}}", f"{{{column}}}")
-        return {"input_template": asked, "output_template": f"{{{columns['output']}}}"}
+            template = template.replace(f"{{{name}}}", f"{{{column}}}")
+        return {"input_template": template, "output_template": f"{{{columns['output']}}}"}
 
     def train(self) -> None:
         per, times = self.get("per_device_train_batch_size", "micro_batch_size"), 1
@@ -399,7 +403,7 @@ class _Reading:
         if all(isinstance(one, int) and not isinstance(one, bool) for one in (per, times, self.workers)):
             self.put("train.global_batch_size", per * times * self.workers)
         if "ray_num_workers" not in self.raw:
-            self.notes.append(f"it says not on how many GPUs; {self.workers} here (--workers)")
+            self.notes.append(f"the number of GPUs is not in the file; using {self.workers} (--workers)")
         steps = self.get("max_steps")
         if steps is not None and steps > 0:
             self.put("train.max_steps", steps)
@@ -477,15 +481,15 @@ class _Reading:
             self.used.update(("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch"))
             self.used.update(("eval_batch_size", "per_device_eval_batch_size"))
         report = self.get("report_to")
-        asked = {str(one) for one in (report if isinstance(report, list) else [report] if report else [])}
+        trackers_named = {str(one) for one in (report if isinstance(report, list) else [report] if report else [])}
         if self.raw.get("wandb_project") or self.get("use_wandb"):
-            asked.add("wandb")
-        if "tensorboard" in asked:
+            trackers_named.add("wandb")
+        if "tensorboard" in trackers_named:
             self.put("tracking.tensorboard", True)
-        if trackers := sorted(asked & {"wandb", "mlflow"}):
+        if trackers := sorted(trackers_named & {"wandb", "mlflow"}):
             self.put("tracking.trackers", trackers)
-        if others := sorted(asked - {"wandb", "mlflow", "tensorboard", "none"}):
-            self.lose("report_to", f"not here: {', '.join(others)}")
+        if others := sorted(trackers_named - {"wandb", "mlflow", "tensorboard", "none"}):
+            self.lose("report_to", f"not supported: {', '.join(others)}")
         if self.get("use_tensorboard"):
             self.put("tracking.tensorboard", True)
         self.put("tracking.log_every", max(1, int(self.get("logging_steps"))))
@@ -500,7 +504,7 @@ class _Reading:
         if isinstance(times, int | float) and times > 0:
             self.put(f"{section}.every_epochs", 1 / times, f"{kind}s_per_epoch")
         elif strategy == "best":
-            self.notes.append("each new best model is saved: checkpoint.keep_best")
+            self.notes.append("use checkpoint.keep_best, which saves every new best model")
         elif isinstance(every, int) and every >= 1:
             self.put(f"{section}.every_steps", every, f"{kind}_steps")
         elif every is not None:
@@ -512,7 +516,7 @@ class _Reading:
         if file := self.get("deepspeed"):
             stage = re.search(r"z(?:ero)?_?([0-3])", Path(str(file)).name)
             if stage is None or stage[1] == "0":
-                self.lose("deepspeed", "DDP takes its place: parallel.strategy")
+                self.lose("deepspeed", "use DDP instead: parallel.strategy")
             else:
                 self.put("parallel.strategy", "deepspeed")
                 self.put("parallel.zero_stage", int(stage[1]))
@@ -546,7 +550,7 @@ class _Reading:
                 value = self.out[section].pop(name)
                 key = self.origin.get(f"{section}.{name}") or name
                 why = error.problems[0].partition(": ")[2] or error.message
-                self.lose(key, f"not here: {why}", value)
+                self.lose(key, f"not supported: {why}", value)
         ordered = {one: self.out[one] for one in Config.model_fields if self.out.get(one)}
         return Converted(self.system, ordered, sorted(self.lost, key=lambda one: one.line), self.notes)
 

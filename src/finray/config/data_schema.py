@@ -31,7 +31,7 @@ class SourceConfig(Section):
     field_mapping: dict[str, str] | None = Field(None, description="As `data.field_mapping`.")
     input_template: str | None = Field(None, description="As `data.input_template`.")
     output_template: str | None = Field(None, description="As `data.output_template`.")
-    system: str | None = Field(None, description="As `data.system`; an empty text is none.")
+    system: str | None = Field(None, description="As `data.system`; an empty string means none.")
     weight: float | None = Field(None, gt=0, description="Share of the mixed rows, relative to the other weights.")
     count: Annotated[int, Field(ge=1, le=100_000_000)] | None = Field(
         None, description="Rows of this source per epoch, instead of `weight`."
@@ -62,7 +62,7 @@ class DataConfig(Section):
     train_split: str = Field(
         "train", description="Named split used for training, optionally a slice: `train[:1%]`, `train[100:200]`."
     )
-    eval_source: str | None = Field(None, description="A second source that is used for evaluation only.")
+    eval_source: str | None = Field(None, description="A second source, used only for evaluation.")
     eval_split: str | None = Field(
         None,
         description="Named split used for evaluation, of `data.eval_source` if that is set, else of `data.source`.",
@@ -97,12 +97,13 @@ class DataConfig(Section):
     )
     tool_format: Literal["plain", "hermes", "llama3"] = Field(
         "plain",
-        description="How tools and calls are written if the chat template knows none: schemas alone (`plain`), or with "
-        "instructions and calls in tags as Hermes and Qwen write them (`hermes`), or as Llama 3.1 does (`llama3`).",
+        description="How tools and calls are written if the chat template does not support them: only schemas "
+        "(`plain`), with instructions and calls in tags as in Hermes and Qwen (`hermes`), or as in Llama 3.1 "
+        "(`llama3`).",
     )
     converter: str | None = Field(
         None,
-        description="Your own function, `package.module:function`, that turns a row into a row of one of the formats.",
+        description="Your own function, `package.module:function`, that converts a row to one of the formats.",
     )
     train_on: Literal["completion", "assistant", "last_assistant", "all"] = Field(
         "completion",
@@ -111,7 +112,7 @@ class DataConfig(Section):
         "supervised.",
     )
     max_length: Annotated[int, Field(ge=8, le=2**24)] = Field(
-        1024, description="Maximum tokens of a row, and of a pack."
+        1024, description="Maximum number of tokens in a row, and in a pack."
     )
     on_too_long: Literal["truncate", "drop", "error"] = Field(
         "truncate",
@@ -164,8 +165,8 @@ class PrepareConfig(Section):
 
     num_workers: PositiveInt | None = Field(
         None,
-        description="Processes that tokenise: the one that was started, and Ray workers beside it. 1 never uses Ray; "
-        "null adds a worker for each spare CPU where so much is left to do that it is worth starting them.",
+        description="Number of processes that tokenise: the driver and Ray workers. 1 never uses Ray; null adds a "
+        "worker for each free CPU if there is enough work left.",
     )
     dir: str | None = Field(
         None,
@@ -173,7 +174,7 @@ class PrepareConfig(Section):
     )
     local_dir: str | None = Field(
         None,
-        description="Where workers cache files of a remote `prepare.dir`. null is the cache directory of the user.",
+        description="Where workers cache files of a remote `prepare.dir`. null is the user's cache directory.",
     )
     max_row_bytes: PositiveInt = Field(
         8_000_000, description="Largest row of a JSON or CSV file. A larger row is treated as a bad row."

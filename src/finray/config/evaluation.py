@@ -18,29 +18,31 @@ class ScoringConfig(Section):
     )
     encoder_layer: PositiveInt | None = Field(
         None,
-        description="`bertscore`: the layer that is compared. null takes the one that bert-score takes where finray "
-        "knows it, else the last.",
+        description="`bertscore`: the layer to compare. null uses bert-score's choice if finray knows it, else the "
+        "last layer.",
     )
     choices: list[str] = Field(
         default_factory=list,
-        description="`multiple_choice`: possible answers to every row, where rows have no column `choices`.",
+        description="`multiple_choice`: possible answers for every row, if rows have no column `choices`.",
     )
     checker: str | None = Field(
         None,
-        description="`pass_at_k`: your function that says whether an answer is right, as `package.module:function`. It "
-        "is given the answer and the source row.",
+        description="`pass_at_k`: your function that decides whether an answer is correct, as "
+        "`package.module:function`. It receives the answer and the source row.",
     )
     run_code: bool = Field(
         False,
-        description="`pass_at_k`: call the checker, which runs what a model wrote. Each call is a process of its own "
-        "with limits of time and memory; it is no sandbox.",
+        description="`pass_at_k`: allow calling the checker, which runs code that a model wrote. Each call is a "
+        "separate process with limits on time and memory; it is not a sandbox.",
     )
-    k: PositiveInt = Field(1, description="`pass_at_k`: tries of which one must be right.")
+    k: PositiveInt = Field(1, description="`pass_at_k`: number of attempts of which at least one must be correct.")
     attempts: PositiveInt = Field(
-        1, description="`pass_at_k`: answers to each prompt, at least `k`; several need a temperature above 0."
+        1,
+        description="`pass_at_k`: number of answers per prompt, at least `k`; more than one needs a temperature "
+        "above 0.",
     )
-    seconds: float = Field(10.0, gt=0, description="`pass_at_k`: time for one answer.")
-    memory_mb: PositiveInt = Field(2048, description="`pass_at_k`: memory for one answer, in MiB.")
+    seconds: float = Field(10.0, gt=0, description="`pass_at_k`: time limit per answer.")
+    memory_mb: PositiveInt = Field(2048, description="`pass_at_k`: memory limit per answer, in MiB.")
 
 
 class EarlyStoppingConfig(Section):
@@ -50,8 +52,7 @@ class EarlyStoppingConfig(Section):
     min_gain: float = Field(
         0.0,
         ge=0,
-        description="By how much `evaluation.metric` must be better than its best value (a loss lower, an accuracy "
-        "higher) to count as an improvement.",
+        description="Smallest change of `evaluation.metric` over its best value that counts as an improvement.",
     )
 
 
@@ -59,23 +60,23 @@ class EvaluationConfig(Section):
     """Evaluation during training, and `finray evaluate` after it."""
 
     every_steps: PositiveInt | None = Field(
-        None, description="Optimizer steps between evaluations. null evaluates at the start and at the end only."
+        None, description="Optimizer steps between evaluations. null evaluates only at the start and at the end."
     )
     every_epochs: float | None = Field(
         None,
         gt=0,
-        description="Passes over the data between evaluations, such as 1 or 0.25. Where it is set, `every_steps` is "
-        "not used.",
+        description="Passes over the data between evaluations, such as 1 or 0.25. If it is set, `every_steps` is "
+        "ignored.",
     )
     on_start: bool = Field(
         True,
-        description="Also evaluate before the first step: the loss of the model that training starts from. It has no "
-        "part in `early_stopping` and the best checkpoint.",
+        description="Also evaluate before the first step: the loss of the base model. It does not count for "
+        "`early_stopping` and the best checkpoint.",
     )
     mode: Literal["inline", "async"] = Field(
         "inline",
-        description="Who evaluates: the training workers, between two steps (`inline`), or a Ray task with the "
-        "checkpoint just written, on what one worker more would have, while training goes on (`async`).",
+        description="Where to evaluate: in the training workers between two steps (`inline`), or in a Ray task that "
+        "loads the checkpoint just written, with the resources of one more worker, while training continues (`async`).",
     )
     early_stopping: EarlyStoppingConfig | None = Field(
         None,
@@ -84,29 +85,29 @@ class EvaluationConfig(Section):
     metric: str | None = Field(
         None,
         description="The metric that chooses the best checkpoint (`checkpoint.keep_best`, `final/`) and stops a run "
-        "early: one of the task's, such as `eval_loss` or `perplexity`, or, with `generate_rows`, one of `metrics`. "
-        "null is the task's own choice (`eval_loss`).",
+        "early: one of the task's metrics, such as `eval_loss` or `perplexity`, or, with `generate_rows`, one of "
+        "`metrics`. null is the task's default (`eval_loss`).",
     )
     metric_mode: Literal["min", "max"] | None = Field(
         None,
-        description="Whether less (`min`) or more (`max`) of `metric` is better. null goes by its name: less is better "
-        "of a loss, a perplexity and an error, more of everything else.",
+        description="Whether a lower (`min`) or a higher (`max`) value of `metric` is better. null decides by name: "
+        "lower for a loss, a perplexity or an error, higher for everything else.",
     )
     metrics: list[Annotated[str, AfterValidator(named("finray.metrics"))]] = Field(
         default_factory=lambda: ["exact_match"],
         description="Scores of answers, by name or as `package.module:function`: in `finray evaluate`, and in training "
         "with `generate_rows`.",
     )
-    scoring: ScoringConfig | None = Field(None, description="Settings of single scores: `{encoder: roberta-large}`.")
+    scoring: ScoringConfig | None = Field(None, description="Options of individual scores: `{encoder: roberta-large}`.")
     max_rows: PositiveInt | None = Field(
         None,
-        description="Evaluate a sample of at most this many rows: the same at every evaluation, chosen by `run.seed`. "
-        "A larger sample holds the rows of a smaller one.",
+        description="Evaluate a sample of at most this many rows: the same at every evaluation, drawn with "
+        "`run.seed`. A larger sample contains the smaller one.",
     )
     generate_rows: PositiveInt | None = Field(
         None,
-        description="Held-out prompts that the model answers, greedily, at each evaluation in training. `metrics` of "
-        "the answers then stand beside the loss. null answers none.",
+        description="Number of held-out prompts that the model answers (greedily) at each evaluation during "
+        "training, to compute `metrics` in addition to the loss. null answers none.",
     )
     max_new_tokens: PositiveInt = Field(128, description="Maximum tokens generated per answer.")
     batch_size: PositiveInt = Field(16, description="`finray evaluate`: prompts per batch.")

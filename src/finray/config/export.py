@@ -20,29 +20,29 @@ def hub_id(value: str) -> str:
     """
     if not all(re.fullmatch(_NAME, part) for part in value.split("/")) or value.count("/") > 1:
         raise ValueError(
-            f"`{value}` is no name of a model on the Hub: OWNER/NAME, each of letters, digits, `-`, `_` and `.`, and "
-            "neither `--` nor `..`"
+            f"`{value}` is not a model name on the Hub: write OWNER/NAME, with letters, digits, `-`, `_` and `.`, "
+            "but no `--` or `..`"
         )
     return value
 
 
 class ExportConfig(Section):
-    """What is published of the run. The token is read from `HF_TOKEN`, or from where `hf auth login` keeps it."""
+    """What is pushed to the Hugging Face Hub, with the token from `HF_TOKEN` or `hf auth login`."""
 
     push_to_hub: str | None = Field(
         None,
-        description="Model on the Hub, `OWNER/NAME`, to which the finished model is pushed. It is made if it is not "
-        "there. Whether that is allowed is asked before the training starts.",
+        description="Model on the Hub, `OWNER/NAME`, to push the finished model to. It is created if it does not "
+        "exist. Permission is checked before the training starts.",
     )
     push_every_checkpoint: bool = Field(
         False,
         description="Push each checkpoint, with its training state, to `last-checkpoint/` of that model, in the "
-        "background. A failure is said and does not stop the training.",
+        "background. A failure is a warning and does not stop the training.",
     )
     merged: bool = Field(False, description="Push the adapter merged into its base, in bf16, instead of the adapter.")
-    public: bool = Field(False, description="Make the model public. Else it is private.")
+    public: bool = Field(False, description="Make the model public. By default it is private.")
     base_model: str | None = Field(
-        None, description="The base model's name on the Hub, `OWNER/NAME`, where `model.name` is a local directory."
+        None, description="The base model's name on the Hub, `OWNER/NAME`, if `model.name` is a local directory."
     )
 
     @field_validator("push_to_hub", "base_model")
@@ -53,5 +53,5 @@ class ExportConfig(Section):
     @model_validator(mode="after")
     def _has_effect(self) -> ExportConfig:
         if self.push_to_hub is None and self != type(self).model_construct():
-            raise ValueError("export: nothing is pushed without export.push_to_hub; set it to OWNER/NAME")
+            raise ValueError("export: set export.push_to_hub to OWNER/NAME; without it nothing is pushed")
         return self

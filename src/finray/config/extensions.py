@@ -74,7 +74,10 @@ def load_named(group: str, name: str, *, where: str) -> Any:
     Raises:
         ConfigError: there is no such thing, or importing it fails.
     """
-    known = {**{point.name: point.value for point in entry_points(group=group)}, **TABLES[group]}
+    known = TABLES[group]
+    if name not in known and ":" not in name:
+        # It reads a file of every installed package.
+        known = {**{point.name: point.value for point in entry_points(group=group)}, **known}
     path = known.get(name, name)
     if ":" not in path:
         raise ConfigError(
@@ -88,7 +91,7 @@ def load_named(group: str, name: str, *, where: str) -> Any:
 
 
 def imported(path: str, *, where: str, repair: str) -> Any:
-    """What ``package.module:Name`` names. The module is somebody's code, and may do anything when it is imported.
+    """The object that ``package.module:Name`` names. The module is third-party code, and may do anything when imported.
 
     Raises:
         ConfigError: there is no such thing, or importing it fails.
@@ -96,7 +99,7 @@ def imported(path: str, *, where: str, repair: str) -> Any:
     module_name, _, attribute = path.partition(":")
     try:
         if not module_name or not attribute:
-            raise ImportError("a module and a name in it are needed")
+            raise ImportError("write package.module:Name")
         return getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "

@@ -33,11 +33,12 @@ FREE = (
     "prepare.local_dir",
 )
 
-# Training goes on with the same prepared rows alone, which says more of a format than its name: `auto` may come to what
-# is named now, and a run from before `auto` read prompts and completions as chat goes on with `prompt_completion`.
+# Training continues with the same prepared rows alone, which says more of a format than its name: `auto` may come to
+# what is named now, and a run from before `auto` read prompts and completions as chat continues with
+# `prompt_completion`.
 _GUARDED = ("data.format",)
 
-# How long a run is. It may be made longer: the order of the data goes on without an end.
+# How long a run is. It may be made longer: the order of the data continues without an end.
 LENGTH = ("train.epochs", "train.max_steps")
 
 

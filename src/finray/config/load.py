@@ -22,6 +22,8 @@ from finray.limits import cut, shown
 PRESET_KEY = "preset"
 # The config of a command, or of a call, that names none.
 DEFAULT_FILE = "finray.yaml"
+# The copy that a run directory keeps.
+_RUNS_CONFIG = "config.yaml"
 # The field that a mapping gives where it gives a section a name instead of fields.
 _NAMED_BY = {"model": "name", "data": "source", "adapter": "method", "run": "name"}
 # How like a field of another section a name must be: below this, suggestions mislead (`stage`: `parallel.zero_stage`).
@@ -35,7 +37,7 @@ _SOURCE_FIELDS = frozenset(SourceConfig.model_fields).union(
 )
 
 
-# A config is a page or two. What is larger than this is not one, or is made to fill the memory of whoever reads it.
+# A config is a page or two. Anything larger is not a config, or is meant to exhaust memory.
 _MAX_BYTES = 1_000_000
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
@@ -44,7 +46,7 @@ _MAX_PROBLEMS = 60
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with limits of depth and of what aliases come to.
+    """PyYAML's safe loader, with limits on depth and on the expansion of aliases.
 
     PyYAML silently keeps the last of two equal keys; here a duplicate key is an error.
     """
@@ -81,7 +83,7 @@ class _Loader(yaml.SafeLoader):
                 raise ConfigError(
                     f"duplicate key `{cut(key.value)}`",
                     where=f"{mark.name}:{mark.line + 1}",
-                    repair="keep one of the two",
+                    repair="keep one of them",
                 )
             seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
@@ -93,14 +95,16 @@ def _expanded(node: yaml.Node, sizes: dict[int, int]) -> int:
         return 1
     if id(node) in sizes:
         if not sizes[id(node)]:
-            raise yaml.MarkedYAMLError(problem="an alias refers to what it is in", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="an alias refers to a value that contains it", problem_mark=node.start_mark
+            )
         return sizes[id(node)]
     sizes[id(node)] = 0
     inside = node.value if isinstance(node, yaml.SequenceNode) else [one for pair in node.value for one in pair]
     total = 1 + sum(_expanded(one, sizes) for one in inside)
     if total > _MAX_VALUES:
         raise yaml.MarkedYAMLError(
-            problem=f"its aliases come to more than {_MAX_VALUES:,} values", problem_mark=node.start_mark
+            problem=f"its aliases expand to more than {_MAX_VALUES:,} values", problem_mark=node.start_mark
         )
     sizes[id(node)] = total
     return total
@@ -119,7 +123,7 @@ def parse_yaml(text: str, *, name: str) -> Any:
     mark = None
     try:
         if len(text) > _MAX_BYTES:
-            raise ValueError(f"it has {len(text):,} characters; a config has at most {_MAX_BYTES:,}")
+            raise ValueError(f"it has {len(text):,} characters; the limit is {_MAX_BYTES:,}")
         loader = _Loader(text)
         loader.name = name
         try:
@@ -166,16 +170,15 @@ def load_config(config: ConfigLike = None, overrides: Overrides = (), **changed:
     elif config is not None:
         kind = type(config).__name__
         raise ConfigError(
-            f"a {kind} is no config",
+            f"a {kind} is not a config",
             where="config",
-            repair="give a YAML file, the name of a preset or a mapping of sections; rows are given as data=...",
+            repair="pass a YAML file, a preset name or a mapping of sections; pass rows as data=...",
         )
     problems = [problem for one in values for path, value in one.items() for problem in _set(raw, str(path), value)]
     notes: list[str] = []
     if not isinstance(config, Config):
         raw, notes = replicas.from_replicas(raw)
-        named = any(text.partition("=")[0].strip() in ("run.name", "run") for text in texts)
-        notes += replicas.from_environment(raw, named=named)
+        notes += replicas.from_environment(raw, given=[text.partition("=")[0].strip() for text in texts])
     found = build_config(raw, overrides=texts, source=source, problems=problems)
     return found.with_notes(config.notes if isinstance(config, Config) else notes)
 
@@ -234,12 +237,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"the config file does not exist{did_you_mean(str(path), preset_names())}",
             where=str(path),
-            repair="`finray init` writes a starter file; `finray config presets` lists what comes with finray",
+            repair="`finray init` writes a starter file; `finray config presets` lists the presets",
         ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
+        if (path / _RUNS_CONFIG).is_file():
+            raise ConfigError(
+                "this is the directory of a run, not a config file",
+                where=str(path),
+                repair=f"give the config that it was started with, or its copy {path / _RUNS_CONFIG}",
+            ) from None
         raise ConfigError(
-            f"the config file cannot be read: {reason}", where=str(path), repair="name a YAML file, in UTF-8"
+            f"the config file cannot be read: {reason}", where=str(path), repair="give a YAML file in UTF-8"
         ) from None
     data = parse_yaml(text, name=str(path))
     if data is None:
@@ -355,7 +364,7 @@ def _problems(error: ValidationError) -> list[str]:
                 reason = f"missing ({field.description})" if field is not None and len(keys) > 1 else "missing"
             case "model_type" | "dict_type":
                 own = f" (did you mean `{path}.{_NAMED_BY[path]}`?)" if path in _NAMED_BY else ""
-                reason = f"must be a section with fields, got {shown(item['input'])}{own}"
+                reason = f"must be a section with fields; got {shown(item['input'])}{own}"
             case "value_error":
                 # A rule over several fields names the field itself.
                 path = "" if reason.startswith(f"{path}.") else path
@@ -365,7 +374,7 @@ def _problems(error: ValidationError) -> list[str]:
             reasons[path].append(reason)
     # The branches of a union fail one by one.
     found = [f"{path}: {', or '.join(each)}" if path else ", or ".join(each) for path, each in reasons.items()]
-    return found + ([f"unknown keys that ask for nothing, and can go: {', '.join(nothing)}"] if nothing else [])
+    return found + ([f"unknown keys without effect, which can be removed: {', '.join(nothing)}"] if nothing else [])
 
 
 def _suggest_value(path: str, item: Mapping[str, Any]) -> str:

@@ -10,19 +10,19 @@ from collections.abc import Iterable
 
 from finray.errors import did_you_mean
 
-_BATCH = "`train.global_batch_size` counts the rows of a step, `train.micro_batch_size` those of a forward pass"
+_BATCH = "`train.global_batch_size` is the batch of an optimizer step, `train.micro_batch_size` that of a forward pass"
 _FOLLOWS = "it follows from `train.global_batch_size`, `train.micro_batch_size` and `cluster.num_workers`"
 _SAME_COMMAND = "not needed: the same command continues a run, `--fresh` starts over"
 _NOT_NEEDED = "not needed: unused columns are ignored, and rows are packed instead of padded"
-_READ_AHEAD = "not needed: the rows of the next step are read during this one"
+_READ_AHEAD = "not needed: the next step's rows are loaded in the background"
 _SFT = "not needed: finray does supervised fine-tuning"
 _SAFE = "not needed: weights are written as safetensors"
-_PLACED = "not needed: Ray Train places the workers and connects them"
-_TOKENIZERS = "not needed: Transformers finds the class by the model's files"
-_PUBLISHED = "not here: publish what `finray export` writes"
-_NOT_HERE = "not here: `docs/guide/extending.md` shows how a task has a loss of its own"
-_FLASH = "not needed: `model.attention: auto` takes FlashAttention where it is installed"
-_LIGER = "`train.liger` turns all of Liger's kernels on"
+_PLACED = "not needed: Ray Train starts and connects the workers"
+_TOKENIZERS = "not needed: Transformers chooses the class from the model's files"
+_PUBLISHED = "not supported: publish the output of `finray export`"
+_NOT_HERE = "not supported: `docs/guide/extending.md` shows how to add a task with its own loss"
+_FLASH = "not needed: `model.attention: auto` uses FlashAttention if it is installed"
+_LIGER = "`train.liger` enables all of Liger's kernels"
 _INTERVAL = "`epoch`: `{path}.every_epochs: 1`; `steps`: `{path}.every_steps`"
 _SCHEDULED = "set `{path}` to a number of steps"
 
@@ -34,8 +34,8 @@ NAMES: dict[str, str] = {
     "model_id": "model.name",
     "model_revision": "model.revision",
     "revision_of_model": "model.revision",
-    "tokenizer_name_or_path": "not needed: the tokenizer is the model's",
-    "tokenizer_config": "not needed: the tokenizer is the model's",
+    "tokenizer_name_or_path": "not needed: the model's tokenizer is used",
+    "tokenizer_config": "not needed: the model's tokenizer is used",
     "attn_implementation": "model.attention",
     "flash_attn": "model.attention",
     "flash_attention": _FLASH,
@@ -48,7 +48,7 @@ NAMES: dict[str, str] = {
     "quantization_method": "model.quantization",
     "add_tokens": "model.new_tokens",
     "new_special_tokens": "model.new_tokens",
-    "special_tokens": "not needed: the model's own are taken; `model.new_tokens` adds more",
+    "special_tokens": "not needed: the model's own are used; `model.new_tokens` adds more",
     "tokens": "model.new_tokens",
     "eager_attention": "model.attention",
     "sdp_attention": "model.attention",
@@ -88,8 +88,8 @@ NAMES: dict[str, str] = {
     "adapter_name_or_path": "adapter.start_from",
     "lora_model_dir": "adapter.start_from",
     "init_lora_weights": "`adapter.method` has `pissa` and others",
-    "create_new_adapter": "not needed: `adapter.start_from` goes on with an adapter, without it a new one begins",
-    "lora_fan_in_fan_out": "not needed: the kind of a layer says it",
+    "create_new_adapter": "not needed: `adapter.start_from` continues from an adapter; otherwise a new one is created",
+    "lora_fan_in_fan_out": "not needed: it follows from the type of the layer",
     "unfrozen_parameters": "`adapter.method: none` trains all weights",
     # data
     "dataset": "data.source",
@@ -143,11 +143,11 @@ NAMES: dict[str, str] = {
     "field_messages": "data.field_mapping",
     "message_property_mappings": "data.field_mapping",
     "default_system_message": "data.system",
-    "train_on_eos": "not needed: the token that ends an answer is learned",
-    "train_on_eot": "not needed: the token that ends an answer is learned",
+    "train_on_eos": "not needed: the end-of-turn token is always trained on",
+    "train_on_eot": "not needed: the end-of-turn token is always trained on",
     "streaming": "not needed: data are prepared in parts, and read from disk during training",
     "shuffle_merged_datasets": "not needed: rows are shuffled by `run.seed`",
-    "overwrite_cache": "not needed: changed data are prepared anew; `finray cache` shows and removes what there is",
+    "overwrite_cache": "not needed: changed data are prepared again; `finray cache` lists and removes prepared data",
     "dataloader_pin_memory": _READ_AHEAD,
     "dataloader_prefetch_factor": _READ_AHEAD,
     # optimisation
@@ -188,7 +188,7 @@ NAMES: dict[str, str] = {
     "pure_bf16": "`train.precision: bf16-true` with `adapter.method: none`",
     "bfloat16": "train.precision: bf16",
     "float16": "train.precision: fp16",
-    "tf32": "not needed: `train.precision` is all that there is",
+    "tf32": "not needed: only `train.precision` sets it",
     "gradient_checkpointing_kwargs": "train.gradient_checkpointing",
     "use_gradient_checkpointing": "train.gradient_checkpointing",
     "disable_gradient_checkpointing": "train.gradient_checkpointing",
@@ -199,9 +199,9 @@ NAMES: dict[str, str] = {
     "liger_rms_norm_gated": _LIGER,
     "liger_glu_activation": _LIGER,
     "liger_fused_linear_cross_entropy": _LIGER,
-    "cut_cross_entropy": "not needed: logits are made in chunks, and none without a label",
+    "cut_cross_entropy": "not needed: logits are computed in chunks, and only where there is a label",
     "label_smoothing_factor": _NOT_HERE,
-    "neftune_noise_alpha": "not here: no noise is added to embeddings",
+    "neftune_noise_alpha": "not supported: finray adds no noise to embeddings",
     # run, checkpoints, evaluation, logging
     "run_name": "run.name",
     "data_seed": "run.seed",
@@ -246,7 +246,7 @@ NAMES: dict[str, str] = {
     "use_tensorboard": "tracking.tensorboard",
     "save_safetensors": _SAFE,
     "save_only_model": _SAME_COMMAND,
-    "push_to_hub": "the name of a model under `export`, or `finray push` after the run",
+    "push_to_hub": "set a model name under `export`, or use `finray push` after the run",
     "hub_model_id": "export.push_to_hub",
     "hub_strategy": "`end`: `export.push_to_hub`; `checkpoint`: `export.push_every_checkpoint`",
     "export_dir": _PUBLISHED,
@@ -262,7 +262,7 @@ NAMES: dict[str, str] = {
     "device_map": _PLACED,
     "ddp_timeout": _PLACED,
     "ddp_find_unused_parameters": _PLACED,
-    "use_ray": "not needed: every run is on Ray",
+    "use_ray": "not needed: every run uses Ray",
     "ray_run_name": "run.name",
     "ray_storage_path": "run.output_dir",
     "ray_init_kwargs": "cluster.address",
@@ -322,7 +322,7 @@ def value_here(value: object, known: Iterable[str]) -> str:
     """What a value of another system, or one that is misspelt, is here, as a hint; empty where it is like none."""
     names = [*known]
     found = VALUES.get(str(value), "")
-    return f" (here: `{found}`)" if found in names else did_you_mean(str(value), names)
+    return f" (in finray: `{found}`)" if found in names else did_you_mean(str(value), names)
 
 
 def asks_nothing(name: str, value: object) -> bool:
@@ -337,13 +337,13 @@ def called_here(name: str, value: object = None) -> str:
     """What a setting of another system is here, as a hint behind a message; empty where it is not known."""
     found = OFF.get(name) if value is False else None
     found = found or NAMES.get(name, "")
-    return f" (here: `{found}`)" if _is_field(found) else f" ({found})" if found else ""
+    return f" (in finray: `{found}`)" if _is_field(found) else f" ({found})" if found else ""
 
 
 def names_markdown() -> str:
     """The table for the guide."""
     rows = [f"| `{name}` | {f'`{found}`' if _is_field(found) else found} |" for name, found in sorted(NAMES.items())]
-    return "\n".join(["| there | here |", "|---|---|", *rows]) + "\n"
+    return "\n".join(["| their name | in finray |", "|---|---|", *rows]) + "\n"
 
 
 def _is_field(found: str) -> bool:

@@ -15,7 +15,7 @@ _VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abpr]-[A-Za-z0-9-]{10,})\b"
 )
-# What is asked of a URL that somebody has signed, or has put a key into.
+# Query parameters of signed URLs, or URLs that contain a key.
 _URL_QUERY = re.compile(
     r"(?<=\?)[^\s'\"<>#]*\b(?:[\w-]*(?:signature|security-token|credential)|sig|(?:access_?)?token|api_?key|key|secret)=[^\s'\"<>#]*",
     re.I,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import Any
 
 from finray.config.environment import set_default
@@ -65,6 +65,8 @@ def from_replicas(
             notes.append(f"{name} is taken from config_map; an exported variable keeps it out of files")
         elif name == RUN_NAME:
             environ_name(found, text, notes, where=f"config_map.{RUN_NAME}")
+        elif name == RESULT:
+            environ_result(found, text, notes, where=f"config_map.{RESULT}")
         else:
             kept[str(name)] = text
     if kept:
@@ -79,25 +81,31 @@ def from_replicas(
     return found, notes
 
 
-def from_environment(raw: dict[str, Any], environ: Mapping[str, str] = os.environ, *, named: bool = False) -> list[str]:
+def from_environment(
+    raw: dict[str, Any], environ: Mapping[str, str] = os.environ, *, given: Collection[str] = ()
+) -> list[str]:
     """Put `RUN_NAME` and `RESULT_MODEL_ID` of the environment into a config that says neither; what is to be said.
 
     Args:
         raw: the content of a config.
         environ: environment variables.
-        named: whether something else names the run.
+        given: fields that overrides set.
     """
     notes: list[str] = []
-    if environ.get(RUN_NAME, "").strip() and not named:
+    if environ.get(RUN_NAME, "").strip() and not {"run", "run.name"} & set(given):
         environ_name(raw, environ[RUN_NAME], notes, where=RUN_NAME)
-    cluster = raw.get("cluster")
-    kept = (cluster.get("env") if isinstance(cluster, Mapping) else None) or {}
-    result = environ.get(RESULT, "").strip() or (kept.get(RESULT) if isinstance(kept, Mapping) else None)
-    if result:
-        notes.append(f"{RESULT}={result}: finray uploads nothing yet; `finray export` writes what belongs there")
-        if isinstance(kept, Mapping) and isinstance(cluster, Mapping | None):
-            raw["cluster"] = {**(cluster or {}), "env": {**kept, RESULT: result}}
+    if (result := environ.get(RESULT, "").strip()) and not {"export", "export.push_to_hub"} & set(given):
+        environ_result(raw, result, notes, where=RESULT)
     return notes
+
+
+def environ_result(raw: dict[str, Any], text: str, notes: list[str], *, where: str) -> None:
+    """Take a text for the model on the Hub to which the result is pushed, if the config has none."""
+    export = raw.get("export")
+    if (export is not None and not isinstance(export, Mapping)) or (export or {}).get("push_to_hub") is not None:
+        return
+    raw["export"] = {**(export or {}), "push_to_hub": text}
+    notes.append(f"{where}: the finished model is pushed to {text}, unless export.push_to_hub says otherwise")
 
 
 def environ_name(raw: dict[str, Any], text: str, notes: list[str], *, where: str) -> None:
@@ -115,7 +123,7 @@ def environ_name(raw: dict[str, Any], text: str, notes: list[str], *, where: str
 def _mapping(raw: Mapping[str, Any], key: str, above: str = "") -> dict[str, Any]:
     value = raw.get(key) or {}
     if not isinstance(value, Mapping):
-        raise ConfigError(f"must be a section with fields, got {shown(value)}", where=f"{above}{key}")
+        raise ConfigError(f"must be a section with fields; got {shown(value)}", where=f"{above}{key}")
     return dict(value)
 
 

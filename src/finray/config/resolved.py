@@ -1,4 +1,4 @@
-"""What every ``auto`` of a config comes to, worked out once by the driver and handed to everybody."""
+"""The resolved value of every ``auto`` in a config, computed once by the driver and passed to all processes."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ def with_start(config: Config) -> Config:
     folder = next((one for one in (path, path / "final") if (one / SETTINGS).is_file()), None)
     if folder is None:
         raise ConfigError(
-            "there is no adapter",
+            "the directory holds no adapter",
             where=f"adapter.start_from={path}",
-            repair=f"name a directory with `{SETTINGS}`, or a finished run",
+            repair=f"give a directory with `{SETTINGS}`, or a finished run",
         )
     settings, notes = read_settings(folder), read_notes(folder)
     _require_plain_lora(settings, where=f"adapter.start_from={folder}")
@@ -56,7 +56,7 @@ def with_start(config: Config) -> Config:
     compared.append(("model.revision", config.model.revision, revision, SETTINGS))
     problems = [
         ConfigError(
-            f"the configuration says {ours}, the adapter to continue from says {their}",
+            f"the config says {ours}, but the adapter to continue from has {their}",
             where=f"{field}, {folder / file}",
             repair=f"leave out {field}, or start a new adapter",
         )
@@ -68,7 +68,7 @@ def with_start(config: Config) -> Config:
         raise problems[0]
     if problems:
         raise ConfigError(
-            f"{len(problems)} fields contradict the adapter to continue from",
+            f"{len(problems)} fields differ from the adapter to continue from",
             problems=tuple(str(problem) for problem in problems),
         )
     adapter = config.adapter.model_copy(update={**theirs, "start_from": str(folder)})

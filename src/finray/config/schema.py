@@ -51,7 +51,7 @@ class RunConfig(Section):
         "(`~/.cache/finray/runs`).",
     )
     seed: int = Field(
-        17, ge=0, lt=2**63, description="Seed of everything random: data order, splits, dropout, new weights."
+        17, ge=0, lt=2**63, description="Seed for everything random: data order, splits, dropout, new weights."
     )
 
     @field_validator("name")
@@ -71,7 +71,7 @@ class RunConfig(Section):
         if not value.strip() or re.match(r"https?://", value):
             raise ValueError("must be a directory, or a URL that can be written to (`s3://bucket/path`)")
         if re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*/*", value) and not value.startswith(("file://", "memory://")):
-            raise ValueError("names a bucket alone: put a folder behind it (`s3://bucket/runs`)")
+            raise ValueError("names only a bucket: add a folder (`s3://bucket/runs`)")
         return value
 
     @field_validator("local_dir")
@@ -85,7 +85,7 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """Which model is trained."""
 
-    name: str = Field(description="A model directory, a `.gguf` file, or a Hugging Face model id.")
+    name: str = Field(description="A model directory, a `.gguf` file, or a model id on the Hugging Face Hub.")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     task: Annotated[str, AfterValidator(named("finray.tasks"))] = Field(
         "causal_lm",
@@ -99,7 +99,7 @@ class ModelConfig(Section):
     )
     attention: Literal["auto", "packed", "flash_attention_2"] = Field(
         "auto",
-        description="Attention over packed rows. `auto` is FlashAttention 2 on a GPU where it is installed, else "
+        description="Attention over packed rows. `auto` uses FlashAttention 2 on a GPU if it is installed, else "
         "finray's own (`packed`).",
     )
     trust_remote_code: bool = Field(
@@ -120,7 +120,7 @@ class ModelConfig(Section):
     @classmethod
     def _words(cls, value: list[str]) -> list[str]:
         if any(not word.strip() for word in value) or len(set(value)) < len(value):
-            raise ValueError("tokens must not be blank, and none may be listed twice")
+            raise ValueError("tokens must not be blank or repeated")
         return value
 
     @field_validator("chat_template_arguments")
@@ -128,7 +128,7 @@ class ModelConfig(Section):
     def _not_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
         ours = sorted(set(value) & {"messages", "tools", "documents", "add_generation_prompt"})
         if ours:
-            raise ValueError(f"finray sets {', '.join(ours)} itself")
+            raise ValueError(f"{', '.join(ours)} cannot be set: finray sets it")
         return value
 
 
@@ -154,7 +154,8 @@ class AdapterConfig(Section):
         "suffixes.",
     )
     modules_to_save: list[str] = Field(
-        default_factory=list, description="Name suffixes of modules that are trained in full beside the adapter."
+        default_factory=list,
+        description="Name suffixes of modules that are trained in full, in addition to the adapter.",
     )
     start_from: str | None = Field(
         None,
@@ -176,7 +177,7 @@ class ProfileConfig(Section):
     @model_validator(mode="after")
     def _in_order(self) -> ProfileConfig:
         if self.steps[0] > self.steps[1]:
-            raise ValueError("train.profile: steps are the first and the last, in this order")
+            raise ValueError("train.profile: give the first step and the last step, in this order")
         return self
 
 
@@ -184,15 +185,15 @@ class ScheduleOptions(Section):
     """What a schedule has besides its warm-up and `train.min_learning_rate`; names and defaults are Transformers'."""
 
     power: float | None = Field(
-        None, gt=0, description="`polynomial`: power of the share of steps that are left. null is 1, a line."
+        None, gt=0, description="`polynomial`: power of the share of remaining steps. null is 1, linear."
     )
     num_cycles: PositiveInt | None = Field(
-        None, description="`cosine_with_restarts`: number of cosines, each of which starts at the peak. null is 1."
+        None, description="`cosine_with_restarts`: number of cosine cycles, each starting at the peak. null is 1."
     )
     timescale: PositiveInt | None = Field(
         None,
-        description="`inverse_sqrt`: steps; 3 times as many after the warm-up, the rate is half the peak. null is the "
-        "steps of warm-up, or 10,000 without one.",
+        description="`inverse_sqrt`: timescale in steps; after 3 times as many steps the rate is half the peak. null "
+        "is the number of warm-up steps, or 10,000 without warm-up.",
     )
     num_decay_steps: PositiveInt | None = Field(
         None, description="`wsd`: steps of the decay at the end. null is a tenth of all steps."
@@ -220,16 +221,15 @@ class TrainConfig(Section):
     epochs: float | None = Field(
         None,
         gt=0,
-        description="Passes over the data. null, where `max_steps` is not set either, is as many as make 100 steps, "
-        "from 1 to 3.",
+        description="Passes over the data. null (and no `max_steps`): as many as give 100 steps, between 1 and 3.",
     )
     max_steps: PositiveInt | None = Field(
-        None, description="Number of optimizer steps. Where it is set, `epochs` is not used."
+        None, description="Number of optimizer steps. If it is set, `epochs` is ignored."
     )
     global_batch_size: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="Packs (without packing: rows) per optimizer step, over all workers and accumulation steps. `auto` "
-        "is 8, and fewer where an epoch would have fewer than 32 steps.",
+        description="Packs (without packing: rows) per optimizer step, over all workers and accumulation steps. "
+        "`auto` is 8, or less if an epoch would have fewer than 32 steps.",
     )
     micro_batch_size: PositiveInt = Field(
         1,
@@ -249,10 +249,10 @@ class TrainConfig(Section):
     )
     schedule_options: ScheduleOptions | None = Field(
         None,
-        description="What the schedule has besides: `{power: 2}`. An option of another schedule is an error.",
+        description="Options of the schedule: `{power: 2}`. An option of another schedule is an error.",
     )
     warmup_steps: int | None = Field(
-        None, ge=0, description="Steps of linear warm-up. Where it is set, `warmup_ratio` is not used."
+        None, ge=0, description="Steps of linear warm-up. If it is set, `warmup_ratio` is ignored."
     )
     warmup_ratio: Ratio = Field(0.03, description="Share of all steps used for warm-up.")
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon"] = Field(
@@ -266,14 +266,14 @@ class TrainConfig(Section):
     adam_beta2: Ratio = Field(0.999, description="AdamW: decay rate of the second moment.")
     adam_epsilon: float = Field(1e-8, gt=0, description="AdamW: epsilon.")
     max_grad_norm: float | None = Field(
-        1.0, gt=0, description="Clip the global gradient norm to this value. null turns clipping off."
+        1.0, gt=0, description="Clip the global gradient norm to this value. null disables clipping."
     )
     precision: Literal["auto", "fp32", "bf16", "bf16-true", "fp16"] = Field(
         "auto",
         description="Precision of forward and backward pass. `auto` is bf16 if the hardware supports it, else fp32. "
         "`fp16` scales the loss and skips steps whose gradients overflow. With `bf16-true` weights, gradients and "
-        "moments are in bf16 as well, without an fp32 copy: half the memory of full training. Updates are rounded "
-        "stochastically.",
+        "moments are in bf16 as well, without an fp32 copy: half the memory for full fine-tuning. Updates are "
+        "rounded stochastically.",
     )
     # Files written before there were two kinds say true or false.
     gradient_checkpointing: Annotated[
@@ -289,7 +289,7 @@ class TrainConfig(Section):
     )
     compile: bool = Field(
         False,
-        description="Compile each layer with `torch.compile`. The first steps take much longer, the others less. With "
+        description="Compile each layer with `torch.compile`. The first steps take much longer, later steps less. With "
         "`selective` checkpointing a compiled layer is recomputed as a whole.",
     )
     liger: Literal["auto"] | bool = Field(
@@ -299,7 +299,7 @@ class TrainConfig(Section):
     )
     profile: ProfileConfig | None = Field(
         None,
-        description="Write a trace of these steps, and a table of where their time went, to `<run>/profile/`: "
+        description="Write a trace of these steps, and a table of the time spent in them, to `<run>/profile/`: "
         "`{steps: [10, 15]}`.",
     )
 
@@ -312,8 +312,8 @@ class TrainConfig(Section):
             if value is not None and name not in takes:
                 owner = next(schedule for schedule, names in SCHEDULES.items() if name in names)
                 raise ValueError(
-                    f"train.schedule_options.{name} is of the schedule {owner}, and train.schedule is {self.schedule}; "
-                    f"leave it out, or set train.schedule to {owner}"
+                    f"train.schedule_options.{name} belongs to the schedule {owner}, but train.schedule is "
+                    f"{self.schedule}; leave it out, or set train.schedule to {owner}"
                 )
         return self
 
@@ -330,7 +330,7 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the work is divided between workers."""
+    """How the work is divided among the workers."""
 
     strategy: Annotated[str, AfterValidator(named("finray.strategies", "auto"))] = Field(
         "ddp",
@@ -359,8 +359,8 @@ class ParallelConfig(Section):
     )
     deepspeed_config: str | None = Field(
         None,
-        description='`deepspeed`: your own JSON file. What it leaves out or sets to `"auto"` follows from this '
-        "configuration; a value that contradicts it is an error.",
+        description='`deepspeed`: your own JSON file. Fields that it leaves out or sets to `"auto"` are filled in from '
+        "this config; a contradicting value is an error.",
     )
     keep_deepspeed_shards: bool = Field(
         True,
@@ -385,15 +385,15 @@ class CheckpointConfig(Section):
     every_epochs: float | None = Field(
         None,
         gt=0,
-        description="Passes over the data between checkpoints: 1 saves after the step that ends an epoch, 0.25 four "
-        "times in each. Where it is set, `every_steps` is not used.",
+        description="Passes over the data between checkpoints: 1 saves at the end of each epoch, 0.25 four times per "
+        "epoch. If it is set, `every_steps` is ignored.",
     )
-    keep_last: PositiveInt = Field(2, description="How many of the newest checkpoints are kept.")
+    keep_last: PositiveInt = Field(2, description="Number of newest checkpoints to keep.")
     in_memory_every: PositiveInt | None = Field(
         None,
-        description="The most optimizer steps that a lost node costs. Checkpoints are kept in memory twice as often (at"
-        " 1, after each step), each worker's part on its own node and on another. A restart prefers one that is newer "
-        "than what is stored. null keeps none.",
+        description="Maximum number of optimizer steps lost with a node. Checkpoints are kept in memory twice as "
+        "often (at 1, after each step), each worker's part on its own node and on another one. A restart uses one "
+        "that is newer than the stored checkpoints. null keeps none.",
     )
     asynchronous: bool = Field(
         True,
@@ -403,7 +403,7 @@ class CheckpointConfig(Section):
     grace_seconds: float = Field(
         20.0,
         gt=0,
-        description="After Ctrl-C or SIGTERM, how long the training may take to end its step and save a checkpoint.",
+        description="Time after Ctrl-C or SIGTERM to finish the step and save a checkpoint.",
     )
     keep_best: bool = Field(
         True,
@@ -418,7 +418,7 @@ class TrackingConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard event files to `<run>/tensorboard/`.")
     trackers: list[Annotated[str, AfterValidator(named("finray.trackers"))]] = Field(
         default_factory=list,
-        description="Further trackers: `wandb`, `mlflow`, or your own as `package.module:Class`.",
+        description="Additional trackers: `wandb`, `mlflow`, or your own as `package.module:Class`.",
     )
     wandb_project: str | None = Field(None, description="Project at W&B. null takes `WANDB_PROJECT`, else `finray`.")
     wandb_entity: str | None = Field(
@@ -461,8 +461,8 @@ class TrackingConfig(Section):
 class ElasticWorkers(Section):
     """Bounds of a number of workers that follows the cluster."""
 
-    min: PositiveInt = Field(1, description="The fewest workers that train; with less room the run waits.")
-    max: PositiveInt = Field(description="The most workers that train.")
+    min: PositiveInt = Field(1, description="Minimum number of workers; with less room the run waits.")
+    max: PositiveInt = Field(description="Maximum number of workers.")
 
     @model_validator(mode="after")
     def _in_order(self) -> ElasticWorkers:
@@ -481,17 +481,16 @@ class ClusterConfig(Section):
     )
     num_workers: PositiveInt | ElasticWorkers = Field(
         1,
-        description="Number of training workers. `{min: 1, max: 8}`: as many as the cluster has room for, also while "
-        "the run is at work.",
+        description="Number of training workers. `{min: 1, max: 8}`: as many as the cluster has room for, adjusted "
+        "during the run.",
     )
     resize_seconds: float = Field(
         20.0,
         gt=0,
-        description="With `num_workers: {min, max}`: how often free room for more workers is looked for while the run "
-        "is at work.",
+        description="With `num_workers: {min, max}`: how often to look for free resources for more workers.",
     )
     cpus_per_worker: PositiveInt | None = Field(
-        None, description="CPUs per worker. null shares the CPUs of the cluster evenly."
+        None, description="CPUs per worker. null divides the CPUs of the cluster evenly."
     )
     use_gpu: bool | Literal["auto"] = Field(
         "auto", description="GPUs for the workers. `auto` uses GPUs if the cluster has enough of them."
@@ -500,30 +499,29 @@ class ClusterConfig(Section):
         1.0,
         gt=0,
         le=1,
-        description="Share of a GPU that each worker takes, where GPUs are used. Below 1 several workers share one, "
-        "and exchange gradients over gloo.",
+        description="Share of a GPU per worker, if GPUs are used. Below 1, several workers share a GPU and exchange "
+        "gradients through Gloo.",
     )
     max_failures: int = Field(
         3,
         ge=0,
-        description="How often in a row Ray may restart the workers from the last checkpoint, without a start from a "
-        "later step between them.",
+        description="How often in a row Ray may restart the workers without progress (a start from a later step).",
     )
     hang_seconds: float | None = Field(
         300.0,
         gt=0,
-        description="How long workers may wait for one that does not come to the sum of a step, or that says nothing "
-        "at all, before it is named, its stack is shown, and the workers are restarted. null waits for ever.",
+        description="How long a worker may miss the all-reduce of a step, or not report at all, before it is named, "
+        "its stack is printed, and the workers are restarted. null waits forever.",
     )
     requeue_exit_code: int | None = Field(
         None,
         ge=1,
         le=125,
-        description="Exit code of a run that SIGTERM has ended and that the same command continues, such as 75 for a "
-        "scheduler that starts such jobs again. null is 143.",
+        description="Exit code of a run that was stopped by SIGTERM and can be continued, such as 75 for a scheduler "
+        "that requeues by exit code. null is 143.",
     )
     dashboard: bool = Field(
-        False, description="Start Ray's dashboard, on this machine's loopback address, where finray starts Ray."
+        False, description="Start Ray's dashboard on this machine's loopback address, if finray starts Ray."
     )
     env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables of the workers. Secrets are refused."
@@ -536,12 +534,12 @@ class ClusterConfig(Section):
 
     @property
     def max_workers(self) -> int:
-        """The most workers that train."""
+        """Maximum number of workers."""
         return self.num_workers.max if isinstance(self.num_workers, ElasticWorkers) else self.num_workers
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of workers may change while the run is at work."""
+        """Whether the number of workers may change during the run."""
         return self.min_workers < self.max_workers
 
     @field_validator("env")
@@ -549,7 +547,10 @@ class ClusterConfig(Section):
     def _no_secrets(cls, value: dict[str, str]) -> dict[str, str]:
         for name, content in value.items():
             if not name or "=" in name or "\0" in name + content:
-                raise ValueError(f"{name!r} is no variable of an environment: a name has no `=`, and nothing a NUL")
+                raise ValueError(
+                    f"{name!r} is not a valid environment variable: a name has no `=`, and neither name nor value "
+                    "has a NUL"
+                )
         secret = sorted(name for name in value if is_secret_name(name))
         if secret:
             raise ValueError(f"{', '.join(secret)} looks like a secret; set it in the environment of the nodes instead")
@@ -601,8 +602,8 @@ class Config(Section):
             )
         if self.cluster.is_elastic and self.parallel.shard_size is not None:
             raise ValueError(
-                "parallel.shard_size: must divide the number of workers, which cluster.num_workers lets change; leave "
-                "it out"
+                "parallel.shard_size: must divide the number of workers, but cluster.num_workers lets it change; "
+                "leave it out"
             )
         if self.parallel.strategy == "deepspeed" and self.train.optimizer in ("adafactor", "muon"):
             raise ValueError(
@@ -612,18 +613,18 @@ class Config(Section):
         if self.train.precision == "bf16-true":
             if self.adapter.method != "none":
                 raise ValueError(
-                    "train.precision: bf16-true is for training all weights, and those of an adapter are few; set it "
-                    "to bf16, which keeps the frozen weights in bf16 too"
+                    "train.precision: bf16-true is for full fine-tuning; with an adapter set it to bf16, which also "
+                    "keeps the frozen weights in bf16"
                 )
             if self.train.optimizer != "adamw":
                 raise ValueError(
-                    f"train.precision: with bf16-true updates are rounded stochastically, which {self.train.optimizer} "
-                    "cannot; set train.optimizer to adamw, or train.precision to bf16"
+                    f"train.precision: bf16-true rounds updates stochastically, which {self.train.optimizer} does "
+                    "not support; set train.optimizer to adamw, or train.precision to bf16"
                 )
             if self.parallel.strategy == "deepspeed":
                 raise ValueError(
-                    "train.precision: with bf16-true updates are rounded stochastically, but DeepSpeed updates fp32 "
-                    "copies of its own and rounds them to the nearest; set parallel.strategy to fsdp, or "
+                    "train.precision: bf16-true rounds updates stochastically, but DeepSpeed updates its own fp32 "
+                    "copies and rounds them to nearest; set parallel.strategy to fsdp, or "
                     "train.precision to bf16"
                 )
         if self.adapter.method == "none":
@@ -647,18 +648,18 @@ class Config(Section):
         for name in ("every_steps", "every_epochs", "metric", "generate_rows"):
             if getattr(evaluation, name) is not None and not (by_name or data.eval_ratio):
                 raise ValueError(
-                    f"evaluation.{name}: there is nothing to evaluate on; set data.eval_ratio, data.eval_split or "
+                    f"evaluation.{name}: there are no evaluation rows; set data.eval_ratio, data.eval_split or "
                     "data.eval_source"
                 )
         if evaluation.generate_rows is not None and data.train_on == "all":
             raise ValueError(
-                "evaluation.generate_rows: with data.train_on all everything is learned, and there are no prompts; "
-                "leave one of them out"
+                "evaluation.generate_rows: with data.train_on: all there are no prompts to answer; leave one of them "
+                "out"
             )
         if evaluation.early_stopping is not None and evaluation.every_steps is evaluation.every_epochs is None:
             raise ValueError(
-                "evaluation.early_stopping: without evaluation.every_steps there is only one evaluation, at the "
-                "end; set evaluation.every_steps, or evaluation.every_epochs"
+                "evaluation.early_stopping: without evaluation.every_steps the run is evaluated only at its end; set "
+                "evaluation.every_steps, or evaluation.every_epochs"
             )
         return self
 

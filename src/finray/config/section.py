@@ -31,7 +31,7 @@ class Section(BaseModel):
             raise ValueError(f"must be a number, got {str(value).lower()}")
         for one in _inside(value):
             if isinstance(one, str) and (odd := NO_TEXT.search(one)):
-                raise ValueError(f"holds U+{ord(odd[0]):04X}, which is no text")
+                raise ValueError(f"holds U+{ord(odd[0]):04X}, which is not a valid character")
         if info.field_name in _PATHS and isinstance(value, str) and value.startswith("~"):
             try:
                 Path(value).expanduser()

@@ -1,1 +1,1 @@
-"""The data room: sources, formats, templates and masks, the prepared dataset, packing, order, collation."""
+"""The data package: sources, formats, templates and masks, the prepared dataset, packing, order, collation."""

@@ -1,4 +1,4 @@
-"""Files, local or behind a URL (`s3://`, `gs://`, `https://`), through fsspec, whose errors become finray's here."""
+"""Local and remote files (`s3://`, `gs://`, `https://`), through fsspec, with finray's errors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from finray.pretrained import hub
 
 COMPRESSION: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
-# A file that was written this short a time ago may be written again without its times showing it.
+# A file modified less than this long ago may change again without its timestamps showing it.
 _SETTLED_S = 2.0
-# Lines about files that have changed since, after which the digests are written anew.
+# After this many outdated lines, the file of digests is rewritten.
 _STALE = 1000
 _BUFFER = 2**20
-# As much as one wants to read of a piece of a large file; the libraries' own blocks are up to 50 MB.
+# Read-ahead for a piece of a large file; the libraries' own blocks are up to 50 MB.
 _AHEAD = 4 * 2**20
 
 
@@ -46,7 +46,7 @@ def filesystem(name: str) -> tuple[Any, str]:
         DataError: no library for the scheme is installed, or the URL is malformed.
     """
     if not is_url(name):
-        # What fsspec would read something into (`::`, `~`) may stand in a local name.
+        # A local name may contain what fsspec would interpret (`::`, `~`).
         return fsspec.filesystem("file"), str(Path(name).absolute())
     scheme = name.split("://", 1)[0]
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -56,10 +56,10 @@ def filesystem(name: str) -> tuple[Any, str]:
         return fsspec.core.url_to_fs(name)  # type: ignore[no-any-return]
     except ImportError:
         extra = _EXTRAS.get(scheme)
-        line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec library for `{scheme}://`"
-        raise DataError(f"nothing installed can read `{scheme}://`", where=name, repair=line) from None
+        line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec package for `{scheme}://`"
+        raise DataError(f"no installed package can read `{scheme}://`", where=name, repair=line) from None
     except (ValueError, OSError) as error:
-        # HDFS wants a Java that is not there.
+        # HDFS needs Java.
         raise DataError(
             f"the URL cannot be used: {first_line(error)}", where=name, repair="name another source"
         ) from None
@@ -67,14 +67,14 @@ def filesystem(name: str) -> tuple[Any, str]:
 
 @lru_cache
 def _require_answer(url: str) -> None:
-    """Refuse a server that lets one wait: the libraries that read from it would, for minutes, and twice."""
+    """Refuse an unresponsive server: the libraries would wait for minutes, twice."""
     if hub.unreachable(url) == hub.no_answer():
-        raise DataError(f"the server gives {hub.no_answer()}", where=url, repair="check the address and the network")
+        raise DataError(f"the server gave {hub.no_answer()}", where=url, repair="check the address and the network")
 
 
 @contextmanager
 def storage_errors(name: str) -> Iterator[None]:
-    """Whatever goes wrong with a file or directory becomes a :class:`DataError` that names it."""
+    """Convert any error about a file or directory into a :class:`DataError` that names it."""
     try:
         yield
     except DataError:
@@ -83,7 +83,7 @@ def storage_errors(name: str) -> Iterator[None]:
         import pyarrow as pa
 
         is_arrows = isinstance(error, pa.ArrowException)
-        # Bad content is also reported as an OSError without a number.
+        # Bad content is also reported as an OSError without errno.
         no_number = type(error) is OSError and error.errno is None
         if is_arrows or no_number or isinstance(error, EOFError | gzip.BadGzipFile | zlib.error | lzma.LZMAError):
             message, repair = "the file is damaged or cut off", "write or fetch it again"
@@ -91,10 +91,11 @@ def storage_errors(name: str) -> Iterator[None]:
                 message, repair = "the file cannot be decompressed", "write it again; it may be cut off"
             raise DataError(f"{message}: {first_line(error)}", where=name, repair=repair) from None
         if is_url(name):
-            # File systems raise types of their own libraries (botocore, aiohttp, ...), which have no common parent.
-            said = str(error).strip() and f": {first_line(error)}"
+            # File systems raise exceptions of their own libraries (botocore, aiohttp, ...), without a common base
+            # class.
+            detail = str(error).strip() and f": {first_line(error)}"
             raise DataError(
-                f"the storage cannot be reached: {type(error).__name__}{said}",
+                f"the storage cannot be reached: {type(error).__name__}{detail}",
                 where=name,
                 repair="check the name, the credentials and the endpoint in the environment (such as "
                 "AWS_ACCESS_KEY_ID)",
@@ -116,10 +117,10 @@ def _stream(name: str) -> IO[bytes]:
 
 @contextmanager
 def opened(name: str) -> Iterator[IO[bytes]]:
-    """A file for reading, decompressed where its suffix says so.
+    """A file for reading, decompressed according to its suffix.
 
     Raises:
-        DataError: it cannot be opened or, until it is closed, read.
+        DataError: it cannot be opened, or cannot be read before it is closed.
     """
     with storage_errors(name), _stream(name) as stream:
         if not is_compressed(name):
@@ -136,18 +137,18 @@ def is_compressed(name: str) -> bool:
 
 
 def file_suffix(name: str) -> str:
-    """The suffix that says the format: `.jsonl` of `rows.jsonl.gz`, and of a URL whatever follows `?`."""
-    # Text alone: a folder may have many thousands of files, and each is asked for several times.
+    """The suffix that determines the format: `.jsonl` for `rows.jsonl.gz`; for a URL without what follows `?`."""
+    # Without touching the file: a folder may have many thousands, each looked up several times.
     name = (name.split("?")[0] if name.startswith(("http://", "https://")) else name).rstrip("/").lower()
     stem, suffix = posixpath.splitext(name)
     return posixpath.splitext(stem)[1] if suffix in COMPRESSION else suffix
 
 
 def size(name: str) -> int:
-    """Bytes of a file as it is stored.
+    """Size of a file in bytes, as stored.
 
     Raises:
-        DataError: it does not exist or cannot be asked.
+        DataError: it does not exist or cannot be queried.
     """
     with storage_errors(name):
         if not is_url(name):
@@ -157,18 +158,18 @@ def size(name: str) -> int:
 
 
 def find(url: str) -> list[str]:
-    """Files behind a URL: itself, those that a pattern matches, or all below a directory; in the order of names.
+    """Files behind a URL: itself, the matches of a pattern, or all files below a directory; sorted by name.
 
     Raises:
         DataError: the storage cannot be reached.
     """
     if url.startswith(("http://", "https://")):
         _require_answer(url)
-        # No directories there, and `?` is no pattern.
+        # HTTP has no directories, and `?` is not a pattern.
         return [url]
     with storage_errors(url):
         fs, path = filesystem(url)
-        # What was there a while ago is not asked for here; a source that changed must be seen.
+        # A cached listing would hide changes of the source.
         fs.invalidate_cache()
         is_pattern = bool(set("*?[") & set(path))
         found = [path] if not is_pattern and fs.isfile(path) else fs.glob(path) if is_pattern else fs.find(path)
@@ -176,10 +177,10 @@ def find(url: str) -> list[str]:
 
 
 class Digests:
-    """Digests of files. SHA-256 of local ones is remembered by size, times and inode, and not worked out again.
+    """Digests of files. The SHA-256 of a local file is cached by size, times and inode.
 
     Args:
-        path: file to keep them in, a line of JSON for each, to which lines are only added; None remembers nothing.
+        path: append-only cache file, with one line of JSON per file; None disables the cache.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -188,7 +189,7 @@ class Digests:
         self._known: dict[str, list[Any]] = {}
         if path is not None:
             lines: list[bytes] = []
-            # Only a convenience: what cannot be read is worked out again.
+            # Only a cache: what cannot be read is computed again.
             with suppress(DataError):
                 lines = FileKind(DataError).read(path).splitlines()
             for line in lines:
@@ -201,11 +202,11 @@ class Digests:
                     Folder(path.parent).write(path.name, b"".join(map(_line, self._known.items())))
 
     def of(self, name: str | Path) -> str:
-        """A digest that changes with the content: SHA-256 of a local file, else what the storage keeps (ETag, ...).
+        """A digest that changes with the content: SHA-256 of a local file, else the storage's own (ETag, ...).
 
         Raises:
             DataError: the file cannot be read.
-            FileNotFoundError: it is local and does not exist.
+            FileNotFoundError: a local file does not exist.
         """
         if not is_url(str(name)):
             return self._of_local(Path(name))
@@ -224,7 +225,7 @@ class Digests:
         if not stat.S_ISREG(before.st_mode):
             # A device may have no end.
             raise DataError("is not a file", where=str(path), repair="name a file")
-        # A link to somewhere else has the size, times and inode of another file.
+        # A link that now points elsewhere has the size, times and inode of another file.
         key = str(path.absolute())
         signature = [before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino]
         known = self._known.get(key)
@@ -232,11 +233,11 @@ class Digests:
             return str(known[-1])
         with storage_errors(str(path)):
             digest = digest_of(path)
-        # As in git's index: a file that changed a moment ago could change once more within the clock's resolution.
+        # As in git's index: a recently changed file could change again within the clock's resolution.
         if time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S:
             self._known[key] = [*signature, digest]
             if self._path is not None:
-                # Only a convenience: without it the file is read again next time.
+                # Only a cache: without it the file is read again next time.
                 with suppress(OSError):
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     with self._path.open("ab") as stream:
@@ -245,19 +246,19 @@ class Digests:
 
 
 def _line(item: tuple[str, list[Any]]) -> bytes:
-    """What is remembered of a file, with a check of the line."""
+    """The cache line of a file, with a checksum."""
     entry = [item[0], *item[1]]
     return json.dumps([*entry, zlib.crc32(json.dumps(entry).encode())]).encode() + b"\n"
 
 
 class Folder:
-    """A directory that is written to and read from, local or remote. Objects appear whole or not at all.
+    """A directory for reading and writing, local or remote. Files appear atomically.
 
     Args:
         root: local path, or URL.
 
     Raises:
-        DataError: by all methods, where the storage fails; an OSError where a local file cannot be written.
+        DataError: by all methods, if the storage fails; an OSError if a local file cannot be written.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -274,7 +275,7 @@ class Folder:
         return Folder(self.at(name))
 
     def read(self, name: str) -> bytes | None:
-        """Content of a file; None when it is not there."""
+        """Content of a file; None if it does not exist."""
         with storage_errors(self.at(name)), suppress(FileNotFoundError, NotADirectoryError):
             self._fs.invalidate_cache()
             content: bytes = self._fs.cat_file(f"{self._path}/{name}")
@@ -282,7 +283,7 @@ class Folder:
         return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a file so that nobody sees half of it."""
+        """Write a file atomically."""
         scratch = self.scratch(name)
         try:
             scratch.write_bytes(content)
@@ -291,7 +292,7 @@ class Folder:
             scratch.unlink(missing_ok=True)
 
     def scratch(self, name: str) -> Path:
-        """A local path to write to before :meth:`adopt` puts the file in place; the caller removes it."""
+        """A local path to write to before :meth:`adopt` moves the file into place; the caller removes it."""
         if self.is_remote:
             handle, path = tempfile.mkstemp(prefix="finray-")
             os.close(handle)
@@ -301,7 +302,7 @@ class Folder:
         return target.with_name(f".{target.name}.{os.getpid()}")
 
     def adopt(self, scratch: Path, name: str) -> None:
-        """Put a finished local file in place."""
+        """Move a finished local file into place."""
         if not self.is_remote:
             os.replace(scratch, self.at(name))
             return
@@ -309,7 +310,7 @@ class Folder:
             self._fs.put_file(str(scratch), f"{self._path}/{name}")
 
     def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file, if it exists."""
         with storage_errors(self.at(name)), suppress(FileNotFoundError):
             self._fs.rm_file(f"{self._path}/{name}")
 
@@ -323,16 +324,16 @@ class Folder:
             yield path[len(self._path) :].lstrip("/"), int(info["size"] or 0)
 
     def delete(self) -> None:
-        """Remove the folder and all that is in it.
+        """Remove the folder and everything in it.
 
-        JSON files go first: whoever is killed half-way leaves none that speaks of files which are gone.
+        JSON files go first: a kill half-way leaves none that refers to deleted files.
         """
-        said = [f"{self._path}/{name}" for name, _ in self.files() if name.endswith(".json")]
+        listings = [f"{self._path}/{name}" for name, _ in self.files() if name.endswith(".json")]
         with storage_errors(self.root), suppress(FileNotFoundError):
-            if said:
-                self._fs.rm(said)
+            if listings:
+                self._fs.rm(listings)
             if not self.is_remote:
-                # A file that is still mapped somewhere cannot be removed from every file system.
+                # On some file systems, a file that is still memory-mapped cannot be removed.
                 shutil.rmtree(self._path, ignore_errors=True)
                 return
             self._fs.invalidate_cache()

@@ -1,1 +1,1 @@
-"""The evaluation room: what a run left is found, prompted, scored and compared with its base model."""
+"""The evaluation package: finds a run's model, generates answers, scores them and compares with the base model."""

@@ -1,4 +1,4 @@
-"""The judge of models that answer: losses, answers and likelihoods of choices of each, and the scores of these."""
+"""The judge of generative models: losses, answers and likelihoods of choices, and their scores."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from finray.evaluation.work import Work
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
 
-_ONE_NUMBER = Interval(None, None, "none: the function gives one number")
+_ONE_NUMBER = Interval(None, None, "none: the function returns a single number")
 
 
 def judge(case: Case) -> Judged:
-    """Let models answer the rows; what is computed is kept as it comes, and nothing of it is computed twice.
+    """Let models answer the rows; results are saved as they are computed, and nothing is computed twice.
 
-    Of rows that are learned as a whole it is the losses alone.
+    For rows that are trained on as a whole, only losses are computed.
 
     Raises:
-        FinrayError: a score does not fit, or something is not installed or cannot be loaded or written.
+        FinrayError: a score does not fit, a package is missing, or files cannot be loaded or written.
     """
-    asked, settings, config = case.asked, case.config.evaluation, case.config
+    request, settings, config = case.request, case.config.evaluation, case.config
     scoring = settings.scoring or ScoringConfig()
     scores = {metric_name(name): score_named(name, scoring) for name in settings.metrics}
     needs = frozenset[str]().union(*(one.needs for one in scores.values()))
     attempts = scoring.attempts if "columns" in needs else 1
-    sampling = Sampling(settings.max_new_tokens, asked.temperature, asked.top_p, asked.seed)
-    if attempts > 1 and not asked.temperature:
+    sampling = Sampling(settings.max_new_tokens, request.temperature, request.top_p, request.seed)
+    if attempts > 1 and not request.temperature:
         raise ConfigError(
-            f"{attempts} greedy answers are one answer {attempts} times",
+            f"{attempts} attempts with greedy decoding give the same answer {attempts} times",
             where="--temperature",
             repair="--temperature 0.8",
         )
-    if asked.harness:
+    if request.harness:
         harness.require()
-    require_engine(asked.engine)
+    require_engine(request.engine)
     rows = case.rows
     if rows is not None and not rows.asks:
-        if asked.metrics:
+        if request.metrics:
             raise ConfigError(
-                f"{', '.join(asked.metrics)}: these rows are learned as a whole and ask for no answer",
+                f"{', '.join(request.metrics)}: these rows are plain text, so there are no answers to score",
                 where="--metrics",
-                repair="leave --metrics out: plain text has a loss",
+                repair="leave --metrics out: plain text is scored by its loss",
             )
         scores, needs = {}, frozenset()
     choices = _choices(rows, scoring, config) if rows is not None and "choices" in needs else {}
@@ -69,7 +69,7 @@ def judge(case: Case) -> Judged:
             "sampling": {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")},
             "metrics": list(settings.metrics),
             "scoring": scoring.model_dump(),
-            "harness": list(asked.harness),
+            "harness": list(request.harness),
         },
     )
     for artifact, group in case.by_artifact():
@@ -89,13 +89,13 @@ def judge(case: Case) -> Judged:
                             value = score.value(answers)
                             found.values[subject.name][name] = Estimate(value, _ONE_NUMBER, 0 <= value <= 1)
                     used += work.made_by
-                if asked.harness:
-                    told, total = f"{subject.name} harness", len(asked.harness)
-                    case.progress(told, 0, total=total)
+                if request.harness:
+                    what, total = f"{subject.name} harness", len(request.harness)
+                    case.progress(what, 0, total=total)
                     engine = opened()
-                    metrics = harness.run(engine, asked.harness, adapter=subject.adapter, seed=asked.seed)
+                    metrics = harness.run(engine, request.harness, adapter=subject.adapter, seed=request.seed)
                     found.harness[subject.name] = metrics
-                    case.progress(told, total, total=total)
+                    case.progress(what, total, total=total)
                     used.append({"name": engine.name, "version": engine.version})
     found.made_by["engine"] = [one for place, one in enumerate(used) if one not in used[:place]]
     if rows is not None and "answers" in needs:
@@ -105,14 +105,16 @@ def judge(case: Case) -> Judged:
 
 @contextmanager
 def _engine(case: Case, artifact: Artifact) -> Iterator[Callable[[], Engine]]:
-    """Gives the engine of a model; it is not loaded before something is left to be computed."""
+    """Yields a function that returns a model's engine, which is loaded on first use."""
     loaded: list[Engine] = []
 
     def opened() -> Engine:
         if not loaded:
             size = case.config.evaluation.batch_size
-            options: dict[str, Any] = {"batch_size": size, "dtype": case.dtype, "tell": case.notes.append}
-            loaded.append(make_engine(case.asked.engine, artifact, **options))
+            options: dict[str, Any] = {"batch_size": size, "dtype": case.dtype, "notify": case.notes.append}
+            if case.spread is not None:
+                options |= {"replicas": case.request.replicas, "cluster": case.config.cluster}
+            loaded.append((case.spread or make_engine)(case.request.engine, artifact, **options))
         return loaded[0]
 
     try:
@@ -135,9 +137,9 @@ def _choices(rows: Rows, scoring: ScoringConfig, config: Config) -> dict[int, li
         choices = columns.get("choices")
         if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) for one in choices):
             raise DataError(
-                f"the row has no list of texts in a column `choices` (columns: {', '.join(columns)})",
+                f"the row has no column `choices` with a list of texts (columns: {', '.join(columns)})",
                 where=rows.split.where(rows.numbers[index]),
-                repair="write one, or set evaluation.scoring.choices",
+                repair="add the column, or set evaluation.scoring.choices",
             )
         found[index] = choices
     return found
@@ -153,10 +155,10 @@ def _shown(
         return Prediction(
             number,
             rows.split.where(number),
-            # Role marks are special tokens of most templates: without them nobody sees who speaks.
+            # Role markers are special tokens in most templates: without them the speakers cannot be told apart.
             tokenizer.decode(rows.prompt(index), skip_special_tokens=False),
             tokenizer.decode(rows.reference(index), skip_special_tokens=True),
-            {name: list(said[index]) for name, said in answered.items()},
+            {name: list(texts[index]) for name, texts in answered.items()},
             judged.of_row(index),
         )
 

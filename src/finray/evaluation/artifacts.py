@@ -1,4 +1,4 @@
-"""What a run, checkpoint or model directory stands for, and exporting it."""
+"""Finds the model in a run, checkpoint or model directory, and exports it."""
 
 from __future__ import annotations
 
@@ -22,51 +22,53 @@ from finray.models.loading import DTYPES
 from finray.pretrained.tokenizers import TOKENIZER_FILES, check_exists, load_tokenizer
 
 _READ_BY_NAME = (*TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "*.bin", "*_config.json", "*.py")
-_AGAIN = "move final/ away if it is there; the command that trained the run then makes it again from a checkpoint"
+_AGAIN = (
+    "move final/ away if it exists, and run the command that trained the run: it makes final/ again from a checkpoint"
+)
 
 
 def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
-    """The weights that a run, checkpoint or model directory stands for, verified where there is a manifest.
+    """The weights in a run, checkpoint or model directory, verified if there is a manifest.
 
     Args:
-        path: the directory; of a run that is not finished, the newest valid checkpoint is taken.
+        path: the directory; for an unfinished run, the newest valid checkpoint is used.
         base: overrides the base model that an adapter names.
 
     Raises:
-        FinrayError: nothing is there, or it is damaged.
+        FinrayError: there is no model, or it is damaged.
     """
     if not path.is_dir():
         raise ModelError(
-            "the directory does not exist", where=str(path), repair="name a run, checkpoint or model directory"
+            "the directory does not exist", where=str(path), repair="give a run, checkpoint or model directory"
         )
     folder = path.resolve()
     run = RunDir(folder if (folder / CONFIG_FILE).exists() else folder.parent)
     if folder == run.path and not run.final.exists():
         if run.summary_file.exists():
-            raise ModelError("the run is finished, and its final/ is gone", where=str(run.final), repair=_AGAIN)
+            raise ModelError("the run is finished, but its final/ is missing", where=str(run.final), repair=_AGAIN)
         latest = CheckpointStore(run.path).latest()
         if latest is None:
-            raise ModelError("the run has no checkpoint yet", where=str(path), repair="`finray train` it first")
+            raise ModelError("the run has no checkpoint yet", where=str(path), repair="run `finray train` first")
         _require_listed(latest.path, latest.files)
         return read_artifact(latest.path, base=base)
     folder = run.final if folder == run.path else folder
-    # What a run has made always has one: without, nobody could tell what was changed.
+    # Every model directory of a run has a manifest: without it, changes could not be detected.
     is_of_a_run = (run.path / ATTEMPT_FILE).exists() and (folder.name == FINAL or folder.name.startswith("checkpoint-"))
     if is_of_a_run or (folder / manifest.NAME).exists():
         try:
             content = manifest.verify(folder)
         except CheckpointError as error:
-            repair = _AGAIN if folder.name == FINAL else "name the run, or another checkpoint of it"
+            repair = _AGAIN if folder.name == FINAL else "give the run, or another of its checkpoints"
             raise CheckpointError(error.message, where=error.where, repair=repair) from None
         _require_listed(folder, [entry["path"] for entry in content["files"]])
     return read_artifact(folder, base=base)
 
 
 def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
-    """As :func:`find_artifact`, and the model of a Hub id.
+    """As :func:`find_artifact`, also for the model of a Hub id.
 
     Raises:
-        FinrayError: nothing is there, or it is damaged.
+        FinrayError: there is no model, or it is damaged.
     """
     model = local_copy(model)
     path = Path(model).expanduser()
@@ -75,22 +77,22 @@ def artifact_of(model: str | Path, *, base: str | None = None) -> Artifact:
     try:
         check_exists(str(model))
     except ModelError as error:
-        repair = "name a run, checkpoint or model directory, or a Hub id"
+        repair = "give a run, checkpoint or model directory, or a Hub id"
         raise ModelError(error.message, where=str(model), repair=repair) from None
     return Artifact(Path(model), None, {})
 
 
 def _require_listed(folder: Path, files: Collection[str]) -> None:
-    """Refuse a verified directory with a file that Transformers or PEFT may read, and that its manifest does not list.
+    """Refuse a verified directory with a file that Transformers or PEFT may read, but that its manifest does not list.
 
-    They choose files by name: a stray `model.safetensors` comes before the shards that an index names.
+    They choose files by name: a stray `model.safetensors` takes precedence over the shards in an index.
     """
     for path in sorted(one for pattern in _READ_BY_NAME for one in folder.glob(pattern)):
         if (name := path.relative_to(folder).as_posix()) not in files:
             raise ModelError(
-                f"{name} is not listed in the manifest, and would be read",
+                f"{name} is not listed in the manifest",
                 where=str(folder),
-                repair="move it out of the directory",
+                repair="move it out of the directory, where it would be loaded as well",
             )
 
 
@@ -107,14 +109,14 @@ def export_model(
 
     Args:
         path: a run, checkpoint or model directory.
-        output: directory to make.
-        merge: fold an adapter into its base model, or write the adapter alone.
-        dtype: ``fp32`` or ``bf16``, of the merged weights.
+        output: directory to create.
+        merge: merge an adapter into its base model; False writes only the adapter.
+        dtype: ``fp32`` or ``bf16``, for the merged weights.
         base: overrides the base model of an adapter.
-        max_shard_size: of a file with weights, such as ``5GB``.
+        max_shard_size: maximum size of a weight file, such as ``5GB``.
 
     Raises:
-        FinrayError: the model cannot be loaded, or the output is in the way or not the same model.
+        FinrayError: the model cannot be loaded, the output directory exists, or the written model differs.
     """
     if dtype not in TOLERANCE:
         raise ModelError(f"weights cannot be stored as `{dtype}`", where="dtype", repair="use fp32 or bf16")
@@ -123,14 +125,14 @@ def export_model(
 
 
 def load_trained(path: str | Path, *, base: str | None = None) -> tuple[Any, Any]:
-    """A trained model, ready for inference on the GPU if there is one, and its tokenizer; an adapter is not merged.
+    """Load a trained model for inference, on the GPU if there is one, and its tokenizer; an adapter is not merged.
 
     Args:
         path: a run, checkpoint or model directory.
         base: overrides the base model of an adapter.
 
     Raises:
-        FinrayError: it cannot be loaded.
+        FinrayError: the model cannot be loaded.
     """
     artifact = find_artifact(_folder(path), base=base)
     device = inference_device()
@@ -148,10 +150,10 @@ def inference_device() -> torch.device:
 
 
 def inference_dtype(precision: str | None, device: torch.device) -> torch.dtype:
-    """Dtype of weights for inference: that of training, or bf16 where it is not known.
+    """Dtype of weights for inference: that of training, or bf16 if unknown.
 
-    fp32 where a device would emulate that (torch does so for bf16 on a T4): fp16 on a CPU is about 40 times slower. A
-    GPU keeps a dtype that was trained in all the same, because fp32 may not fit into its memory.
+    fp32 if the device would emulate it (torch does so for bf16 on a T4): fp16 on a CPU is about 40 times slower. A GPU
+    keeps the dtype of training nevertheless, because fp32 may not fit into its memory.
     """
     precision = precision if precision in DTYPES else None
     if device.type == "cpu":

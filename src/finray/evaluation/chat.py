@@ -13,7 +13,7 @@ from finray.evaluation.prompts import Prompt
 
 
 def require_template(asking: Asking) -> None:
-    """Refuse a model that takes part in no conversation.
+    """Refuse a model that cannot chat.
 
     Raises:
         ModelError: it has no chat template, or was trained without one.
@@ -21,7 +21,7 @@ def require_template(asking: Asking) -> None:
     if asking.raw:
         what = "was trained on prompts without a chat template" if asking.tokenizer.chat_template else "has none"
         raise ModelError(
-            f"a conversation needs a chat template, and the model {what}",
+            f"a conversation needs a chat template, but the model {what}",
             where="finray chat",
             repair="`finray generate` answers single prompts",
         )
@@ -32,13 +32,13 @@ class Conversation:
     """Turns with a model.
 
     Attributes:
-        engine: of the model; what it knows of earlier turns is not computed again.
-        asking: how the model is asked.
-        sampling: how tokens are chosen.
-        adapter: whether the adapter takes part; without it the base model answers.
-        system: system message; None for that of the training.
+        engine: of the model; the KV cache of earlier turns is reused.
+        asking: how the model is prompted.
+        sampling: sampling settings.
+        adapter: whether to apply the adapter; without it the base model answers.
+        system: system message; None means that of training.
         messages: the turns so far.
-        forgotten: how many of them are no longer given to the model.
+        forgotten: number of turns that the model no longer gets.
     """
 
     engine: Engine
@@ -50,17 +50,17 @@ class Conversation:
     forgotten: int = 0
 
     def say(self, text: str, write: Callable[[str], None]) -> list[str]:
-        """Answer what a user says.
+        """Answer a user's message.
 
-        A conversation that leaves too little room for an answer loses its oldest turns. An answer that is interrupted
-        is kept as far as it came; a message without one is forgotten.
+        If too little room is left for an answer, the oldest turns are dropped. An interrupted answer is kept as far as
+        it was generated; a message without one is dropped.
 
         Args:
             text: of the user.
-            write: is given each piece of the answer.
+            write: called with each piece of the answer.
 
         Returns:
-            What the user should know, in lines.
+            Messages for the user, one line each.
 
         Raises:
             FinrayError: the message alone is too long, or the template refuses the conversation.
@@ -78,11 +78,11 @@ class Conversation:
             if self.forgotten > before:
                 turns = sum(one["role"] == "user" for one in self.messages[before : self.forgotten])
                 what = "turn" if turns == 1 else f"{turns} turns"
-                notes.append(f"the conversation is too long for the model, which no longer sees its oldest {what}")
+                notes.append(f"the conversation is too long for the model: its oldest {what} were dropped")
             for answer in self.engine.generate([ids], self.sampling, adapter=self.adapter, on_token=stream.token):
                 stream.end(answer.text)
                 if answer.finish == "length":
-                    notes.append("the answer is cut off (--max-new-tokens, or the end of what the model can read)")
+                    notes.append("the answer is cut off (by --max-new-tokens or the model's context length)")
                 if not pieces:
                     notes.append("the answer is empty")
         except BaseException:
@@ -96,18 +96,18 @@ class Conversation:
         return notes
 
     def reset(self) -> None:
-        """Begin anew, with the same system message."""
+        """Start a new conversation with the same system message."""
         self.messages.clear()
         self.forgotten = 0
 
     def _fitting(self) -> list[int]:
-        """Token ids of the conversation, from the first turn on with which there is room for an answer."""
+        """Token ids of the conversation, starting at the first turn that leaves room for an answer."""
         limit = self.engine.max_length
         while True:
-            told = [] if self.system is None else [{"role": "system", "content": self.system}]
-            ids = self.asking.ids(Prompt(messages=(*told, *self.messages[self.forgotten :])))
+            system = [] if self.system is None else [{"role": "system", "content": self.system}]
+            ids = self.asking.ids(Prompt(messages=(*system, *self.messages[self.forgotten :])))
             later = [at for at, one in enumerate(self.messages) if one["role"] == "user" and at > self.forgotten]
-            # A quarter of what the model can read, where more tokens are asked for than that.
+            # Reserve at most a quarter of the context for the answer.
             if limit is None or not later or len(ids) + min(self.sampling.max_new_tokens, limit // 4) <= limit:
                 return ids
             self.forgotten = later[0]

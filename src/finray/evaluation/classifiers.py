@@ -1,6 +1,6 @@
-"""The judge of classifiers: what each model says of the rows, and scores as statistics of rows.
+"""The judge of classifiers: each model's predictions, and scores as statistics per row.
 
-Statistics are over the evaluated model's classes, by their ids, whatever the order of another model's.
+Statistics use the evaluated model's class ids, whatever the order in another model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from finray.models.packing_check import check_packing
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums
 
-# Numbers in the statistics of a score; of more classes or rows only the value is given.
+# Maximum size of a score's statistics; with more classes or rows only the value is given.
 _MOST_NUMBERS = 2**24
-# What a model without an answer to the text says.
+# Name of the baseline that ignores the text.
 COMMONEST = "commonest"
 _NO_SUM = Interval(None, None, "none: it is not a sum over rows")
 
@@ -44,7 +44,7 @@ class Mean(SummedScore):
 
 
 class FromCounts(SummedScore):
-    """A score of the confusion matrix (C, C) that is the sum of the rows' own."""
+    """A score of the confusion matrix (C, C), which is a sum over rows."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -52,23 +52,24 @@ class FromCounts(SummedScore):
         self.is_share = name != "matthews_corrcoef"
 
     def total(self, sums_K: FloatArray, rows: int) -> float:  # noqa: ARG002
-        """The score, as the run's own evaluations have it."""
+        """The score, as in evaluations during training."""
         classes = math.isqrt(len(sums_K))
         return self._of(sums_K.reshape(classes, classes))
 
 
 def judge(case: Case) -> Judged:
-    """Let classifiers judge rows; where no baselines are named, beside what the commonest label comes to.
+    """Score rows with classifiers; without baselines, compare with always predicting the most common label.
 
     Raises:
-        FinrayError: answers are asked for, a model cannot be loaded, or a row has a label that it does not know.
+        FinrayError: answers are requested, a model cannot be loaded, or a row has a label unknown to it.
     """
-    asked = case.asked
-    if asked.metrics or asked.harness:
+    request = case.request
+    wrong = {"--metrics": request.metrics, "--harness": request.harness, "--replicas": request.replicas > 1}
+    if where := next((name for name, given in wrong.items() if given), None):
         raise ConfigError(
-            "a classifier gives labels and no answers",
-            where="--metrics" if asked.metrics else "--harness",
-            repair="leave it out: accuracy, F1 and the others are always there",
+            "a classifier predicts labels; it does not write answers",
+            where=where,
+            repair="leave it out: accuracy, F1 and the other metrics are always computed",
         )
     rows = case.rows
     assert rows is not None
@@ -79,17 +80,17 @@ def judge(case: Case) -> Judged:
         model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
         known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
         packs = check_packing(subject.artifact.model).safe
-        told = _counted(case.progress, f"{subject.name} labels", len(held))
-        found[subject.name] = classify(model, held, truths, packs=packs, labels=known, progress=told)
+        report = _counted(case.progress, f"{subject.name} labels", len(held))
+        found[subject.name] = classify(model, held, truths, packs=packs, labels=known, progress=report)
         del model
     labels = found[case.tuned.name].labels
     predictions = {name: one.predictions for name, one in found.items()}
-    if asked.baselines is None and rows.train is not None:
+    if request.baselines is None and rows.train is not None:
         predictions = {COMMONEST: (Classification(commonest(rows.train, labels)),) * len(held), **predictions}
     sums = ScoreSums(labels.problem, labels.names)
     totals, statistics = _statistics(sums, truths, predictions)
     if len(totals) == 1 and labels.problem == "single_label":
-        case.notes.append(f"{len(sums.names)} classes are too many for intervals of more than accuracy")
+        case.notes.append(f"{len(sums.names)} classes are too many: intervals are computed for accuracy only")
     metrics = {name: one.scores.metrics for name, one in found.items() if one.scores is not None}
     values = {
         model: {name: Estimate(value, _NO_SUM) for name, value in metrics.get(model, {}).items() if name not in totals}
@@ -100,16 +101,17 @@ def judge(case: Case) -> Judged:
     tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
 
     def prediction(index: int) -> Prediction:
-        said = {name: each[index] for name, each in predictions.items()}
+        predicted = {name: each[index] for name, each in predictions.items()}
         sure = {
-            name: {"probability": max(one.probabilities)} if one.probabilities else {} for name, one in said.items()
+            name: {"probability": max(one.probabilities)} if one.probabilities else {}
+            for name, one in predicted.items()
         }
         return Prediction(
             rows.numbers[index],
             rows.split.where(rows.numbers[index]),
             tokenizer.decode(held[index][0].tolist(), skip_special_tokens=True),
             _shown(truths[index]),
-            {name: [_shown(one.label)] for name, one in said.items()},
+            {name: [_shown(one.label)] for name, one in predicted.items()},
             {name: {**scores, **sure[name]} for name, scores in judged.of_row(index).items()},
         )
 
@@ -118,7 +120,7 @@ def judge(case: Case) -> Judged:
 
 
 def commonest(train: PreparedSplit, labels: LabelSet) -> Label:
-    """What to say of any row without looking at it: the mean of numbers, the commonest class, those of most rows."""
+    """The best constant prediction: the mean, the most common class, or the classes that most rows have."""
     seen = train.labels
     if labels.problem == "regression":
         return float(np.mean([float(one) for one in seen if not isinstance(one, tuple)]))
@@ -133,16 +135,18 @@ def _statistics(
 ) -> tuple[dict[str, Score], dict[str, dict[str, FloatArray]]]:
     found: dict[str, dict[str, FloatArray]] = {name: {} for name in predictions}
     if sums.problem == "regression":
-        for name, said in predictions.items():
-            apart = [float(_number(one.label)) - float(_number(truth)) for one, truth in zip(said, truths, strict=True)]
+        for name, predicted in predictions.items():
+            apart = [
+                float(_number(one.label)) - float(_number(truth)) for one, truth in zip(predicted, truths, strict=True)
+            ]
             found[name]["mean_squared_error"] = np.square(apart)[:, None]
         return {"mean_squared_error": Mean(is_share=False, lower_is_better=True)}, found
     if sums.problem == "multi_label":
         right = [frozenset(one if isinstance(one, tuple) else (str(one),)) for one in truths]
-        for name, said in predictions.items():
+        for name, predicted in predictions.items():
             hit = [
                 set(one.label if isinstance(one.label, tuple) else ()) == truth
-                for one, truth in zip(said, right, strict=True)
+                for one, truth in zip(predicted, right, strict=True)
             ]
             found[name]["accuracy"] = np.array(hit, dtype=np.float64)[:, None]
         return {"accuracy": Mean(is_share=True)}, found
@@ -153,19 +157,19 @@ def _statistics(
     has_counts = rows * classes**2 <= _MOST_NUMBERS
     if has_counts:
         totals |= {name: FromCounts(name) for name in ("f1_macro", "f1_weighted", "matthews_corrcoef")}
-    for name, said in predictions.items():
+    for name, predicted in predictions.items():
         try:
-            said_N = np.array([place[str(one.label)] for one in said])
+            predicted_N = np.array([place[str(one.label)] for one in predicted])
         except KeyError as error:
             raise DataError(
-                f"`{name}` says {error.args[0]!r}, and the classes are {', '.join(sums.names)}",
+                f"`{name}` predicts {error.args[0]!r}, but the classes are {', '.join(sums.names)}",
                 where="--baseline",
-                repair="compare with a classifier of the same labels",
+                repair="compare with a classifier that has the same labels",
             ) from None
-        found[name]["accuracy"] = (said_N == truth_N).astype(np.float64)[:, None]
+        found[name]["accuracy"] = (predicted_N == truth_N).astype(np.float64)[:, None]
         if has_counts:
             cells_NK = np.zeros((rows, classes**2))
-            cells_NK[np.arange(rows), truth_N * classes + said_N] = 1
+            cells_NK[np.arange(rows), truth_N * classes + predicted_N] = 1
             found[name] |= dict.fromkeys(("f1_macro", "f1_weighted", "matthews_corrcoef"), cells_NK)
     return totals, found
 

@@ -1,4 +1,4 @@
-"""What a classifier says of rows: its labels with their probabilities, and its scores where the truth is known."""
+"""Predictions of a classifier: labels with probabilities, and scores if the true labels are known."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from finray.models.classifier import labels_in
 from finray.tasks.classifier_scores import ClassifierScores
 from finray.tasks.sequence_classification import SequenceClassification
 
-# Tokens of one forward pass.
+# Tokens per forward pass.
 TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Classification:
-    """Of one row.
+    """The prediction for one row.
 
     Attributes:
         label: a class, several (those above a half), or a number.
-        probabilities: of each class, in the order of their ids; none in a regression.
+        probabilities: of each class, in the order of their ids; empty for regression.
     """
 
     label: Label
@@ -39,7 +39,7 @@ class Classification:
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """What a classifier said of rows, in their order; ``scores`` where their labels are known."""
+    """Predictions for rows, in order; ``scores`` if their labels are known."""
 
     labels: LabelSet
     predictions: tuple[Classification, ...]
@@ -56,18 +56,18 @@ def classify(
     labels: LabelSet | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Classified:
-    """Classify rows by the forward pass that trains; ``eval_loss`` is without weights of classes and smoothing.
+    """Classify rows with the forward pass of training; ``eval_loss`` has no class weights and no label smoothing.
 
     Args:
-        model: a classifier in evaluation mode, on its device; a PEFT adapter is left as it is, on or off.
+        model: a classifier in evaluation mode, on its device; a PEFT adapter stays enabled or disabled.
         rows: token ids and token types of each.
-        truths: label of each row; None where they are not known.
+        truths: label of each row; None if unknown.
         packs: whether rows may share a forward pass (``finray.models.packing_check``).
-        labels: what is predicted; None to read it from the model's configuration.
+        labels: the label set; None reads it from the model's configuration.
         progress: called with the number of rows done so far.
 
     Raises:
-        DataError: a label is none of the classifier's.
+        DataError: a label is not one of the classifier's.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     known = labels or labels_in(inner.config) or LabelSet("single_label", _names(inner.config))
@@ -115,9 +115,9 @@ def _encoded(task: SequenceClassification, truth: Label, number: int) -> Any:
         return task.encode(truth)
     except KeyError as error:
         raise DataError(
-            f"the label {error.args[0]!r} is none of the classifier's ({', '.join(task.sums.names)})",
+            f"the classifier has no label {error.args[0]!r} (its labels: {', '.join(task.sums.names)})",
             where=f"row {number}",
-            repair="score rows with the labels that it was trained on",
+            repair="use rows with the labels that it was trained on",
         ) from None
 
 

@@ -14,56 +14,59 @@ from finray.config.load import Overrides
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SEQUENCE_CLASSIFICATION
 from finray.evaluation import answers, classifiers
+from finray.evaluation.engines.base import Engine
 from finray.evaluation.estimates import Judged, compared_with, evaluated, sentences
 from finray.evaluation.harness import joined
 from finray.evaluation.outcome import Comparison, Evaluated, write
 from finray.evaluation.overlap import Words, overlap
 from finray.evaluation.rows import Lazy
-from finray.evaluation.subjects import Asked, Case, Progress
+from finray.evaluation.subjects import Case, EvaluationRequest, Progress
 from finray.pretrained.tokenizers import load_tokenizer
 
-# Who judges the models of a task: a file and a line each.
+# The judge of each task's models: one file and one line each.
 JUDGES: dict[str, Callable[[Case], Judged]] = {
     CAUSAL_LM.name: answers.judge,
     SEQUENCE_CLASSIFICATION.name: classifiers.judge,
 }
-_NOTHING_ASKED = Asked()
+_DEFAULTS = EvaluationRequest()
 
 
 def evaluate(
     model: str | Path,
     overrides: Overrides = (),
-    asked: Asked = _NOTHING_ASKED,
+    request: EvaluationRequest = _DEFAULTS,
     *,
     progress: Progress = lambda what, done, *, total, rate="": None,
+    spread: Callable[..., Engine] | None = None,
 ) -> Comparison:
     """Score a model, and compare it with others on the same rows.
 
-    Rows are prepared as for training, so that a prompt is the very tokens of training up to the last answer. What was
-    computed is kept as it comes, and the same call goes on with it.
+    Rows are prepared as for training, so that a prompt has exactly the tokens of training up to the last answer.
+    Results are saved as they are computed, and the same call continues from them.
 
     Args:
         model: a run, checkpoint, adapter or model directory, the URL of a run, or a Hub id.
         overrides: of the run's config, ``section.field=value``.
-        asked: what else :func:`finray.evaluate` takes.
-        progress: told how far each part has come.
+        request: the other arguments of :func:`finray.evaluate`.
+        progress: called with the progress of each part.
+        spread: creates an engine of several replicas; None uses one in this process.
 
     Raises:
-        FinrayError: there is nothing to evaluate, something does not fit, or something cannot be loaded or written.
+        FinrayError: there are no rows, settings contradict each other, or files cannot be loaded or written.
     """
     named, model = model, local_copy(model)
-    case = Case.of(model, overrides, asked, tasks=JUDGES, progress=progress)
+    case = Case.of(model, overrides, request, tasks=JUDGES, progress=progress, spread=spread)
     judged = JUDGES[case.spec.name](case)
-    rows, seed, notes = case.rows, asked.seed, case.notes
+    rows, seed, notes = case.rows, request.seed, case.notes
     models = [evaluated(judged, name, seed=seed) for name in judged.statistics]
     compared = compared_with(judged, seed=seed)
     models, more = joined(models, judged.harness, seed=seed)
     compared += more
     seen, held_out = None, list[Evaluated]()
     if rows is not None and rows.name == "train":
-        notes.append("these are the rows that the model was trained on: their scores say what it remembers")
+        notes.append("the model was trained on these rows: their scores measure memorisation")
     elif rows is not None and rows.train is None:
-        notes.append("the training data is not known, so rows of it were not looked for")
+        notes.append("the training data is unknown, so overlap with it was not checked")
     elif rows is not None and rows.train is not None:
         tokenizer = load_tokenizer(ModelConfig(name=str(case.tuned.artifact.folder)))
         seen = overlap(rows.split, rows.numbers, rows.train, Words(tokenizer))
@@ -107,6 +110,6 @@ def evaluate(
         judged.confusion,
     )
     write(found)
-    if asked.output is None:
+    if request.output is None:
         bring_back(named, model)
     return found

@@ -1,4 +1,4 @@
-"""Answers of a model that is being trained to held-out prompts, and their scores: handed to the loop by ``runtime``."""
+"""Answers to held-out prompts during training, and their scores; ``runtime`` passes it to the loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Answers:
     """Metrics of greedy answers at an evaluation; see :class:`finray.training.evaluator.Answering`.
 
     Args:
-        config: the run's.
+        config: of the run.
         precision: dtype of the forward pass of training.
     """
 
@@ -44,18 +44,18 @@ class Answers:
         return load_tokenizer(self._config.model)
 
     def __call__(self, task: Task, split: PreparedSplit, strategy: Strategy) -> dict[str, float]:
-        """The metrics of ``evaluation.metrics`` by name; each rank answers every ``world_size``-th prompt.
+        """The metrics in ``evaluation.metrics`` by name; each rank answers every ``world_size``-th prompt.
 
         Raises:
-            FinrayError: on every rank alike: a prompt has no answer, or a metric fails.
+            FinrayError: on every rank: a prompt has no answer, or a metric fails.
         """
-        asked = [prompt_and_answer(*split.row(row)) for row in range(len(split))]
-        own = [prompt for prompt, _ in asked[strategy.rank :: strategy.world_size]]
+        pairs = [prompt_and_answer(*split.row(row)) for row in range(len(split))]
+        own = [prompt for prompt, _ in pairs[strategy.rank :: strategy.world_size]]
         said = strategy.all_gather_object(on_all_ranks(strategy, lambda: self._answer(task.model, own)))
-        # Dealt out one by one, and taken back so.
-        answers = [said[row % strategy.world_size][row // strategy.world_size] for row in range(len(asked))]
+        # Prompts are dealt out one by one; put the answers back in order.
+        answers = [said[row % strategy.world_size][row // strategy.world_size] for row in range(len(pairs))]
         first = strategy.rank == 0
-        found = on_all_ranks(strategy, lambda: self._scores(answers, [right for _, right in asked]) if first else {})
+        found = on_all_ranks(strategy, lambda: self._scores(answers, [right for _, right in pairs]) if first else {})
         metrics: dict[str, float] = strategy.broadcast_object(found)
         return metrics
 
@@ -65,7 +65,7 @@ class Answers:
         device = model.device
         amp = torch.autocast(device.type, dtype=DTYPES[self._precision]) if self._precision != "fp32" else nullcontext()
         with _attending_by_itself(model), amp:
-            # It takes the attention that it needs, where that is another.
+            # The engine needs finray's attention, if the model has another.
             engine = TransformersEngine.of(model, self._tokenizer, batch_size=settings.batch_size)
             for answer in engine.generate(prompts, Sampling(max_new_tokens=settings.max_new_tokens)):
                 texts[answer.row] = answer.text
@@ -82,18 +82,18 @@ class Answers:
             except FinrayError:
                 raise
             except Exception as error:
-                # Somebody's own function.
+                # A function of the user's.
                 raise TrainingError(
                     f"the metric `{name}` failed: {type(error).__name__}: {first_line(error)}",
                     where="evaluation.metrics",
-                    repair="mend it, or leave it out; the same command goes on from the last checkpoint",
+                    repair="fix it, or leave it out; the same command then continues from the last checkpoint",
                 ) from None
         return found
 
 
 @contextmanager
 def _attending_by_itself(model: Any) -> Iterator[None]:
-    """Give a model the attention of Transformers, and back its own: that over packed rows knows no padding."""
+    """Temporarily give a model Transformers' attention: ours for packed rows ignores padding."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     usual = compat.attention_implementation(inner)
     if usual != attention.NAME:

@@ -1,4 +1,4 @@
-"""Scores of models with their intervals, what tells them apart, and in how many words."""
+"""Scores of models with their intervals and comparisons, and the sentence that states the conclusion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finray.evaluation.statistics import adjusted, interval, paired, sentence
 
 
 class Loss(SummedScore):
-    """Nats per token: of each row, their sum and the number of tokens."""
+    """Loss in nats per token: from each row's sum and number of tokens."""
 
     is_share, lower_is_better = False, True
 
@@ -27,17 +27,17 @@ class Loss(SummedScore):
 
 @dataclass(slots=True)
 class Judged:
-    """What models made of the rows; by name, the evaluated one last.
+    """Results of models on the rows; by model name, the evaluated one last.
 
     Attributes:
-        totals: scores by name, in the order in which they are shown.
+        totals: scores by name, in the order of display.
         statistics: by model and score (N, K).
-        values: by model, scores that are no sums over rows.
-        prediction: a row and what was said to it, by its index; None where nothing is said.
+        values: by model, scores that are not sums over rows.
+        prediction: a row and the answers to it, by index; None if there are no answers.
         classes: of a classifier, by id.
-        confusion: by model, rows by their class and the predicted one, where each row has one class.
-        harness: by model, metrics of lm-eval's tasks.
-        made_by: what all of it follows from, beside models and data.
+        confusion: by model, rows by their class and the predicted one, if each row has one class.
+        harness: by model, metrics of lm-eval tasks.
+        made_by: versions and settings that it depends on, besides models and data.
     """
 
     totals: dict[str, Score]
@@ -50,7 +50,7 @@ class Judged:
     made_by: dict[str, Any] = field(default_factory=dict)
 
     def of_row(self, index: int) -> dict[str, dict[str, float]]:
-        """By model, the scores of one row that are a number."""
+        """By model, the scores of one row that are numbers."""
         return {
             model: {name: float(own[name][index, 0]) for name in self.totals if name in own and own[name].shape[1] == 1}
             for model, own in self.statistics.items()
@@ -58,7 +58,7 @@ class Judged:
 
 
 def evaluated(judged: Judged, model: str, *, seed: int, kept: npt.NDArray[np.bool_] | None = None) -> Evaluated:
-    """Scores of a model, of all rows or of those that are ``kept``."""
+    """Scores of a model, over all rows or those that are ``kept``."""
     found: dict[str, Estimate] = {}
     values = judged.values[model] if kept is None else {}
     for name in dict.fromkeys((*judged.totals, *values)):

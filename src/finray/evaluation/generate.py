@@ -1,4 +1,4 @@
-"""Answers of a model to prompts, by an engine."""
+"""Generates a model's answers to prompts, with an engine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
 
-_CONFIGS = FileKind(ModelError, repair="fetch the model again")
+_CONFIGS = FileKind(ModelError, repair="download the model again")
 
 
 @dataclass(frozen=True, slots=True)
 class Answers(Result, Sequence[str]):
-    """What a model says to prompts: a sequence of texts.
+    """A model's answers to prompts: a sequence of texts.
 
     Attributes:
-        prompts: what was asked.
+        prompts: the prompts.
         texts: the answers, in the same order, without special tokens.
     """
 
@@ -49,7 +49,7 @@ class Answers(Result, Sequence[str]):
         return len(self.texts)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each prompt: it, as text or messages, and the answer."""
+        """One row per prompt: the prompt, as text or messages, and the answer."""
         return [
             {**({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}), "answer": text}
             for prompt, text in zip(self.prompts, self.texts, strict=True)
@@ -60,7 +60,7 @@ class Answers(Result, Sequence[str]):
         return {"answers": self.rows()}
 
     def print(self, console: Console) -> None:
-        """The answers alone."""
+        """Only the answers."""
         for text in self.texts:
             console.print(text, highlight=False, soft_wrap=True)
 
@@ -79,14 +79,14 @@ class Answers(Result, Sequence[str]):
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """How a model is asked: as it was trained.
+    """How a model is prompted: as it was trained.
 
     Attributes:
         tokenizer: of the model.
-        raw: whether text is given without the chat template.
-        system: system message of conversations that have none.
+        raw: whether text is passed without the chat template.
+        system: system message for conversations that have none.
         arguments: variables for the chat template.
-        tool_format: how tools are written where the template knows none.
+        tool_format: format of tools if the template does not support them.
     """
 
     tokenizer: Any
@@ -97,16 +97,16 @@ class Asking:
 
     @classmethod
     def of(cls, artifact: Artifact, tokenizer: Any, *, raw: bool | None = None) -> Asking:
-        """As finray wrote it down beside the weights; ``raw`` overrides that.
+        """As recorded by finray next to the weights; ``raw`` overrides that.
 
         Raises:
-            ModelError: the model gives no answers, because it is a classifier.
+            ModelError: the model is a classifier, which gives no answers.
         """
         notes, task = artifact.notes, artifact.model.task
         found = [] if not (artifact.folder / "config.json").is_file() else _architectures(artifact.folder)
         if (task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class) or any("Classif" in one for one in found):
             raise ModelError(
-                "the model is a classifier, which answers nothing",
+                "the model is a classifier; it does not write answers",
                 where=str(artifact.folder),
                 repair="`finray evaluate` scores it",
             )
@@ -116,10 +116,10 @@ class Asking:
         return cls(tokenizer, raw, notes.get("system"), *kept)
 
     def ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, up to where the answer begins.
+        """Token ids of a prompt, up to the start of the answer.
 
         Raises:
-            FinrayError: a conversation meets no chat template, or the template refuses it.
+            FinrayError: a conversation needs a chat template and there is none, or the template refuses it.
         """
         kept: dict[str, Any] = {"system": self.system, "arguments": self.arguments, "tool_format": self.tool_format}
         return prompt_ids(self.tokenizer, prompt, raw=self.raw, **kept)
@@ -131,12 +131,12 @@ def _architectures(folder: Path) -> list[str]:
 
 
 class TextStream:
-    """The text of an answer as its tokens come: what can no longer change is written.
+    """Writes the text of an answer while it is generated, as soon as it can no longer change.
 
     Args:
         tokenizer: of the model.
         stop: strings before which an answer ends; the beginning of one is held back.
-        write: is given each piece of text.
+        write: called with each piece of text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], write: Callable[[str], None]) -> None:
@@ -148,7 +148,7 @@ class TextStream:
         """The next token of the answer."""
         self._tokens.append(token)
         text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
-        # Bytes of a character that is not whole yet are shown as this one.
+        # Incomplete UTF-8 characters decode to this one.
         safe = len(text.rstrip("\ufffd"))
         for word in self._stop:
             begun = next((size for size in range(len(word), 0, -1) if text[:safe].endswith(word[:size])), 0)
@@ -157,7 +157,7 @@ class TextStream:
         self._advance(text[:safe])
 
     def end(self, text: str) -> None:
-        """The whole answer, now that it is known."""
+        """The complete answer."""
         self._advance(text)
 
     def _advance(self, text: str) -> None:
@@ -176,30 +176,30 @@ def generate_text(
     base: str | None = None,
     engine: str = "auto",
     merge: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
     write: Callable[[str], None] | None = None,
 ) -> Answers:
-    """Answers to prompts.
+    """Generate answers to prompts.
 
     Args:
         path: a run, checkpoint or model directory, or a Hub id.
         prompts: what to answer.
-        sampling: how tokens are chosen.
-        batch_size: prompts that are answered at the same time.
-        raw: give text to the model without its chat template; None does so where it was trained on plain prompts.
+        sampling: sampling settings.
+        batch_size: number of prompts answered at the same time.
+        raw: pass text to the model without its chat template; None does so if it was trained on plain prompts.
         base: overrides the base model of an adapter.
-        engine: what runs the model; see :func:`finray.evaluation.engines.make_engine`.
-        merge: fold an adapter into the weights, for speed.
-        tell: is told in one line what a user should know.
-        write: is given the text of a single answer as it comes.
+        engine: name of the engine; see :func:`finray.evaluation.engines.make_engine`.
+        merge: merge an adapter into the weights, for speed.
+        notify: called with messages for the user, one line each.
+        write: called with the text of a single answer as it is generated.
 
     Raises:
-        FinrayError: the model cannot be loaded, or a conversation meets no chat template.
+        FinrayError: the model cannot be loaded, or a conversation needs a chat template and there is none.
     """
     artifact = artifact_of(path, base=base)
     asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))), raw=raw)
     ids = [asking.ids(prompt) for prompt in prompts]
-    running = make_engine(engine, artifact, batch_size=batch_size, merge=merge, tell=tell)
+    running = make_engine(engine, artifact, batch_size=batch_size, merge=merge, notify=notify)
     stream = None if write is None or len(prompts) != 1 else TextStream(asking.tokenizer, sampling.stop, write)
     texts = [""] * len(prompts)
     for answer in running.generate(ids, sampling, on_token=mute if stream is None else stream.token):

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-eval on a model that an engine runs, adapter included; its results as scores of rows."""
+"""Runs tasks of EleutherAI's lm-eval on an engine's model, with its adapter; results become scores of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TASK = re.compile(r"^task:\s*(\S+)\s*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A metric of a task: lm-eval's number, and the values of rows where it is their mean."""
+    """A metric of a task: lm-eval's value, and the values of rows if it is their mean."""
 
     value: float
     error: float | None
@@ -33,14 +33,14 @@ class Found:
 
 
 def require() -> None:
-    """See that lm-eval is installed.
+    """Check that lm-eval is installed.
 
     Raises:
-        ConfigError: with the line that installs it.
+        ConfigError: with the command that installs it.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
-            "tasks of the harness are run by lm-eval, which is not installed",
+            "--harness needs lm-eval, which is not installed",
             where="--harness",
             repair="pip install lm-eval (or `pip install 'finray[harness]'`)",
         )
@@ -51,12 +51,12 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
 
     Args:
         engine: with the model.
-        tasks: names that lm-eval knows, or task files.
-        adapter: whether an adapter takes part.
-        seed: of few-shot examples.
+        tasks: lm-eval task names, or task files.
+        adapter: whether to apply the adapter.
+        seed: for few-shot examples.
 
     Raises:
-        FinrayError: there is no such task, or its data cannot be had.
+        FinrayError: there is no such task, or its data is not available.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -83,11 +83,11 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
-        # Task files are anybody's, and their data is on the Hub: there is no list of errors.
+        # Task files are third-party, and their data is on the Hub: they can fail in any way.
         raise FinrayError(
-            f"lm-eval cannot go on: {type(error).__name__}: {first_line(error)}",
+            f"lm-eval failed: {type(error).__name__}: {first_line(error)}",
             where=f"--harness {','.join(tasks)}",
-            repair="check the names (`lm_eval ls tasks`), and that the Hub can be reached",
+            repair="check the task names (`lm_eval ls tasks`) and the connection to the Hub",
         ) from None
     metrics: dict[str, Found] = {}
     for task, results in found["results"].items():
@@ -100,7 +100,7 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
             own = None
             if rows and all(isinstance(one, int | float | np.number) for one in rows):
                 own = np.array(rows, dtype=np.float64)[:, None]
-                # Other aggregations than a mean have no values of rows.
+                # Aggregations other than a mean have no values per row.
                 own = own if np.isclose(own.mean(), value) else None
             spread = results.get(f"{metric}_stderr,{chosen}")
             label = f"{task} {metric}" if chosen == "none" else f"{task} {metric} ({chosen})"
@@ -111,7 +111,7 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
 def joined(
     models: Sequence[Evaluated], found: dict[str, dict[str, Found]], *, seed: int
 ) -> tuple[list[Evaluated], list[Compared]]:
-    """Models with the harness's scores among theirs, and the last against each other one."""
+    """Models with the harness's scores added, and the comparison of the last with each other one."""
     mean, more = SummedScore().total, []
     with_them = []
     for one in models:
@@ -123,7 +123,7 @@ def joined(
                 reach = 1.959964 * metric.error
                 span = Interval(metric.value - reach, metric.value + reach, "lm-eval's standard error")
             else:
-                span = Interval(None, None, "none: lm-eval gives one number")
+                span = Interval(None, None, "none: lm-eval returns a single number")
             scores[name] = Estimate(metric.value, span, 0 <= metric.value <= 1)
         with_them.append(replace(one, scores=scores))
     for other in models[:-1]:
@@ -136,7 +136,7 @@ def joined(
 
 
 def _model(engine: Engine, adapter: bool) -> Any:
-    """The engine as lm-eval asks a model."""
+    """The engine as an lm-eval model."""
     from lm_eval.api.model import TemplateLM
 
     limit = engine.max_length or 2**20
@@ -166,13 +166,13 @@ def _model(engine: Engine, adapter: bool) -> Any:
             )
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            asked = [
-                # As lm-eval's own models do: of what is too long, the beginning is left out.
+            continuations = [
+                # As lm-eval's own models do: truncate from the left.
                 Continuation((context + tokens)[-limit:][: -len(tokens)] or [self.prefix_token_id], tokens)
                 for _, context, tokens in requests
             ]
-            found = {one.row: one for one in engine.log_likelihood(asked, adapter=adapter)}
-            return [(float(sum(found[row].logprobs)), found[row].is_greedy) for row in range(len(asked))]
+            found = {one.row: one for one in engine.log_likelihood(continuations, adapter=adapter)}
+            return [(float(sum(found[row].logprobs)), found[row].is_greedy) for row in range(len(continuations))]
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -180,7 +180,7 @@ def _model(engine: Engine, adapter: bool) -> Any:
             found = []
             for request in requests:
                 ids = self.tok_encode(request.args[0], add_special_tokens=False)
-                # Of a window the model reads one token more: the context that it begins with.
+                # A window has one token more than the model reads: the context at its start.
                 windows = get_rolling_token_windows(ids, self.prefix_token_id, limit - 1, 1)
                 parts = [(None, *make_disjoint_window(one)) for one in windows]
                 found.append(sum(value for value, _ in self._loglikelihood_tokens(parts)))
@@ -200,10 +200,7 @@ def _model(engine: Engine, adapter: bool) -> Any:
                 sampling = Sampling(most, heat, float(options.get("top_p", 1.0)), stop=until)
                 prompts = [self.tok_encode(requests[number].args[0])[-(limit - most) :] for number in numbers]
                 for answer in engine.generate(prompts, sampling, rows=numbers, adapter=adapter):
-                    text = answer.text
-                    for stop in until:
-                        text = text.partition(stop)[0]
-                    texts[answer.row] = text
+                    texts[answer.row] = answer.text
             return texts
 
     return EngineLM()

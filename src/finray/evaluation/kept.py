@@ -1,26 +1,26 @@
-"""What an evaluation has computed, kept as it comes: a killed one goes on, and computes nothing twice."""
+"""Saves what an evaluation computes as it goes: a killed one continues without computing anything twice."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from finray.errors import FinrayError
 from finray.files import FileKind, seal_of
 
-_FILES = FileKind(FinrayError, repair="delete it, to compute its answers anew", limit=2**40)
+_FILES = FileKind(FinrayError, repair="delete it to compute the answers again", limit=2**40)
 
 
 class Kept:
-    """Lines of an append-only file, one for each row; named by a digest of what they belong to.
+    """Lines of an append-only file, one per row; named by a digest of what they depend on.
 
     Args:
         folder: of the evaluation.
         kind: ``answers``, ``losses`` or ``choices``.
-        belongs: all that a line follows from, as JSON types: model, data, sampling, engine.
+        belongs: everything that a line depends on, as JSON types: model, data, sampling, engine.
     """
 
     def __init__(self, folder: Path, kind: str, belongs: Mapping[str, Any]) -> None:
@@ -28,7 +28,7 @@ class Kept:
         self._belongs = belongs
         # By row.
         self.found: dict[int, Any] = {}
-        # What computed them.
+        # The engines that computed them.
         self.made_by: list[dict[str, str]] = []
         self._whole = 0
         if self._path.is_file():
@@ -37,7 +37,7 @@ class Kept:
     def _read(self) -> None:
         with _FILES.reading(self._path), self._path.open("rb") as stream:
             for number, line in enumerate(stream):
-                # What a kill cut off has no end; what comes after it is not there.
+                # A kill may leave a line without its end, and nothing after it.
                 if not line.endswith(b"\n"):
                     break
                 content = json.loads(line)
@@ -48,40 +48,47 @@ class Kept:
                 self._whole += len(line)
 
     @contextmanager
-    def adding(self, *, made_by: Mapping[str, str]) -> Iterator[_Adding]:
-        """Lines may be added inside the block.
+    def adding(self, *, made_by: Mapping[str, str]) -> Iterator[Callable[[int, Any], None]]:
+        """Yields a function that saves the result of a row; once it returns, the result survives the process.
 
         Args:
-            made_by: what computes them, with its version.
+            made_by: the engine that computes them, with its version.
 
         Raises:
             FinrayError: they cannot be written.
         """
+        with self._writing():
+            stream = self._path.open("ab")
+            stream.truncate(self._whole)
+
+        def write(content: Mapping[str, Any]) -> None:
+            with self._writing():
+                stream.write((json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+                stream.flush()
+
+        def add(row: int, value: Any) -> None:
+            write({"row": row, "value": value})
+            self.found[row] = value
+
         try:
-            with self._path.open("ab") as stream:
-                stream.truncate(self._whole)
-                if not self._whole:
-                    stream.write(_line({"belongs_to": self._belongs}))
-                if dict(made_by) not in self.made_by[-1:]:
-                    stream.write(_line({"made_by": made_by}))
-                    self.made_by.append(dict(made_by))
-                yield _Adding(stream, self.found)
+            if not self._whole:
+                write({"belongs_to": self._belongs})
+            if dict(made_by) not in self.made_by[-1:]:
+                write({"made_by": made_by})
+                self.made_by.append(dict(made_by))
+            yield add
+        finally:
+            # Retries a line that did not fit on the disk.
+            with suppress(OSError):
+                stream.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise FinrayError(
-                f"answers cannot be written: {error.strerror or error}", where=str(self._path), repair="make room there"
+                f"answers cannot be written: {error.strerror or error}",
+                where=str(self._path),
+                repair="free some disk space or fix the permissions; the same command reuses the saved answers",
             ) from None
-
-
-class _Adding:
-    def __init__(self, stream: BinaryIO, found: dict[int, Any]) -> None:
-        self._stream, self._found = stream, found
-
-    def add(self, row: int, value: Any) -> None:
-        """Keep what a row came to; it survives the process from here on."""
-        self._stream.write(_line({"row": row, "value": value}))
-        self._stream.flush()
-        self._found[row] = value
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""What an evaluation comes to: scores with intervals, comparisons, answers; shown, and written beside the weights."""
+"""The result of an evaluation: scores with intervals, comparisons and answers; printed and written to files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from finray.errors import FinrayError, ModelError
 from finray.evaluation.overlap import Overlap
 from finray.evaluation.statistics import Interval, Paired, p_text
 from finray.results import Result
 
-# A confusion matrix of more is in the file alone.
+# A larger confusion matrix is only written to the file.
 _MOST_CLASSES = 12
 METRICS_FILE, PREDICTIONS_FILE = "metrics.json", "predictions.jsonl"
 
@@ -37,13 +37,13 @@ class Estimate:
         return {"value": self.value, **ends, **({"share": True} if self.is_share else {})}
 
     def text(self) -> str:
-        """For a table."""
+        """Formatted for a table."""
         span = self.interval
         ends = "" if span.low is None or span.high is None else f" [{self._one(span.low)}, {self._one(span.high)}]"
         return f"{self._one(self.value)}{'%' if self.is_share else ''}{ends}"
 
     def difference(self, value: float) -> str:
-        """A difference of such scores."""
+        """Format a difference of such scores."""
         return f"{100 * value:.1f} points" if self.is_share else f"{value:.4g}"
 
     def _one(self, value: float) -> str:
@@ -69,7 +69,7 @@ class Evaluated:
 
     @property
     def perplexity(self) -> float:
-        """Its exponential."""
+        """The exponential of the loss."""
         return math.exp(min(self.loss, 700.0))
 
     def json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A row as text, and what each model said to it; a line of ``predictions.jsonl``."""
+    """A row as text, and each model's answer; a line of ``predictions.jsonl``."""
 
     row: int
     where: str
@@ -109,9 +109,9 @@ class Prediction:
 
     def json(self) -> dict[str, Any]:
         """As JSON types; a single answer is a text."""
-        said = {name: texts[0] if len(texts) == 1 else texts for name, texts in self.answers.items()}
+        answers = {name: texts[0] if len(texts) == 1 else texts for name, texts in self.answers.items()}
         head = {"row": self.row, "where": self.where, "prompt": self.prompt, "reference": self.reference}
-        return {**head, "answers": said, "scores": self.scores}
+        return {**head, "answers": answers, "scores": self.scores}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +121,14 @@ class Comparison(Result):
     Attributes:
         models: with their scores.
         compared: the last model against each baseline, score by score.
-        sentences: what the first score allows to be said, a sentence for each baseline.
+        sentences: conclusions about the first score, one sentence per baseline.
         rows: number of rows.
-        predictions: rows with their answers; none where rows have no prompts.
-        folder: where all of it was written.
-        overlap: rows that the last model was trained on; None where its training data is not known.
+        predictions: rows with their answers; empty if rows have no prompts.
+        folder: where the results were written.
+        overlap: rows that the last model was trained on; None if its training data is not known.
         held_out: the scores without these rows, by model.
-        made_by: what it all follows from.
-        notes: what a reader should know.
+        made_by: versions and settings that the results depend on.
+        notes: remarks for the reader.
         classes: of a classifier, by id.
         confusion: by model, rows by their class (first index) and the predicted one.
     """
@@ -163,7 +163,7 @@ class Comparison(Result):
         return self.models[0]
 
     def json(self) -> dict[str, Any]:
-        """What ``metrics.json`` holds."""
+        """The content of ``metrics.json``."""
         return {
             "format_version": 1,
             "rows": self.rows,
@@ -182,19 +182,23 @@ class Comparison(Result):
         return {**self.json(), "folder": str(self.folder), "predictions": [one.json() for one in self.predictions]}
 
     def print(self, console: Console, *, samples: int = 3) -> None:
-        """The table, what it allows to be said, and some answers side by side."""
+        """The table, the conclusions, and some answers side by side."""
         if self.models[-1].scores:
             console.print(self._table())
         if (matrix := self.confusion.get(self.tuned.name)) and len(self.classes) <= _MOST_CLASSES:
             console.print("rows by class (down) and prediction (across)")
-            console.print(_confusion_table(self.classes, matrix))
+            table = Table("", *(Column(name, justify="right") for name in self.classes))
+            for name, counts in zip(self.classes, matrix, strict=True):
+                table.add_row(name, *(f"{count:,}" for count in counts))
+            console.print(table)
         for line in self.sentences:
             console.print(line, highlight=False, soft_wrap=True)
         if self.overlap is not None and self.overlap.rows:
             found = self.overlap
             console.print(
-                f"{len(found.rows)} of the {self.rows} rows are in the training data ({len(found.equal)} whole, "
-                f"{len(found.shared)} by runs of 13 words): a score on them says what is remembered",
+                f"{len(found.rows)} of the {self.rows} rows are in the training data, whole or in part "
+                f"({len(found.equal)} whole, {len(found.shared)} share runs of 13 words): scores on them may measure "
+                "memorisation",
                 highlight=False,
                 soft_wrap=True,
             )
@@ -208,13 +212,13 @@ class Comparison(Result):
             console.print(note, highlight=False, soft_wrap=True)
         for prediction in self.predictions[:samples]:
             console.rule(style="dim")
-            said = [(name, texts[0]) for name, texts in prediction.answers.items()]
-            for label, text in (("prompt", prediction.prompt), ("expected", prediction.reference), *said):
+            answers = [(name, texts[0]) for name, texts in prediction.answers.items()]
+            for label, text in (("prompt", prediction.prompt), ("expected", prediction.reference), *answers):
                 console.print(f"{label:>9} ", style="bold", end="", highlight=False)
                 console.print(text.strip(), highlight=False, soft_wrap=True)
         written = f"predictions: {self.folder / PREDICTIONS_FILE}"
         if not self.predictions:
-            written = f"scores: {self.folder / METRICS_FILE} (these rows have no prompts to answer)"
+            written = f"scores: {self.folder / METRICS_FILE} (these rows have no prompts)"
         console.print(f"\n{written}", highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
@@ -240,15 +244,6 @@ class Comparison(Result):
         return table
 
 
-def _confusion_table(classes: Sequence[str], matrix: Sequence[Sequence[int]]) -> Table:
-    table = Table("")
-    for name in classes:
-        table.add_column(name, justify="right")
-    for name, line in zip(classes, matrix, strict=True):
-        table.add_row(name, *(f"{one:,}" for one in line))
-    return table
-
-
 def write(found: Comparison) -> None:
     """Write ``metrics.json`` and ``predictions.jsonl``.
 
@@ -266,5 +261,5 @@ def write(found: Comparison) -> None:
         raise FinrayError(
             f"the scores cannot be written: {error.strerror}",
             where=str(found.folder),
-            repair="make room there; the same command goes on with the answers that are kept",
+            repair="free some disk space; the same command reuses the answers that were saved",
         ) from None

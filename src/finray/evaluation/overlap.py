@@ -1,9 +1,10 @@
-"""Rows that a model was trained on: a score on them says what it remembers, not what it can do.
+"""Overlap with the training data: a score on rows that a model was trained on measures memorisation.
 
-Whole rows are compared by the digest of their tokens, and runs of 13 words by a hash, after Brown et al. 2020
-(appendix C). Runs of tokens would not do: each digit is a token for many tokenizers, so that rows of arithmetic share
-them by chance. What belongs to a template is in many rows and says nothing; runs that are in more than ten training
-rows, or in half of the evaluated ones, do not count.
+Whole rows are compared by the digest of their tokens, and runs of 13 words by a hash, following Brown et al. 2020
+(appendix C). Runs of tokens would not work: for many tokenizers each digit is a token, so that rows of arithmetic share
+them by chance. Template text says nothing: runs that are in more than ten training rows, or in half of the evaluated
+ones, do not count, nor do runs with a word of a template. A template's last words and a row's first make runs that few
+rows have; so words are also compared five at a time, and those that are in half of the training rows are a template's.
 """
 
 from __future__ import annotations
@@ -21,32 +22,34 @@ from finray.data.dataset.prepared import PreparedSplit
 from finray.data.sampling.order import mix
 
 RUN = 13
-# Training rows in which a run may be and still tell one row from another.
+# Words at a time by which a template is recognised.
+_TEMPLATE_RUN = 5
+# A run that is in more training rows than this is ignored.
 _COMMON = 10
-# Training tokens that are hashed at a time.
+# Training tokens hashed at a time.
 _TOKENS = 2**20
-# Rows that are named.
+# Maximum number of overlapping rows that are reported.
 _NAMED = 20
-# Words of rows of token ids: the hash of each, and the index of its row.
+# Splits rows of token ids into words: the hash of each, and the index of its row.
 Split = Callable[[Sequence[npt.NDArray[np.int32]]], tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]]
-# The base of the hash of a word's characters: odd, so that it has an inverse modulo 2**64.
+# The base of the polynomial hash of a word's characters: odd, so that it has an inverse modulo 2**64.
 _BASE = 0x9E3779B97F4A7C15
 _UNPUNCTUATED = str.maketrans("", "", string.punctuation)
 
 
 class Words:
-    """Cuts rows of token ids into words: lower case, without ASCII punctuation, between white space.
+    """Splits rows of token ids into words: lower case, without ASCII punctuation, at white space.
 
-    A word's hash follows from its characters, not from how it was cut into tokens. No row is decoded: each entry of the
-    vocabulary is looked at once, and a word's hash is joined from those of its tokens as they lie in memory.
+    A word's hash depends on its characters, not on its tokenisation. No row is decoded: each vocabulary entry is
+    processed once, and a word's hash is combined from those of its tokens.
 
     Args:
-        tokenizer: of Transformers.
+        tokenizer: a Transformers tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        # WordPiece marks what continues a word, all others what begins one.
+        # WordPiece marks continuations of a word, all others mark its start.
         marks_continued = sum(str(piece).startswith("##") for piece in pieces) > len(pieces) // 100
         special = set(tokenizer.all_special_tokens) | {str(one) for one in tokenizer.added_tokens_decoder.values()}
         begins, hashes, lengths = [], [], []
@@ -79,7 +82,7 @@ class Words:
         begins = self._begins[ids] | (np.diff(owner, prepend=-1) != 0)
         starts = np.flatnonzero(begins)
         # The hash of letters l1 .. ln is the sum of li * BASE**(n - i): with powers that run on over all rows, words
-        # are sums of neighbours, and a last factor puts each right.
+        # are sums over neighbours, and a final factor normalises each.
         up = np.multiply.accumulate(self._powers[self._lengths[ids]])
         down = np.multiply.accumulate(self._inverse[self._lengths[ids]])
         last = np.append(starts[1:], len(ids)) - 1
@@ -90,12 +93,12 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Evaluated rows that the training rows hold.
+    """Evaluated rows that are in the training data.
 
     Attributes:
-        equal: indices of rows that are there whole.
-        shared: indices of other rows that share a run of 13 words.
-        named: of the first of them: the row, the training row, and the share of its runs that are there.
+        equal: indices of rows that are training rows.
+        shared: indices of other rows that share a run of 13 words with one.
+        named: for the first of them: the row, the training row, and the share of its runs found there.
     """
 
     equal: tuple[int, ...]
@@ -114,38 +117,44 @@ class Overlap:
 
 
 def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, words: Split) -> Overlap:
-    """Which of some rows of a split are in the training rows.
+    """Find rows of a split that are in the training rows.
 
-    Memory is that of the evaluated rows: a hash for each of their words. Training rows stream by.
+    Memory is proportional to the evaluated rows: a hash per word. Training rows are streamed.
 
     Args:
         split: of the evaluated rows.
-        numbers: which of them.
-        train: the training rows, as they were prepared by the same tokenizer.
-        words: cuts rows into words.
+        numbers: indices of these rows.
+        train: the training rows, prepared with the same tokenizer.
+        words: splits rows into words.
     """
     equal_to = _equal(split, numbers, train)
-    hashed = [np.unique(_runs(*words([split.row(number)[0]]))[0]) for number in numbers]
-    every, times = np.unique(np.concatenate([np.empty(0, np.uint64), *hashed]), return_counts=True)
-    seen = np.zeros(len(every), dtype=np.int32)
+    words_of = [words([split.row(number)[0]]) for number in numbers]
+    hashed = [_runs(*one, length=RUN)[0] for one in words_of]
+    short = [_runs(*one, length=_TEMPLATE_RUN)[0] for one in words_of]
+    every, times = np.unique(np.concatenate([np.empty(0, np.uint64), *map(np.unique, hashed)]), return_counts=True)
+    every_short = np.unique(np.concatenate([np.empty(0, np.uint64), *short]))
+    seen, seen_short = np.zeros(len(every), dtype=np.int32), np.zeros(len(every_short), dtype=np.int32)
     holder = np.full(len(every), -1, dtype=np.int64)
     start = 0
     while start < len(train) and len(every):
         stop = start + max(1, int(np.searchsorted(np.cumsum(train.lengths[start:]), _TOKENS)))
-        ids = [train.row(row)[0] for row in range(start, min(stop, len(train)))]
-        found, rows = _runs(*words(ids))
-        place = np.minimum(np.searchsorted(every, found), len(every) - 1)
-        is_there = every[place] == found
-        # A run twice in a row counts once.
-        pairs = np.unique(np.stack([place[is_there], rows[is_there]]), axis=1)
+        of_train = words([train.row(row)[0] for row in range(start, min(stop, len(train)))])
+        pairs = _found(every, *_runs(*of_train, length=RUN))
         np.add.at(seen, pairs[0], 1)
         holder[pairs[0]] = np.where(holder[pairs[0]] < 0, pairs[1] + start, holder[pairs[0]])
+        np.add.at(seen_short, _found(every_short, *_runs(*of_train, length=_TEMPLATE_RUN))[0], 1)
         start = stop
     common = max(2, len(numbers) / 2) if len(numbers) > 1 else 2
     tells = (seen > 0) & (seen <= _COMMON) & (times < common)
+    is_template = seen_short >= max(_COMMON + 1, len(train) / 2)
     shared: list[int] = []
     named: list[tuple[str, str, float]] = []
-    for index, own in enumerate(hashed):
+    for index, (runs, short_runs) in enumerate(zip(hashed, short, strict=True)):
+        # A short run from `at` on has a word in common with the runs that begin from `at - RUN + 1` on.
+        beside = np.zeros(len(runs), dtype=bool)
+        for at in np.flatnonzero(is_template[np.searchsorted(every_short, short_runs)]):
+            beside[max(0, at - RUN + 1) : at + _TEMPLATE_RUN] = True
+        own = np.unique(runs[~beside])
         place = np.searchsorted(every, own)
         telling = place[tells[place]] if len(own) else place
         if index not in equal_to and not len(telling):
@@ -162,7 +171,7 @@ def overlap(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit, 
 
 
 def _equal(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) -> dict[int, int]:
-    """Index of each row that is a training row, and the first such training row."""
+    """Index of each row that is also a training row, and the first such training row."""
     own = split.digests[np.asarray(numbers, dtype=np.int64)]
     order = np.argsort(train.digests, kind="stable")
     place = np.minimum(np.searchsorted(train.digests[order], own), max(len(order) - 1, 0))
@@ -172,14 +181,24 @@ def _equal(split: PreparedSplit, numbers: Sequence[int], train: PreparedSplit) -
     return {int(index): int(order[place[index]]) for index in alike}
 
 
+def _found(
+    every: npt.NDArray[np.uint64], runs: npt.NDArray[np.uint64], rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Index in ``every`` and row of each run that is there (2, N); a run that occurs twice in a row counts once."""
+    place = np.minimum(np.searchsorted(every, runs), len(every) - 1)
+    is_there = every[place] == runs
+    pairs: npt.NDArray[np.int64] = np.unique(np.stack([place[is_there], rows[is_there]]), axis=1)
+    return pairs
+
+
 def _runs(
-    words: npt.NDArray[np.uint64], owner: npt.NDArray[np.int64]
+    words: npt.NDArray[np.uint64], owner: npt.NDArray[np.int64], *, length: int
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """A hash of every run of 13 words within a row, and the index of its row."""
-    if len(words) < RUN:
+    """A hash of every run of so many words within a row, and the index of its row."""
+    if len(words) < length:
         return np.empty(0, np.uint64), np.empty(0, np.int64)
-    factor, total = np.uint64(_BASE), np.zeros(len(words) - RUN + 1, dtype=np.uint64)
-    for place in range(RUN):
+    factor, total = np.uint64(_BASE), np.zeros(len(words) - length + 1, dtype=np.uint64)
+    for place in range(length):
         total = total * factor + words[place : place + len(total)]
-    whole = owner[: len(total)] == owner[RUN - 1 :]
+    whole = owner[: len(total)] == owner[length - 1 :]
     return mix(total)[whole], owner[: len(total)][whole]

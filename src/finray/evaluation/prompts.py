@@ -1,4 +1,4 @@
-"""Prompts: from arguments, a text file (one a line) or JSONL, and as the token ids that a model is given."""
+"""Prompts: from arguments, a text file (one per line) or JSONL; converted to token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finray.data.tokenize.chat import ChatRenderer, guarded
 from finray.errors import DataError, ModelError
 from finray.files import FileKind
 
-_FILES = FileKind(DataError, repair="a file of prompts is text in UTF-8, a prompt a line, or JSONL")
+_FILES = FileKind(DataError, repair="write UTF-8 text with one prompt per line, or JSONL")
 _TOOLS = FileKind(DataError, repair="write a JSON list of functions: their `name`, `description` and `parameters`")
 
 
@@ -30,7 +30,7 @@ class Prompt:
 
     @classmethod
     def of(cls, text: str, system: str | None) -> Prompt:
-        """Text as it is, or as the user's turn after a system message."""
+        """Text alone, or as the user's turn after a system message."""
         if system is None:
             return cls(text=text)
         return cls(messages=({"role": "system", "content": system}, {"role": "user", "content": text}))
@@ -40,7 +40,7 @@ def read_tools(path: Path) -> tuple[Mapping[str, Any], ...]:
     """Tools from a JSON file: a list as in the column ``tools`` of training data.
 
     Raises:
-        DataError: it is no such file.
+        DataError: it is not such a file.
     """
     try:
         return tools_of(_TOOLS.text(path))
@@ -56,9 +56,9 @@ def read_prompts(
     tools: tuple[Mapping[str, Any], ...] = (),
     lines: Iterable[str] = (),
 ) -> list[Prompt]:
-    """All prompts: the arguments, then those of the file; where there is neither, the non-empty ``lines``.
+    """All prompts: the arguments, then those of the file; without both, the non-empty ``lines``.
 
-    ``tools`` are of those that bring none themselves.
+    ``tools`` are for prompts without tools of their own.
 
     Raises:
         DataError: the file cannot be read, or there is no prompt.
@@ -89,18 +89,19 @@ def read_prompts(
         for text in (prompt.text, *(str(message["content"]) for message in prompt.messages)):
             if (odd := NO_TEXT.search(text)) is not None:
                 raise DataError(
-                    f"prompt {number} holds U+{ord(odd[0]):04X}, which is no text", repair="leave that character out"
+                    f"prompt {number} holds U+{ord(odd[0]):04X}, which is not a valid character",
+                    repair="remove that character",
                 )
     return [replace(prompt, tools=prompt.tools or tools) for prompt in prompts]
 
 
 def _question(row: Row) -> Prompt:
     """A row of training data up to its last user message, as a question."""
-    asked = list(row.value["messages"])
-    while asked and isinstance(asked[-1], Mapping) and asked[-1].get("role") == "assistant":
-        asked.pop()
+    messages = list(row.value["messages"])
+    while messages and isinstance(messages[-1], Mapping) and messages[-1].get("role") == "assistant":
+        messages.pop()
     try:
-        read, tools = messages_of(asked, "messages"), tools_of(row.value.get("tools"))
+        read, tools = messages_of(messages, "messages"), tools_of(row.value.get("tools"))
     except DataError as error:
         raise DataError(
             error.message,
@@ -119,24 +120,24 @@ def prompt_ids(
     arguments: Mapping[str, Any] | None = None,
     tool_format: str = "plain",
 ) -> list[int]:
-    """Token ids of a prompt, up to where the answer begins.
+    """Token ids of a prompt, up to the start of the answer.
 
     Args:
         tokenizer: of the model.
         prompt: what to answer.
-        raw: give text without the chat template.
-        system: system message of conversations that have none.
+        raw: pass text without the chat template.
+        system: system message for conversations that have none.
         arguments: variables for the chat template.
-        tool_format: how tools and their calls are written where the template knows none.
+        tool_format: format of tools and their calls if the template does not support them.
 
     Raises:
         ModelError: there is no chat template, and the prompt needs one.
-        DataError: the template refuses the prompt, or nothing is in it.
+        DataError: the template refuses the prompt, or the result is empty.
     """
     if raw and not prompt.messages and not prompt.tools:
         ids = list(tokenizer(prompt.text)["input_ids"])
         if not ids:
-            raise DataError("an empty prompt is nothing to go on from", repair="write at least a word")
+            raise DataError("the prompt is empty", repair="write at least one word")
         return ids
     if not tokenizer.chat_template:
         raise ModelError("the model has no chat template", repair="give prompts as text with --raw")
@@ -146,13 +147,13 @@ def prompt_ids(
     if messages[0] == {"role": "system", "content": ""}:
         messages.pop(0)
     if prompt.tools or any("tool_calls" in message or message.get("role") == "tool" for message in messages):
-        # As in training, where the template may know none of it.
+        # As in training, where the template may not support tools.
         renderer = ChatRenderer(tokenizer, special_tokens=(), arguments=arguments, tool_format=tool_format)
         text = renderer.render(messages_of(messages, "messages"), prompt.tools, add_generation_prompt=True)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     with guarded("the prompt", repair="check the order and names of the roles"):
         if isinstance(tokenizer.chat_template, str):
-            # What Transformers then finds in its cache has limits.
+            # Transformers will find this in its cache: compiled in a sandbox with limits.
             compat.compile_chat_template(tokenizer.chat_template)
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **(arguments or {}))
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])

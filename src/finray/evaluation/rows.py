@@ -1,4 +1,4 @@
-"""The rows that are evaluated: of a split of a run, or of any file that training reads, as the tokens of training."""
+"""The rows to evaluate: of a split of a run, or of any file that training reads, with the tokens of training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Lazy(Sequence[T]):
-    """A sequence whose items are made when they are asked for, so that memory does not grow with it."""
+    """A sequence whose items are computed on access, so that memory does not grow with it."""
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         self._count, self._make = count, make
@@ -51,13 +51,13 @@ class Rows:
     """Rows to score.
 
     Attributes:
-        name: of the split or the file.
-        split: that they are of.
-        numbers: which of its rows, in order.
-        dataset: that the split is of.
-        asks: whether rows have prompts to answer; of others it is the loss alone.
+        name: of the split or file.
+        split: the prepared split.
+        numbers: indices of the rows in it, in order.
+        dataset: dataset of the split.
+        asks: whether rows have prompts to answer; otherwise only the loss is computed.
         fingerprint: digest of all rows of the dataset.
-        train: the rows that the model was trained on, where they are known.
+        train: the rows that the model was trained on, if known.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Rows:
         return f"{self.dataset.content}/{self.name}"
 
     def prompt(self, index: int) -> list[int]:
-        """Token ids up to where the last answer begins."""
+        """Token ids up to the start of the last answer."""
         return prompt_and_answer(*self.split.row(self.numbers[index]))[0]
 
     def reference(self, index: int) -> list[int]:
@@ -84,27 +84,27 @@ class Rows:
         return prompt_and_answer(*self.split.row(self.numbers[index]))[1]
 
     def keys(self) -> list[tuple[int, int]]:
-        """What names each row whatever the tokenizer: its row in the source, and which of that row's rows it is."""
+        """A key per row, independent of the tokenizer: its source row, and its index among that row's rows."""
         every = _keys(self.split)
         return [every[number] for number in self.numbers]
 
     def like(self, keys: Sequence[tuple[int, int]]) -> Rows:
-        """The rows with these names, in the same order.
+        """The rows with these keys, in the same order.
 
         Raises:
-            DataError: one of them is not there.
+            DataError: one of them does not exist.
         """
         place = {key: number for number, key in enumerate(_keys(self.split))}
         if missing := sum(key not in place for key in keys):
             raise DataError(
-                f"{missing} of the {len(keys)} rows do not fit the baseline's tokenizer and data.max_length",
+                f"{missing} of the {len(keys)} rows are longer than data.max_length with the baseline's tokenizer",
                 where="data.max_length",
-                repair="raise data.max_length, or leave that baseline out",
+                repair="raise data.max_length, or drop that baseline",
             )
         return replace(self, numbers=tuple(place[key] for key in keys))
 
     def columns(self, source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Index and columns of the source row of each row; the source is read once.
+        """Index and source columns of each row; the source is read once.
 
         Args:
             source: the file.
@@ -120,7 +120,7 @@ class Rows:
 
 
 def prompt_and_answer(ids: npt.NDArray[np.int32], mask: npt.NDArray[np.uint8]) -> tuple[list[int], list[int]]:
-    """A row's tokens up to its last answer, and those of that answer."""
+    """A row's tokens before its last answer, and those of that answer."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask.astype(bool), [False]]).astype(np.int8)))
     start, stop = int(edges[-2]), int(edges[-1])
     return ids[:start].tolist(), ids[start:stop].tolist()
@@ -135,12 +135,12 @@ def _keys(split: PreparedSplit) -> list[tuple[int, int]]:
 
 
 def of_run(run: RunDir, config: Config, split: str | None) -> tuple[str, PreparedSplit, PreparedDataset, PreparedSplit]:
-    """A split of a run, by name: its name, rows, dataset, and the rows that were trained on.
+    """A split of a run: its name, rows, dataset, and the rows that were trained on.
 
     Args:
-        run: the directory.
-        config: its config.
-        split: ``train``, ``eval`` or ``test``; None for the test split, or the evaluation split where there is none.
+        run: the run directory.
+        config: of the run.
+        split: ``train``, ``eval`` or ``test``; None means the test split, or the evaluation split if there is none.
 
     Raises:
         DataError: there is no such split, or the data has changed.
@@ -151,15 +151,15 @@ def of_run(run: RunDir, config: Config, split: str | None) -> tuple[str, Prepare
     if found is None:
         there = [one for one in ("train", "eval", "test") if getattr(splits, one) is not None]
         raise DataError(
-            "the run holds no rows out to evaluate on" if split is None else f"the run has no split `{name}`",
+            "the run has no held-out rows to evaluate on" if split is None else f"the run has no split `{name}`",
             where="data",
-            repair="name a file with --file, or one of the splits that it has with --split: " + ", ".join(there),
+            repair="give a file with --file, or one of its splits with --split: " + ", ".join(there),
         )
     return name, found, dataset, splits.train
 
 
 def splits_of(run: RunDir, config: Config) -> tuple[Splits, PreparedDataset]:
-    """The rows that a run was trained on, and those that it holds out.
+    """The training rows of a run, and its held-out rows.
 
     Raises:
         DataError: the data has changed.
@@ -182,7 +182,7 @@ def of_file(config: Config, *, root: str | Path | None) -> tuple[PreparedSplit, 
 def _require_same_data(run: RunDir, config: Config, dataset: PreparedDataset) -> None:
     """Refuse a dataset other than the one that the run was trained on, which its checkpoints name by a digest.
 
-    A ratio splits other data in another way, so rows that were learned would be scored as if they had been held out.
+    A ratio would split other data differently, so rows that were trained on would be scored as if they were held out.
     """
     store = CheckpointStore(run.path)
     for step in reversed(store.steps()):
@@ -193,7 +193,7 @@ def _require_same_data(run: RunDir, config: Config, dataset: PreparedDataset) ->
         require_same_data(trained_on, dataset, config)
         return
     raise DataError(
-        "the run has no checkpoint left that says which data it was trained on",
+        "the run has no checkpoint left, so its training data is unknown",
         where=str(run.path),
-        repair="keep a checkpoint beside `final`: without one, held-out rows cannot be told from learned ones",
+        repair="keep a checkpoint beside `final/`: it records which rows were held out",
     )

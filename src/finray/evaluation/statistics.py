@@ -1,4 +1,4 @@
-"""What numbers of a few rows allow to be said: intervals, paired tests, and one sentence.
+"""Conclusions from the scores of a limited number of rows: intervals, paired tests, and one sentence.
 
 Scores come as statistics of rows that add up (:mod:`finray.evaluation.scores.base`), so one bootstrap and one
 permutation test serve means and corpus scores alike. All draws follow from a seed.
@@ -17,20 +17,20 @@ from finray.evaluation.scores.base import FloatArray
 
 Total = Callable[[FloatArray, int], float]
 LEVEL = 0.95
-# Resamples of a bootstrap, and swaps of a permutation test. More would change the third digit.
+# Resamples of a bootstrap, and swaps of a permutation test. The third digit no longer depends on them.
 _RESAMPLES = 2000
 _SWAPS = 4000
-# Up to so many rows, all swaps there are take less.
+# Up to this many rows, enumerating all swaps is cheaper.
 _ALL_SWAPS = 12
-# Up to so many rows, each is left out once. More tell a skewed score well enough.
+# Up to this many rows, the jackknife leaves out each. Beyond that, this many estimate the skew well enough.
 _JACKKNIFED = 10_000
-# Random numbers held at a time.
+# Random numbers in memory at a time.
 _HELD = 2**22
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A confidence interval at 95 %; without ends where the rows say nothing of their spread."""
+    """A 95 % confidence interval; without bounds if the rows say nothing about their spread."""
 
     low: float | None
     high: float | None
@@ -39,15 +39,15 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """One model against another on the same rows.
+    """Comparison of two models on the same rows.
 
     Attributes:
-        difference: the second's score less the first's.
+        difference: the second's score minus the first's.
         interval: of the difference.
-        p: probability of a difference at least as large where the models are equally good.
+        p: p-value: probability of a difference at least as large if the models are equally good.
         method: the name of the test.
-        gained: rows that only the second has right, of scores that are right or wrong.
-        lost: rows that only the first has right.
+        gained: rows that only the second gets right, for 0/1 scores.
+        lost: rows that only the first gets right.
     """
 
     difference: float
@@ -66,15 +66,15 @@ def is_right_or_wrong(statistics_NK: FloatArray) -> bool:
 def interval(statistics_NK: FloatArray, total: Total, *, seed: int = 0) -> Interval:
     """The 95 % interval of a score.
 
-    Right or wrong rows have Wilson's interval (1927), which holds at 0 % and 100 % and for few rows, too. All else has
-    a bootstrap (BCa: Efron 1987), whose quantiles are widened for few rows as Hesterberg (2015, "What teachers should
-    know about the bootstrap", section 5.3) does; each end is at least as far out as Student's t with the jackknife's
-    standard error puts it, because few rows of a skewed score know little of their tail.
+    For 0/1 rows it is Wilson's interval (1927), which is also valid at 0 % and 100 % and for few rows. Otherwise a
+    bootstrap (BCa: Efron 1987), whose quantiles are widened for few rows as in Hesterberg (2015, "What teachers should
+    know about the bootstrap", section 5.3); each end is at least as far out as Student's t with the jackknife's
+    standard error, because few rows of a skewed score say little about their tail.
 
     Args:
         statistics_NK: of each row.
         total: the score, from sums of statistics and the number of rows.
-        seed: of the resamples.
+        seed: for the resamples.
     """
     rows = len(statistics_NK)
     if rows and is_right_or_wrong(statistics_NK):
@@ -91,7 +91,7 @@ def _bootstrap(statistics_NK: FloatArray, total: Total, seed: int) -> Interval:
     resampled = np.sort([total(sums, rows) for sums in _resampled_sums(statistics_NK, seed)])
     observed = total(whole, rows)
     if resampled[0] == resampled[-1]:
-        return Interval(None, None, "none: all rows are worth the same")
+        return Interval(None, None, "none: all rows have the same score")
     share = (np.sum(resampled < observed) + 0.5 * np.sum(resampled == observed)) / len(resampled)
     bias = float(stats.norm.ppf(np.clip(share, 0.5 / len(resampled), 1 - 0.5 / len(resampled))))
     quantile = float(stats.t.ppf((1 + LEVEL) / 2, rows - 1))
@@ -122,16 +122,16 @@ def _resampled_sums(statistics_NK: FloatArray, seed: int) -> Iterator[FloatArray
 
 
 def paired(first_NK: FloatArray, second_NK: FloatArray, total: Total, *, seed: int = 0) -> Paired:
-    """Whether the second of two models is better on the same rows.
+    """Test whether the second of two models is better on the same rows.
 
-    Rows that are right or wrong: McNemar's exact test, and the interval of Agresti and Min (2005) for the difference.
-    All else: a permutation test, in which each row's two results may change places, and the bootstrap of rows.
+    For 0/1 rows: McNemar's exact test, and the interval of Agresti and Min (2005) for the difference. Otherwise: a
+    permutation test that swaps each row's two results, and the bootstrap over rows.
 
     Args:
         first_NK: statistics of each row for one model.
         second_NK: for the other, rows in the same order.
         total: the score, from sums of statistics and the number of rows.
-        seed: of what is drawn.
+        seed: for random draws.
     """
     rows, columns = first_NK.shape
 
@@ -158,13 +158,13 @@ def _permutation(first_NK: FloatArray, second_NK: FloatArray, total: Total, obse
     rows = len(first_NK)
     moved_NK, whole_K = second_NK - first_NK, (first_NK + second_NK).sum(0)
     extreme = drawn = 0
-    # What rounding does to a sum is no difference.
+    # Ignore rounding errors of sums.
     least = abs(observed) * (1 - 1e-9) - 1e-12
     for signs in _signs(rows, seed):
         apart_K = signs @ moved_NK
         extreme += abs(total((whole_K + apart_K) / 2, rows) - total((whole_K - apart_K) / 2, rows)) >= least
         drawn += 1
-    # Of all swaps, the observed one is among them; of a sample, it is added (Phipson and Smyth 2010).
+    # The enumeration of all swaps includes the observed one; to a sample, it is added (Phipson and Smyth 2010).
     return extreme / drawn if rows <= _ALL_SWAPS else (extreme + 1) / (drawn + 1)
 
 
@@ -180,7 +180,7 @@ def _signs(rows: int, seed: int) -> Iterator[FloatArray]:
 
 
 def adjusted(p: list[float]) -> list[float]:
-    """P-values of several comparisons, each as if it were alone (Holm 1979)."""
+    """P-values of several comparisons, adjusted for their number (Holm 1979)."""
     order = sorted(range(len(p)), key=p.__getitem__)
     found, least = [1.0] * len(p), 0.0
     for rank, number in enumerate(order):
@@ -192,16 +192,16 @@ def adjusted(p: list[float]) -> list[float]:
 def sentence(
     found: Paired, *, name: str, other: str, score: str, rows: int, shown: Callable[[float], str], lower_is_better: bool
 ) -> str:
-    """What may be said of two models, in plain words.
+    """The conclusion about two models, in plain words.
 
     Args:
         found: the second model against the first.
         name: of the second model.
         other: of the first.
         score: its name.
-        rows: that were scored.
-        shown: a difference as text, without its sign.
-        lower_is_better: as losses are.
+        rows: number of scored rows.
+        shown: formats a difference without its sign.
+        lower_is_better: as for losses.
     """
     span, alpha = found.interval, 1 - LEVEL
     gain = -found.difference if lower_is_better else found.difference

@@ -1,8 +1,8 @@
-"""What is evaluated: the models, the config that they are evaluated by, their rows, and where results go."""
+"""The subjects of an evaluation: the models, the config, their rows, and the folder for results."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from finray.config.tasks import TaskSpec, task_spec
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
+from finray.evaluation.engines.base import Engine
 from finray.evaluation.rows import Rows, of_file, of_run, splits_of
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
@@ -27,15 +28,15 @@ from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loade
 
 
 class Progress(Protocol):
-    """Told how far a part of an evaluation has come."""
+    """Called with the progress of a part of an evaluation."""
 
     def __call__(self, what: str, done: int, *, total: int, rate: str = "") -> None:
-        """``done`` of ``total`` rows of the part ``what``; ``rate`` in words, where it is known."""
+        """``done`` of ``total`` rows of the part ``what``; ``rate`` as text, if known."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What somebody asks of an evaluation: arguments of :func:`finray.evaluate`, which says what each means."""
+class EvaluationRequest:
+    """An evaluation request: the arguments of :func:`finray.evaluate`, which documents them."""
 
     split: str | None = None
     file: str | Path | None = None
@@ -48,6 +49,7 @@ class Asked:
     seed: int = 0
     batch_size: int | None = None
     engine: str = "auto"
+    replicas: int = 1
     harness: Sequence[str] = ()
     output: str | Path | None = None
     base: str | None = None
@@ -55,7 +57,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model to evaluate: an artifact, with its adapter or without."""
+    """A model to evaluate: an artifact, with or without its adapter."""
 
     name: str
     artifact: Artifact
@@ -63,14 +65,14 @@ class Subject:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What tells its weights from any other, without reading them."""
+        """Identifies the weights without reading them."""
         base = self.artifact.base
         own = None if base is not None and not self.adapter else files_of(str(self.artifact.folder))
         return {"weights": own, "base": None if base is None else {**files_of(base.name), "revision": base.revision}}
 
 
 def files_of(name: str) -> dict[str, Any]:
-    """A model directory by name, size and time of its files, or a Hub id by the commit that is in the cache."""
+    """A model directory by name, size and time of its files, or a Hub id by the cached commit."""
     folder = Path(name).expanduser()
     if folder.is_file():
         return {"name": name, "files": [[folder.name, folder.stat().st_size, folder.stat().st_mtime_ns]]}
@@ -85,26 +87,28 @@ def files_of(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """What a judge is given.
+    """The input of a judge.
 
     Attributes:
-        asked: what somebody asks for.
-        run: that the evaluated model is of; None where it is of none.
-        config: of the run, or for the model alone, with what was asked for in ``evaluation``.
+        request: the request.
+        run: run of the evaluated model; None if it has none.
+        config: of the run, or for the model alone, with the request applied to ``evaluation``.
         spec: of the task.
         subjects: the models, the evaluated one last.
-        folder: for results; it can be written to.
-        progress: told how far each part has come.
-        notes: what a reader should know; whoever finds something adds it.
+        folder: for results; known to be writable.
+        progress: called with the progress of each part.
+        spread: creates an engine of several replicas, if requested.
+        notes: remarks for the reader, added along the way.
     """
 
-    asked: Asked
+    request: EvaluationRequest
     run: RunDir | None
     config: Config
     spec: TaskSpec
     subjects: tuple[Subject, ...]
     folder: Path
     progress: Progress
+    spread: Callable[..., Engine] | None = None
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -112,25 +116,26 @@ class Case:
         cls,
         model: str | Path,
         overrides: Overrides,
-        asked: Asked,
+        request: EvaluationRequest,
         *,
         tasks: Collection[str],
         progress: Progress,
+        spread: Callable[..., Engine] | None = None,
     ) -> Case:
-        """The case of a model, of one of the ``tasks``; rows are not prepared yet.
+        """The case for a model of one of the ``tasks``; rows are not prepared yet.
 
         Raises:
-            FinrayError: something is not there, does not fit the task, or cannot be written.
+            FinrayError: something is missing, does not fit the task, or cannot be written.
         """
         path = Path(model).expanduser().resolve()
         folders = (path, path.parent) if path.is_dir() else ()
         run = next((RunDir(one) for one in folders if (one / CONFIG_FILE).is_file()), None)
-        artifact = artifact_of(model, base=asked.base)
+        artifact = artifact_of(model, base=request.base)
         if artifact.model.task not in tasks:
-            raise ModelError(f"a model of the task `{artifact.model.task}` has no answers", where=str(model))
+            raise ModelError(f"a model with the task `{artifact.model.task}` does not write answers", where=str(model))
         spec = task_spec(artifact.model.task)
-        config = _config_of(model, run, artifact, asked, overrides)
-        # Names a metric that the task has not. A task of somebody's own is not imported for that.
+        config = _config_of(model, run, artifact, request, overrides)
+        # Reports metrics that the task does not have. A user's own task is not imported for this.
         if config.model.task == spec.name:
             spec.chosen(config.evaluation)
         tuned = Subject("tuned" if run is not None else Path(model).name, artifact)
@@ -139,10 +144,10 @@ class Case:
         if not spec.reads_labels and (artifact.is_adapter or run is not None):
             began = artifact if artifact.is_adapter else artifact_of(config.model.name)
             own = Subject("base", began, adapter=False)
-        subjects = (*_baselines(asked.baselines, tuned, own), tuned)
+        subjects = (*_baselines(request.baselines, tuned, own), tuned)
         for one in subjects:
             check_exists(one.artifact.model.name)
-        return cls(asked, run, config, spec, subjects, _folder(model, run, artifact, asked), progress)
+        return cls(request, run, config, spec, subjects, _folder(model, run, artifact, request), progress, spread)
 
     @property
     def tuned(self) -> Subject:
@@ -151,62 +156,62 @@ class Case:
 
     @cached_property
     def resolved(self) -> Resolved | None:
-        """What the run came to, where that is known."""
+        """The resolved ``auto`` values of the run, if known."""
         return None if self.run is None else self.run.resolved()
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of weights and arithmetic."""
+        """Dtype of weights and arithmetic."""
         trained_in = self.config.train.precision if self.resolved is None else self.resolved.precision
         return inference_dtype(None if self.run is None else trained_in, inference_device())
 
     @cached_property
     def rows(self) -> Rows | None:
-        """The rows, prepared when they are first asked for; None where tasks of lm-eval are all there is.
+        """The rows, prepared on first use; None if only lm-eval tasks are requested.
 
         Raises:
             FinrayError: there are none, or they do not fit the task.
         """
-        asked, run, config, train = self.asked, self.run, self.config, None
-        if asked.file is not None and asked.split is not None:
-            raise ConfigError("a file has no splits", where="--split", repair="give --split or --file")
-        if asked.file is not None:
+        request, run, config, train = self.request, self.run, self.config, None
+        if request.file is not None and request.split is not None:
+            raise ConfigError("--file and --split exclude each other", where="--split", repair="give --split or --file")
+        if request.file is not None:
             root = (
                 None
                 if run is None or config.prepare.dir or is_url(config.run.output_dir)
                 else run.path.parent / PREPARED
             )
             if self.resolved is not None and self.resolved.labels:
-                # Whole numbers in a file are ids of the run's classes, as they were in its own data.
+                # Integers in a file are ids of the run's classes, as in its own data.
                 section = config.classification.model_copy(update={"labels": list(self.resolved.labels)})
                 config = config.model_copy(update={"classification": section})
             held, dataset = of_file(config, root=root)
-            name = Path(asked.file).name
+            name = Path(request.file).name
             if run is not None:
                 try:
                     train = splits_of(run, saved_config(run))[0].train
                 except FinrayError as error:
-                    self.notes.append(f"rows of the training data were not looked for: {error.message}")
+                    self.notes.append(f"overlap with the training data was not checked: {error.message}")
             lost = int(held.source_rows.max()) + 1 - len(np.unique(held.source_rows))
             if lost > 0:
                 self.notes.append(
-                    f"{lost} rows are longer than data.max_length={config.data.max_length} and were left out"
+                    f"{lost} rows are longer than data.max_length={config.data.max_length} and were skipped"
                 )
         elif run is not None:
-            name, held, dataset, train = of_run(run, config, asked.split)
-        elif asked.harness:
+            name, held, dataset, train = of_run(run, config, request.split)
+        elif request.harness:
             return None
         else:
             model = str(self.tuned.artifact.folder)
-            what, repair = "there are no rows to evaluate", "name a file of rows with --file"
+            what, repair = "there are no rows to evaluate", "give a file of rows with --file"
             if not Path(model).is_dir():
-                what = "the directory does not exist; a model of the Hub is evaluated on rows that you name"
-                repair = "name a run that is there, or a file of rows with --file"
+                what = "the directory does not exist; for a model from the Hub, give the rows with --file"
+                repair = "give an existing run, or a file of rows with --file"
             raise DataError(what, where=model, repair=repair)
         if (dataset.kind() == "labelled") != self.spec.reads_labels:
             what = "rows with prompts and answers are not for" if self.spec.reads_labels else "rows with labels are for"
             repair = (
-                "name rows with a text and a label" if self.spec.reads_labels else "name rows with prompts and answers"
+                "use rows with a text and a label" if self.spec.reads_labels else "use rows with prompts and answers"
             )
             raise DataError(f"{what} a classifier", where="data.format", repair=repair)
         asks = config.data.train_on != "all" and dataset.kind() != "text"
@@ -214,7 +219,7 @@ class Case:
         return Rows(name, held, numbers, dataset, asks, train)
 
     def rows_for(self, artifact: Artifact) -> Rows | None:
-        """The rows as a model's own tokenizer and chat template make them; the same ones where these are the same."""
+        """The rows for a model's own tokenizer and chat template; shared if these are equal."""
         rows, config = self.rows, self.config
         known = artifact is self.tuned.artifact or (self.run is not None and str(artifact.folder) == config.model.name)
         if rows is None or known:
@@ -227,7 +232,7 @@ class Case:
         return Rows(rows.name, held, (), dataset, rows.asks, None).like(rows.keys())
 
     def by_artifact(self) -> Iterator[tuple[Artifact, list[Subject]]]:
-        """Models that share their weights together, so that these are loaded once."""
+        """Models grouped by shared weights, so that these are loaded once."""
         left = list(self.subjects)
         while left:
             artifact = left[0].artifact
@@ -235,43 +240,45 @@ class Case:
             left = [one for one in left if one.artifact is not artifact]
 
 
-def _config_of(model: str | Path, run: RunDir | None, artifact: Artifact, asked: Asked, overrides: Overrides) -> Config:
-    """The config of the run, or one for these weights; rows of a file are read as the run reads its own."""
+def _config_of(
+    model: str | Path, run: RunDir | None, artifact: Artifact, request: EvaluationRequest, overrides: Overrides
+) -> Config:
+    """The config of the run, or one for these weights; rows of a file are read with the run's settings."""
     if run is not None:
         config = saved_config(run)
     else:
-        config = load_config({"model": {"name": str(model)}, "data": {"source": str(asked.file or "none")}})
+        config = load_config({"model": {"name": str(model)}, "data": {"source": str(request.file or "none")}})
         config = config.model_copy(update={"model": artifact.model})
-    if asked.file is not None:
-        if not Path(asked.file).expanduser().is_file():
-            raise DataError("the file does not exist", where=f"--file {asked.file}")
-        own: dict[str, Any] = {"source": str(asked.file), "mix": [], "group_by": None, "train_split": "train"}
+    if request.file is not None:
+        if not Path(request.file).expanduser().is_file():
+            raise DataError("the file does not exist", where=f"--file {request.file}")
+        own: dict[str, Any] = {"source": str(request.file), "mix": [], "group_by": None, "train_split": "train"}
         own |= dict.fromkeys(("eval_source", "eval_split", "test_split", "subset", "revision"))
-        # A reference that is cut off would be another one. All rows are taken; a ratio is what settings of evaluation
-        # in training ask for.
+        # A truncated reference would be a different one. All rows are evaluated; a ratio is required by the settings of
+        # evaluation in training.
         own |= {"eval_ratio": 0.5, "test_ratio": 0.0, "on_too_long": "drop"}
         own["max_length"] = max(config.data.max_length, _context(artifact.model))
         config = config.model_copy(update={"data": config.data.model_copy(update=own)})
     config = with_absolute_paths(load_config(config, overrides))
-    given = {name: getattr(asked, name) for name in ("metrics", "max_rows", "max_new_tokens", "batch_size")}
+    given = {name: getattr(request, name) for name in ("metrics", "max_rows", "max_new_tokens", "batch_size")}
     changed = config.evaluation.model_copy(update={name: one for name, one in given.items() if one is not None})
     return config.model_copy(update={"evaluation": changed})
 
 
 def _context(model: ModelConfig) -> int:
-    """Tokens that a model reads; 0 where it does not say."""
+    """Maximum number of tokens that a model reads; 0 if it does not say."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(**source_options(model)).get_text_config()
     except Exception as error:
-        # Files that others have written: there is no list of errors.
+        # Third-party files can fail in any way.
         raise not_loaded("model's configuration", model, error) from None
     return min(getattr(config, "max_position_embeddings", None) or 0, 2**24)
 
 
 def _baselines(named: Sequence[str] | None, tuned: Subject, own: Subject | None) -> list[Subject]:
-    """The models to compare with: those that are named, else the model's ``own``."""
+    """The models to compare with: those given, else the model's ``own``."""
     if named is None:
         return [] if own is None else [own]
     found: list[Subject] = []
@@ -286,25 +293,25 @@ def _baselines(named: Sequence[str] | None, tuned: Subject, own: Subject | None)
     return found
 
 
-def _folder(model: str | Path, run: RunDir | None, artifact: Artifact, asked: Asked) -> Path:
-    """Where results go, made and known to be writable."""
-    if asked.output is not None:
-        folder = Path(asked.output).expanduser()
+def _folder(model: str | Path, run: RunDir | None, artifact: Artifact, request: EvaluationRequest) -> Path:
+    """The folder for results, created and known to be writable."""
+    if request.output is not None:
+        folder = Path(request.output).expanduser()
     elif run is None:
         known = artifact.folder if Path(model).expanduser().is_dir() else Path(str(model).replace("/", "--"))
         folder = known / "evaluation"
     else:
         path = Path(model).expanduser().resolve()
         folder = run.path / "evaluation" / ("" if path in (run.path, run.final) else path.name)
-    if asked.output is None and (asked.file is not None or asked.split is not None):
-        folder /= asked.split or Path(str(asked.file)).stem
+    if request.output is None and (request.file is not None or request.split is not None):
+        folder /= request.split or Path(str(request.file)).stem
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FinrayError(
             f"the scores cannot be written: {(error.strerror or str(error)).lower()}",
             where=str(folder),
-            repair="name another directory with --output",
+            repair="choose another directory with --output",
         ) from None
     require_writable(folder)
     return folder

@@ -1,4 +1,4 @@
-"""What is asked of one model: losses, answers and likelihoods of choices, each kept as it comes."""
+"""The work of one model: losses, answers and likelihoods of choices, each saved as it is computed."""
 
 from __future__ import annotations
 
@@ -18,34 +18,33 @@ from finray.evaluation.scores.base import Answered, FloatArray
 from finray.evaluation.subjects import Case, Subject
 from finray.files import seal_of
 
-# Rows that an engine is given at a time: what it holds does not grow with the rows.
+# Rows passed to an engine (or to each replica) at a time: its memory does not grow with the number of rows.
 _ROWS = 512
 
 
 @dataclass(slots=True)
 class Work:
-    """What is asked of one model, kept as it comes."""
+    """The results of one model, saved as they are computed."""
 
     subject: Subject
     rows: Rows
     case: Case
     sampling: Sampling
     open: Callable[[], Engine]
-    # What computed all of it, now or before.
+    # The engines that computed all of it, now or in an earlier call.
     made_by: list[dict[str, str]] = field(default_factory=list)
 
     def losses(self) -> FloatArray:
-        """Nats and tokens of each row's answers (N, 2)."""
+        """Summed loss in nats and number of tokens of each row's answers (N, 2)."""
         rows = self.rows
         kept = Kept(self.case.folder, "losses", self._belongs())
-        with self._each("loss", kept, list(rows.numbers)) as (left, keep):
-            for start in range(0, len(left), _ROWS):
-                part = left[start : start + _ROWS]
-                asked = [self._continuation(number) for number in part]
+        with self._each("loss", kept, list(rows.numbers)) as (parts, keep):
+            for part in parts:
+                pairs = [self._continuation(number) for number in part]
                 engine = self.open()
-                likelihoods = engine.log_likelihood([one for one, _ in asked], adapter=self.subject.adapter)
+                likelihoods = engine.log_likelihood([one for one, _ in pairs], adapter=self.subject.adapter)
                 for found in likelihoods:
-                    learned = np.asarray(asked[found.row][1], dtype=bool)
+                    learned = np.asarray(pairs[found.row][1], dtype=bool)
                     nats = -np.asarray(found.logprobs, dtype=np.float64)[learned]
                     keep(part[found.row], [float(nats.sum()), int(learned.sum())], tokens=len(learned))
         return np.array([kept.found[number] for number in rows.numbers], dtype=np.float64)
@@ -58,12 +57,12 @@ class Work:
         columns: dict[int, dict[str, Any]],
         tokenizer: Any,
     ) -> list[Answered]:
-        """The rows, with what scores need of them."""
+        """The rows, with what scores need."""
         likelihoods = self.likelihoods(choices, tokenizer) if choices else []
-        said = self.answers(attempts) if "answers" in needs else []
+        answers = self.answers(attempts) if "answers" in needs else []
         return [
             Answered(
-                said[index] if said else (),
+                answers[index] if answers else (),
                 tokenizer.decode(self.rows.reference(index), skip_special_tokens=True),
                 columns.get(index, {}),
                 *(likelihoods[index] if choices else ()),
@@ -78,9 +77,8 @@ class Work:
         kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": sampling})
         place = {number: index for index, number in enumerate(rows.numbers)}
         wanted = [number * attempts + attempt for number in rows.numbers for attempt in range(attempts)]
-        with self._each("answers", kept, wanted) as (left, keep):
-            for start in range(0, len(left), _ROWS):
-                part = left[start : start + _ROWS]
+        with self._each("answers", kept, wanted) as (parts, keep):
+            for part in parts:
                 prompts = [rows.prompt(place[number // attempts]) for number in part]
                 engine = self.open()
                 for answer in engine.generate(prompts, self.sampling, rows=part, adapter=self.subject.adapter):
@@ -93,23 +91,23 @@ class Work:
     ) -> list[tuple[tuple[float, ...], tuple[int, ...], int]]:
         """Log-likelihoods of the choices of each row, their bytes, and which is right."""
         rows = self.rows
-        asked = []
+        right_choices = []
         for index in range(len(rows)):
             reference = tokenizer.decode(rows.reference(index), skip_special_tokens=True).strip()
             if reference not in choices[index]:
                 raise DataError(
-                    f"the answer `{reference[:60]}` is not among the choices {', '.join(choices[index])}",
+                    f"the answer `{reference[:60]}` is not one of the choices {', '.join(choices[index])}",
                     where=rows.split.where(rows.numbers[index]),
-                    repair="write the answer as one of them",
+                    repair="the answer must be one of them",
                 )
-            asked.append(choices[index].index(reference))
+            right_choices.append(choices[index].index(reference))
         kept = Kept(
             self.case.folder, "choices", {**self._belongs(), "choices": seal_of({"all": list(choices.items())})}
         )
         place = {number: index for index, number in enumerate(rows.numbers)}
-        with self._each("choices", kept, list(rows.numbers)) as (left, keep):
-            for start in range(0, len(left), _ROWS):
-                part, owner, continuations = left[start : start + _ROWS], [], []
+        with self._each("choices", kept, list(rows.numbers)) as (parts, keep):
+            for part in parts:
+                owner, continuations = [], []
                 for number in part:
                     prompt = rows.prompt(place[number])
                     # As answers begin in training: a space between plain words belongs to the answer's first token.
@@ -127,16 +125,16 @@ class Work:
                     if len(own) == len(choices[place[number]]):
                         keep(number, [own[one] for one in sorted(own)], tokens=len(own))
         return [
-            (tuple(kept.found[number]), tuple(len(one.encode()) for one in choices[index]), asked[index])
+            (tuple(kept.found[number]), tuple(len(one.encode()) for one in choices[index]), right_choices[index])
             for index, number in enumerate(rows.numbers)
         ]
 
     def _belongs(self) -> dict[str, Any]:
-        computed = {"engine": self.case.asked.engine, "dtype": str(self.case.dtype)}
+        computed = {"engine": self.case.request.engine, "dtype": str(self.case.dtype)}
         return {"model": self.subject.identity, "rows": self.rows.fingerprint, **computed}
 
     def _continuation(self, number: int) -> tuple[Continuation, list[bool]]:
-        """A row from its first learned token on, and which tokens of that are learned."""
+        """A row from its first trained token on, and a mask of the trained ones."""
         ids, mask = self.rows.split.row(number)
         learned = np.flatnonzero(mask[1:]) + 1
         first, stop = int(learned[0]), int(learned[-1]) + 1
@@ -144,7 +142,7 @@ class Work:
 
     @contextmanager
     def _each(self, what: str, kept: Kept, numbers: list[int]) -> Iterator[Any]:
-        """The rows that are left, and a function that keeps what one came to and tells how fast it goes."""
+        """The remaining rows in parts, and a function that saves a result and reports the rate."""
         left = [number for number in numbers if number not in kept.found]
         done, began = len(numbers) - len(left), time.perf_counter()
         told = f"{self.subject.name} {what}"
@@ -155,16 +153,17 @@ class Work:
             return
         tokens_done = 0
         engine = self.open()
-        with kept.adding(made_by={"name": engine.name, "version": engine.version}) as adding:
+        with kept.adding(made_by={"name": engine.name, "version": engine.version}) as add:
 
             def keep(number: int, value: Any, *, tokens: int) -> None:
                 nonlocal done, tokens_done
-                adding.add(number, value)
+                add(number, value)
                 done, tokens_done = done + 1, tokens_done + tokens
                 seconds = max(time.perf_counter() - began, 1e-6)
                 fresh = done - (len(numbers) - len(left))
                 rate = f"{fresh / seconds:.1f} rows/s, {tokens_done / seconds:,.0f} tokens/s"
                 self.case.progress(told, done, total=len(numbers), rate=rate)
 
-            yield left, keep
+            size = _ROWS * self.case.request.replicas
+            yield [left[at : at + size] for at in range(0, len(left), size)], keep
         self.made_by += kept.made_by

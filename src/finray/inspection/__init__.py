@@ -1,1 +1,1 @@
-"""The inspection room: what is in the data, and what of it is learned."""
+"""The inspection room: what is in the data, and which tokens are trained on."""

@@ -238,7 +238,7 @@ class TokenScan:
         if tokens.pad != tokens.eos:
             return Check("Padding and EOS", "ok", f"padding is {pad}, EOS is another token")
         finding = (
-            f"both are {pad}. finray does not pad, so EOS is learned all the same; a tool that masks the padding token "
+            f"both are {pad}. finray does not pad, so EOS is learned anyway; a tool that masks the padding token "
             "in the loss would mask EOS too"
         )
         return Check("Padding and EOS", "note", finding)

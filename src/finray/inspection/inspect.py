@@ -62,6 +62,9 @@ def inspect(
     try:
         location = prepare_here(config)
     except DataError as error:
+        if error.overdue:
+            # Each row would take as long again.
+            raise
         return _refused(config, encoder, tokenizer, tokens, error)
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
     found = dataset.splits(config.data, seed=config.run.seed)
@@ -76,7 +79,7 @@ def inspect(
     same = len(set(formats.values())) == 1
     form = next(iter(formats.values())) if same else ", ".join(f"{name}: {one}" for name, one in formats.items())
     if config.data.format == "auto" and config.data.converter is None:
-        form += " (detected)"
+        form += ", detected"
     parity = compare_prompts(
         iter(())
         if dataset.label_set is not None
@@ -164,14 +167,14 @@ def _served_rows(
         for row in wanted[part_of[wanted] == number].tolist():
             by_position.setdefault(int(rows.source_rows[row] - starts[number]), []).append(row)
         for position, examples in enumerate(source.examples(source.parts("train")[number])):
-            asked = by_position.get(position, [])
+            kept = by_position.get(position, [])
             # Learned whole, the examples of one source row cannot be told apart by where learning starts.
-            if not asked or (config.data.train_on == "all" and len(examples) > 1):
+            if not kept or (config.data.train_on == "all" and len(examples) > 1):
                 continue
             served = [_served_prompts(example, encoder, tokenizer) for example in examples]
             prompts = [prompt for own, _ in served for prompt in own]
             refusal = next((refusal for _, refusal in served if refusal), "")
-            for row in asked:
+            for row in kept:
                 yield ServedRow(rows.where(row), *rows.row(row), prompts, refusal)
 
 
@@ -193,6 +196,8 @@ def _served_prompts(example: Example, encoder: Tokenizer, tokenizer: Any) -> tup
             try:
                 text = encoder.renderer.render(example.messages[:turn], example.tools, add_generation_prompt=True)
             except DataError as error:
+                if error.overdue:
+                    raise
                 refusal = refusal or error.message
             else:
                 prompts.append((turn, tokenizer(text, add_special_tokens=False)["input_ids"]))
@@ -200,13 +205,15 @@ def _served_prompts(example: Example, encoder: Tokenizer, tokenizer: Any) -> tup
 
 
 def _refused_rows(source: SourceRows, encoder: Tokenizer, tokenizer: Any) -> Iterator[ServedRow]:
-    """Each answer of the conversations, rendered with what precedes it."""
-    for part in source.parts("train"):
-        for where, examples in zip(source.places(part), source.examples(part), strict=True):
-            for example in examples:
-                if not isinstance(example, Chat):
-                    continue
-                for turn, prompt in _served_prompts(example, encoder, tokenizer)[0]:
-                    text = encoder.renderer.render(example.messages[: turn + 1], example.tools)
-                    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
-                    yield ServedRow(where, ids, np.ones(len(ids), dtype=np.uint8), [(turn, prompt)])
+    """Each answer of the first conversations, rendered with what precedes it."""
+    parts = source.parts("train")
+    rows = (row for part in parts for row in zip(source.places(part), source.examples(part), strict=True))
+    # Not more, however few of them have an answer that the template renders.
+    for where, examples in islice(rows, _ROWS_AFTER_A_REFUSAL):
+        for example in examples:
+            if not isinstance(example, Chat):
+                continue
+            for turn, prompt in _served_prompts(example, encoder, tokenizer)[0]:
+                text = encoder.renderer.render(example.messages[: turn + 1], example.tools)
+                ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+                yield ServedRow(where, ids, np.ones(len(ids), dtype=np.uint8), [(turn, prompt)])

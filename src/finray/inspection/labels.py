@@ -1,4 +1,4 @@
-"""The labels of labelled text: how classes are shared out, and texts that say one thing and are labelled another."""
+"""The labels of labelled text: class balance, and equal texts with different labels."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def _contradictions(splits: Mapping[str, PreparedSplit], labels: Mapping[str, Se
         first: dict[Label, int] = {}
         for at in concerned[digests[concerned] == digest].tolist():
             first.setdefault(each[at], at)
-        said = ((splits[split].where(number), label) for label, at in first.items() for split, number in [places[at]])
-        where.append(" = ".join(f"{place} ({label_text(label)})" for place, label in said))
+        named = ((splits[split].where(number), label) for label, at in first.items() for split, number in [places[at]])
+        where.append(" = ".join(f"{place} ({label_text(label)})" for place, label in named))
     finding = f"{len(concerned):,} rows share {len(texts):,} texts that have different labels"
     return Check(name, "warning", finding, len(concerned), len(each), tuple(where))
 

@@ -313,11 +313,11 @@ class Inspector:
             extra = int((counts[counts > 1] - 1).sum())
             found.append(Duplicates((name,), extra, len(copied), len(pairs), self._groups([name], copied)))
         for first, second in combinations(self.splits, 2):
-            known, asked = self.splits[first], self.splits[second]
-            both = np.isin(asked.digests, known.digests)
-            shared = np.unique(asked.digests[both])
+            known, others = self.splits[first], self.splits[second]
+            both = np.isin(others.digests, known.digests)
+            shared = np.unique(others.digests[both])
             groups = self._groups([first, second], shared)
-            found.append(Duplicates((first, second), int(both.sum()), len(shared), len(asked), groups))
+            found.append(Duplicates((first, second), int(both.sum()), len(shared), len(others), groups))
         return tuple(found)
 
     def _groups(self, names: list[str], digests: IntArray) -> tuple[DuplicateGroup, ...]:
@@ -347,9 +347,9 @@ class Inspector:
         if wanted.isdigit():
             if int(wanted) >= len(rows):
                 raise DataError(
-                    f"there is no prepared row {wanted}: {name} has {len(rows):,} rows",
+                    f"there is no row {wanted}: {name} has {len(rows):,} rows",
                     where="--row",
-                    repair="count from 0, or name the source as FILE:NUMBER",
+                    repair="count from 0, or give FILE:NUMBER of the source",
                 )
             return [(name, int(wanted))]
         found = [
@@ -360,9 +360,9 @@ class Inspector:
         ]
         if not found:
             raise DataError(
-                f"no prepared row comes from {wanted}",
+                f"there is no row from {wanted}",
                 where="--row",
-                repair="give FILE:NUMBER as in messages (rows count from 1); the row may have been dropped",
+                repair="give FILE:NUMBER as messages show it (rows count from 1); the row may have been dropped",
             )
         return found
 

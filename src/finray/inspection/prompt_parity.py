@@ -1,4 +1,4 @@
-"""Whether what is trained continues exactly the prompt that a server will render.
+"""Checks that training continues exactly the prompt that a server will render.
 
 A server gets the messages before an answer, renders them with ``add_generation_prompt=True`` and tokenises only that.
 The training row must begin with the same token ids, up to where learning starts; otherwise the model is given a prompt
@@ -113,7 +113,7 @@ def compare_prompts(
                 matching += 1
                 continue
             start = _common(before, prompt)
-            # A row that is learned whole goes on with the answer, so only the served side tells kinds apart.
+            # A row that is learned whole continues with the answer, so only the served side tells kinds apart.
             kind = (None if whole else tuple(before[start : start + 1]), tuple(prompt[start : start + 1]))
             if kind in kinds:
                 kinds[kind] = replace(kinds[kind], count=kinds[kind].count + 1)

@@ -1,4 +1,4 @@
-"""A run on machines that have names: a Slurm script, a Compose file for several hosts, Ray's cluster YAML."""
+"""A run on named machines: a Slurm script, a Compose file for several hosts, Ray's cluster YAML."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from finray.errors import ConfigError
 from finray.jobspec.spec import JobSpec, to_yaml
 
-# How `finray train` ends when it was stopped at a step, with a checkpoint: 128 + SIGTERM.
+# Exit code of `finray train` after a stop with a checkpoint: 128 + SIGTERM.
 STOPPED = 143
 
 _SLURM = """\
 #!/usr/bin/env bash
 {directives}
 # Made by `finray jobspec --to slurm`. Submit it with: sbatch {file}
-# A job that is preempted, or ends by its time limit, saves a checkpoint and is queued again. The same script goes on
+# A job that is preempted, or ends by its time limit, saves a checkpoint and is queued again. The same script continues
 # from there.
 # shellcheck disable=SC2016  # What stands in single quotes is for the steps.
 set -euo pipefail
@@ -69,7 +69,7 @@ run=$!
 trap 'trap "" TERM; kill -TERM "$run" 2> /dev/null || true' TERM
 code=0
 wait "$run" || code=$?
-# A signal ends the first wait, and the run goes on until its checkpoint is written.
+# A signal ends the first wait, and the run continues until its checkpoint is written.
 while kill -0 "$run" 2> /dev/null; do
   code=0
   wait "$run" || code=$?
@@ -90,7 +90,7 @@ def slurm(spec: JobSpec) -> str:
     """A batch script."""
     machines = spec.machines
     grace = max(120, round(spec.config.checkpoint.grace_seconds) + 60)
-    told: dict[str, Any] = {
+    directives: dict[str, Any] = {
         "job-name": spec.name,
         "nodes": spec.nodes if spec.min_nodes == spec.nodes else f"{spec.min_nodes}-{spec.nodes}",
         "ntasks-per-node": 1,
@@ -99,19 +99,19 @@ def slurm(spec: JobSpec) -> str:
     }
     if spec.gpus_per_node:
         kind = f"{machines.gpu_type}:" if machines.gpu_type else ""
-        told["gpus-per-node"] = f"{kind}{spec.gpus_per_node}"
+        directives["gpus-per-node"] = f"{kind}{spec.gpus_per_node}"
     if machines.queue:
-        told["partition"] = machines.queue
+        directives["partition"] = machines.queue
     minutes = round((machines.hours or 24) * 60)
-    told |= {"time": f"{minutes // 60:02}:{minutes % 60:02}:00", "signal": f"B:TERM@{grace}"}
-    told |= {"open-mode": "append", "output": f"{spec.name}-%j.log"}
-    lines = [f"#SBATCH --{key}={value}" for key, value in told.items()] + ["#SBATCH --requeue"]
+    directives |= {"time": f"{minutes // 60:02}:{minutes % 60:02}:00", "signal": f"B:TERM@{grace}"}
+    directives |= {"open-mode": "append", "output": f"{spec.name}-%j.log"}
+    lines = [f"#SBATCH --{key}={value}" for key, value in directives.items()] + ["#SBATCH --requeue"]
     names = " ".join(machines.secrets)
     secrets = (
         f"# Secrets come from the environment of whoever submits: {names}." if names else "# There are no secrets."
     )
     if "FINRAY_CONFIG" in spec.config_text:
-        raise ConfigError("holds the mark that ends the config in the script", where="FINRAY_CONFIG")
+        raise ConfigError("contains the end marker of the config in the script", where="FINRAY_CONFIG")
     resources = f" --num-cpus={spec.cpus_per_node}"
     resources += f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
     return _SLURM.format(
@@ -127,14 +127,14 @@ def slurm(spec: JobSpec) -> str:
 
 
 def compose(spec: JobSpec) -> str:
-    """A Compose file: one host runs the profiles `head` and `job`, each other one the profile `worker`."""
+    """A Compose file: one host runs the profiles `head` and `job`, every other one the profile `worker`."""
     machines = spec.machines
     environment: dict[str, str | None] = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": "${RAY_AUTH_TOKEN:?export RAY_AUTH_TOKEN, the same on all hosts}",
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HOME": f"{machines.shared}/huggingface",
-        # Without a value: that of the host.
+        # Without a value, Compose takes the host's.
         **dict.fromkeys(machines.secrets),
     }
     base: dict[str, Any] = {
@@ -182,14 +182,14 @@ def compose(spec: JobSpec) -> str:
             "command": ["finray", "train", "/etc/finray/config.yaml"],
             "environment": {**environment, "RAY_ADDRESS": "127.0.0.1:6379"},
             "configs": [{"source": "config", "target": "/etc/finray/config.yaml"}],
-            # A run that was stopped or lost goes on with the same command.
+            # A run that was stopped or lost continues with the same command.
             "restart": "on-failure",
         },
     }
     plain = {
         "name": spec.name,
         "services": services,
-        # Compose takes a dollar for a variable.
+        # Compose would interpolate a dollar.
         "configs": {"config": {"content": spec.config_text.replace("$", "$$")}},
     }
     about = (
@@ -202,21 +202,21 @@ def compose(spec: JobSpec) -> str:
 
 
 def ray_cluster(spec: JobSpec) -> str:
-    """A file for `ray up`: the machines are named, and Ray logs in to them by ssh.
+    """A file for `ray up`: Ray logs in to the named machines by ssh.
 
     Raises:
-        ConfigError: they are not named, or too few.
+        ConfigError: machines are not named, or too few.
     """
     machines = spec.machines
     if len(machines.hosts) < spec.nodes:
         raise ConfigError(
-            f"{spec.nodes} machines are needed, {len(machines.hosts)} are named",
+            f"{spec.nodes} machines are needed, but {len(machines.hosts)} are given",
             where="--host",
-            repair="name each of them, the head first: --host a --host b",
+            repair="list them all, the head first: --host a --host b",
         )
     resources = f" --num-cpus={spec.cpus_per_node}"
     resources += f" --num-gpus={spec.gpus_per_node}" if spec.gpus_per_node else ""
-    # `ray up` runs these by a shell of ssh's; the file has what must be on no command line.
+    # `ray up` runs these in a shell over ssh; the token is in a file because it must not be on a command line.
     token = 'test -s ~/.ray/auth_token || { echo "put the token of the cluster into ~/.ray/auth_token" >&2; exit 1; }'
     options = [
         "--network=host",

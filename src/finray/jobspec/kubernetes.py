@@ -1,4 +1,4 @@
-"""A run as a RayJob of KubeRay: a cluster with token authentication that lasts as long as the run."""
+"""A run as a KubeRay RayJob: a cluster with token authentication that lasts as long as the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from finray.errors import ConfigError
 from finray.jobspec.spec import RAY_VERSION, JobSpec, to_yaml
 
 _CONFIG = "/etc/finray"
-# Ray's agent answers this on every node; the image has Python and need not have wget.
+# Ray's agent answers this on every node. We use Python because the image may lack wget.
 _ALIVE = (
     "import urllib.request as u; "
     "assert b'success' in u.urlopen('http://localhost:52365/api/local_raylet_healthz', timeout=4).read()"
@@ -19,15 +19,15 @@ def rayjob(spec: JobSpec) -> str:
     """Manifests of a ConfigMap with the config, and of the RayJob.
 
     Raises:
-        ConfigError: Kueue would admit a number of workers that then changes.
+        ConfigError: Kueue would admit a fixed number of workers that then changes.
     """
     machines = spec.machines
     scales = spec.min_nodes < spec.max_nodes
     if machines.queue and scales:
         raise ConfigError(
-            "Kueue admits a job with as many machines as it asks for, and these may change",
+            "Kueue admits a job with a fixed number of machines, but this one may change",
             where="--queue",
-            repair="leave out --min-nodes, and give cluster.num_workers as one number",
+            repair="leave out --min-nodes, and set cluster.num_workers to one number",
         )
     labels = {"app.kubernetes.io/name": "finray", "app.kubernetes.io/instance": spec.name}
     queue = {"kueue.x-k8s.io/queue-name": machines.queue} if machines.queue else {}
@@ -39,10 +39,10 @@ def rayjob(spec: JobSpec) -> str:
     }
     cluster: dict[str, Any] = {
         "rayVersion": RAY_VERSION,
-        # KubeRay makes the token, and a Secret of it that head, workers and submitter read.
+        # KubeRay creates the token, and a Secret with it for head, workers and submitter.
         "authOptions": {"mode": "token"},
         "headGroupSpec": {
-            # No worker of the run is placed on the head.
+            # Keep workers of the run off the head.
             "rayStartParams": {"num-cpus": "0", "num-gpus": "0", "dashboard-host": "0.0.0.0"},
             "template": _pod(spec, "ray-head", cpus=4, memory=16, gpus=0),
         },
@@ -69,10 +69,10 @@ def rayjob(spec: JobSpec) -> str:
             "entrypoint": f"finray train {_CONFIG}/config.yaml",
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 600,
-            # A second try has a cluster of its own, and goes on from the newest checkpoint.
+            # A retry gets a new cluster, and continues from the newest checkpoint.
             "backoffLimit": 2,
             **({"activeDeadlineSeconds": round(machines.hours * 3600)} if machines.hours else {}),
-            # Kueue lets it go.
+            # Kueue unsuspends it.
             **({"suspend": True} if machines.queue else {}),
             "rayClusterSpec": cluster,
         },
@@ -110,7 +110,7 @@ def _pod(spec: JobSpec, name: str, *, cpus: int, memory: int, gpus: int) -> dict
         "readinessProbe": probe | {"initialDelaySeconds": 10, "failureThreshold": 12},
         "livenessProbe": probe | {"initialDelaySeconds": 60, "failureThreshold": 12},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        # Workers write a checkpoint before they go.
+        # Workers write a checkpoint before they end.
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", "ray stop --grace-period 60"]}}},
     }
     if name == "ray-head":

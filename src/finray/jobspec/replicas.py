@@ -17,7 +17,8 @@ _SHARED_GB = 50
 
 
 def replicas(spec: JobSpec) -> str:
-    """The file. What the platform's keys say is not said again in `cluster`, so that it is changed in one place."""
+    """The file. Settings that the platform's keys express are not repeated in `cluster`, so there is one place to
+    change."""
     machines = spec.machines
     resources: dict[str, Any] = {"memory": spec.memory_gb, "cpu": spec.cpus_per_node}
     if not spec.gpus_per_node:
@@ -29,7 +30,7 @@ def replicas(spec: JobSpec) -> str:
     own: dict[str, Any] = yaml.safe_load(spec.config_text)
     cluster = dict(own.pop("cluster", {}))
     plain: dict[str, Any] = {
-        # On CPUs a replica is a worker.
+        # On CPUs a replica is one worker.
         "replicas": spec.nodes if spec.gpus_per_node else spec.config.cluster.max_workers,
         "resources": resources,
         "config_map": {**variables, RUN_NAME: spec.config.run.name, **cluster.pop("env", {})},
@@ -37,8 +38,8 @@ def replicas(spec: JobSpec) -> str:
         **own,
     }
     wanted = build_config(yaml.safe_load(spec.config_text), source=spec.name).cluster.model_dump(mode="json")
-    said, _ = from_replicas(plain, {})
-    found = build_config(said, source=spec.name).cluster.model_dump(mode="json")
+    sections, _ = from_replicas(plain, {})
+    found = build_config(sections, source=spec.name).cluster.model_dump(mode="json")
     rest = {name: value for name, value in wanted.items() if found[name] != value}
     if rest:
         plain["cluster"] = rest

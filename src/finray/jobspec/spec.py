@@ -1,4 +1,4 @@
-"""What a job specification says of a run, whoever reads it: machines, files, names of secrets. And what cannot be."""
+"""The content of every job specification, for any scheduler: machines, files, names of secrets; with checks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from finray.config.replicas import legal_name
 from finray.config.schema import Config
 from finray.errors import ConfigError, did_you_mean
 
-# The version that constraints.txt pins and images are built with.
+# The version pinned in constraints.txt, with which images are built.
 RAY_VERSION = "2.60.0"
 IMAGE = "finray:latest"
-# Short names, as `--model llama3 --dataset alpaca` has them.
+# Short names, for `--model llama3 --dataset alpaca`.
 MODELS = {
     "llama3": "llama3-8b-lora",
     "llama3-8b": "llama3-8b-lora",
@@ -45,26 +45,26 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class Machines:
-    """What is asked for beside the config; None is worked out from it.
+    """What the user requests in addition to the config; None is derived from it.
 
     Attributes:
-        nodes: machines with workers.
-        gpus_per_node: GPUs of each of them.
-        cpus_per_node: CPUs of each of them.
-        memory_gb: memory of each of them.
-        min_nodes: fewest, for what scales by itself.
-        max_nodes: most.
-        gpu_type: kind of GPU, as the scheduler calls it.
+        nodes: number of machines with workers.
+        gpus_per_node: GPUs per machine.
+        cpus_per_node: CPUs per machine.
+        memory_gb: memory per machine.
+        min_nodes: minimum, for autoscaling.
+        max_nodes: maximum.
+        gpu_type: GPU model, as named by the scheduler.
         image: container image.
-        shared: directory that all machines have.
-        claim: PersistentVolumeClaim that is mounted there; None where storage is a URL.
+        shared: directory shared by all machines.
+        claim: PersistentVolumeClaim mounted there; None if storage is a URL.
         storage: URL of runs and prepared data, such as ``s3://bucket/runs``.
-        queue: Kueue's local queue, or Slurm's partition.
+        queue: Kueue local queue, or Slurm partition.
         hours: time limit.
         secrets: names of environment variables that hold secrets.
-        secret: Kubernetes' Secret that holds them.
-        hosts: names of machines, the head first.
-        user: who logs in there.
+        secret: Kubernetes Secret that holds them.
+        hosts: host names, the head first.
+        user: login user on them.
     """
 
     nodes: int | None = None
@@ -88,19 +88,19 @@ class Machines:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A run and the machines for it; every template reads this.
+    """A run and its machines; the input of every template.
 
     Attributes:
         name: of the job: lower case, digits and hyphens.
-        config: what is run.
-        machines: what was asked for.
-        nodes: machines with workers.
-        min_nodes: fewest of them.
-        max_nodes: most of them.
-        gpus_per_node: 0 on CPUs.
-        cpus_per_node: CPUs of each.
-        memory_gb: memory of each.
-        notes: what is to be looked at.
+        config: of the run.
+        machines: the request.
+        nodes: number of machines with workers.
+        min_nodes: minimum.
+        max_nodes: maximum.
+        gpus_per_node: 0 for CPUs only.
+        cpus_per_node: CPUs per machine.
+        memory_gb: memory per machine.
+        notes: things for the user to check.
     """
 
     name: str
@@ -116,12 +116,12 @@ class JobSpec:
 
     @property
     def run_dir(self) -> str:
-        """The directory of the run, on the shared volume."""
+        """The run directory, on the shared volume."""
         return posixpath.join(self.output_dir, self.config.run.name)
 
     @property
     def output_dir(self) -> str:
-        """``run.output_dir``: a URL, or a directory of the shared volume."""
+        """``run.output_dir``: a URL, or a directory on the shared volume."""
         own = self.config.run.output_dir
         if self.machines.storage is not None:
             return self.machines.storage
@@ -129,19 +129,19 @@ class JobSpec:
 
     @property
     def config_text(self) -> str:
-        """The config file of the job: what was set, with the directories of the shared volume."""
+        """The job's config file: the fields that were set, with directories on the shared volume."""
         plain = self.config.model_dump(mode="json", exclude_unset=True)
         plain.setdefault("run", {})["output_dir"] = self.output_dir
-        # The scheduler gives the address of the cluster: RAY_ADDRESS.
+        # The scheduler sets the address of the cluster: RAY_ADDRESS.
         plain.get("cluster", {}).pop("address", None)
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, list[str]]:
-    """The preset and the overrides that `--model llama3 --dataset alpaca` stands for.
+    """The preset and the overrides for `--model llama3 --dataset alpaca`.
 
     Raises:
-        ConfigError: there is no preset for such a model.
+        ConfigError: there is no preset for this model.
     """
     preset = None
     if model is not None:
@@ -151,7 +151,7 @@ def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, l
             raise ConfigError(
                 f"there is no preset for `{model}`{did_you_mean(model, known)}",
                 where="--model",
-                repair=f"use one of {', '.join(known)}, or a config file with model.name",
+                repair=f"use one of {', '.join(known)}, or give a config file with model.name",
             )
     found = DATASETS.get((dataset or "").lower(), {"source": dataset} if dataset else {})
     changes = [f"data.{name}={value}" for name, value in found.items()]
@@ -162,22 +162,22 @@ def overrides_for(model: str | None, dataset: str | None) -> tuple[str | None, l
 
 
 def make_spec(config: Config, machines: Machines) -> JobSpec:
-    """Work out the machines of a run.
+    """Derive the machines of a run.
 
     Raises:
-        ConfigError: it cannot be: GPUs that no worker would use, or too few; a secret by value.
+        ConfigError: impossible request: GPUs that no worker would use, or too few; a secret given by value.
     """
     fewest, workers = config.cluster.min_workers, config.cluster.max_workers
     per_worker = config.cluster.gpus_per_worker
     wants_gpu = config.cluster.use_gpu
-    # `auto` asks for GPUs where somebody named them.
+    # `auto` requests GPUs if the user gave a number.
     gpu = wants_gpu is True or (wants_gpu == "auto" and bool(machines.gpus_per_node))
     total = math.ceil(workers * per_worker) if gpu else 0
     nodes = machines.nodes
     each = machines.gpus_per_node
     if each and not gpu:
         raise ConfigError(
-            f"{each} GPUs on each machine, and cluster.use_gpu is false: no worker would use one",
+            f"{each} GPUs on each machine, but with cluster.use_gpu: false no worker uses one",
             where="--gpus-per-node",
             repair="set cluster.use_gpu to true, or leave the option out",
         )
@@ -188,7 +188,7 @@ def make_spec(config: Config, machines: Machines) -> JobSpec:
     if gpu and each and nodes * each > total:
         raise ConfigError(
             f"{nodes} x {each} are {nodes * each} GPUs, and {workers} worker{'s' if workers > 1 else ''} of "
-            f"parallel.strategy {config.parallel.strategy} use {total}: the others would do nothing",
+            f"parallel.strategy {config.parallel.strategy} use {total}: the others would be idle",
             where="--gpus-per-node",
             repair=f"set cluster.num_workers to {int(nodes * each / per_worker)}, or ask for {total} GPUs",
         )
@@ -206,16 +206,17 @@ def make_spec(config: Config, machines: Machines) -> JobSpec:
     for name in machines.secrets:
         if not _VARIABLE.fullmatch(name) or redact_text(name, environ={}) != name:
             raise ConfigError(
-                "a secret is named, and never written: this is no name of an environment variable",
+                "give the name of an environment variable, not the secret itself",
                 where="--secret",
-                repair="name the variable, such as --secret HF_TOKEN; its value comes from the environment or a Secret",
+                repair="name the variable, such as --secret HF_TOKEN; its value is read from the environment or a "
+                "Secret",
             )
     on_each = math.ceil(workers / nodes)
     cpus = machines.cpus_per_node or on_each * (config.cluster.cpus_per_worker or (8 if gpu else 4))
     if cpus < on_each * (config.cluster.cpus_per_worker or 1):
         raise ConfigError(
-            f"{on_each} workers on each machine want {on_each * (config.cluster.cpus_per_worker or 1)} CPUs, it has "
-            f"{cpus}",
+            f"{on_each} workers on each machine need {on_each * (config.cluster.cpus_per_worker or 1)} CPUs, but it "
+            f"has {cpus}",
             where="--cpus-per-node",
             repair="ask for more, or lower cluster.cpus_per_worker",
         )
@@ -224,11 +225,11 @@ def make_spec(config: Config, machines: Machines) -> JobSpec:
     high = machines.max_nodes or nodes
     if not low <= nodes <= high:
         raise ConfigError(
-            f"{nodes} nodes do not lie between {low} and {high}", where="--min-nodes", repair="change the bounds"
+            f"{nodes} nodes are not between {low} and {high}", where="--min-nodes", repair="change the bounds"
         )
     if high > nodes:
         raise ConfigError(
-            f"the run has {workers} workers at most, which {nodes} nodes hold: {high} nodes would not be used",
+            f"the run has at most {workers} workers, which fit on {nodes} nodes: {high} nodes would not all be used",
             where="--max-nodes",
             repair="set cluster.num_workers to more, or leave the option out",
         )
@@ -254,17 +255,17 @@ def _notes(config: Config, machines: Machines) -> list[str]:
 
 
 def _is_file(source: str) -> bool:
-    """Whether a source can only be a path, and no data set of the Hub."""
+    """Whether a source can only be a path, not a dataset on the Hub."""
     return source.startswith((".", "/", "~")) or bool(
         re.search(r"\.(jsonl?|parquet|csv|tsv|txt|arrow)(\.gz)?$", source)
     )
 
 
 def interval_warning(seconds_per_step: float, every_steps: int, hours: float, start: float = 300.0) -> str | None:
-    """What is to be said where a job ends before its first checkpoint; None where it does not.
+    """A warning if a job ends before its first checkpoint, else None.
 
     Args:
-        seconds_per_step: measured or computed.
+        seconds_per_step: measured or estimated.
         every_steps: ``checkpoint.every_steps``.
         hours: the time limit.
         start: seconds until the first step: workers, model, data.
@@ -277,7 +278,7 @@ def interval_warning(seconds_per_step: float, every_steps: int, hours: float, st
     return (
         f"the time limit of {_clock(limit)} is shorter than the {_clock(interval)} between checkpoints ({every_steps} "
         f"steps of {seconds_per_step:.1f} s, after some {_clock(start)} to start); {repair}, or a job that is ended by "
-        "its limit without a signal begins anew each time"
+        "its limit without a signal starts over each time"
     )
 
 
@@ -287,7 +288,7 @@ def _clock(seconds: float) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Without anchors, and with text of several lines as it is."""
+    """Without aliases, and with multi-line text as literal blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -300,5 +301,5 @@ _Dumper.add_representer(
 
 
 def to_yaml(*documents: Any) -> str:
-    """YAML documents, for people too."""
+    """YAML documents, readable for people."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -1,1 +1,1 @@
-"""The model room: loading, adapters, attention for packed rows, tasks, export."""
+"""The model package: loading, adapters, attention for packed rows, tasks, export."""

@@ -1,7 +1,7 @@
-"""The kinds of LoRA adapter: what of PEFT's configuration makes them, and how their matrices begin.
+"""The kinds of LoRA adapter: their PEFT settings, and the initial values of their matrices.
 
-First values are functions of the names, the seed and the base weights alone. So an adapter is the same however and
-wherever the model is built, on any strategy and any number of workers.
+Initial values depend only on the names, the seed and the base weights. So an adapter is the same however and wherever
+the model is built, with any strategy and any number of workers.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from finray.config.extensions import load_named
 from finray.models.saved_layout import PISSA_RESIDUAL
 
-# Power iterations of the search for principal parts (Halko et al. 2011), with twice the rank and some more directions.
+# Subspace iterations for the principal part (Halko et al. 2011), with oversampling: twice the rank plus a constant.
 _ITERATIONS = 8
 _EXTRA = 8
 
 
 def kaiming_a_zero_b(kind: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-    """PEFT's default: A by Kaiming's uniform distribution and B zero, so that the adapter begins as no change.
+    """PEFT's default: A from Kaiming's uniform distribution and B zero, so that the adapter initially changes nothing.
 
     Args:
         kind: ``A``, ``B``, ``embedding_A`` or ``embedding_B``.
         shape: of the matrix.
-        generator: of the matrix: a function of its name and the run's seed.
+        generator: random generator of the matrix, seeded by its name and the run's seed.
 
     Returns:
-        The first value, fp32.
+        The initial value, fp32.
     """
     value = torch.zeros(shape)
     if kind == "A":
@@ -43,12 +43,13 @@ def kaiming_a_zero_b(kind: str, shape: torch.Size, generator: torch.Generator) -
 
 @dataclass(frozen=True, slots=True)
 class AdapterMethod:
-    """A kind of LoRA adapter, as ``adapter.method`` names it.
+    """A kind of LoRA adapter, selected by ``adapter.method``.
 
     Attributes:
-        options: fields of ``peft.LoraConfig``, beside rank, alpha, dropout and targets.
-        first_value: of a matrix, given its kind, shape and generator; the same on every rank and under every strategy.
-        is_pissa: whether the matrices begin as the principal parts of the base weights (Meng et al. 2024).
+        options: fields of ``peft.LoraConfig``, besides rank, alpha, dropout and targets.
+        first_value: initial value of a matrix, given its kind, shape and generator; the same on every rank and
+            strategy.
+        is_pissa: whether the matrices are initialised with the principal parts of the base weights (Meng et al. 2024).
     """
 
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +64,7 @@ PISSA = AdapterMethod(is_pissa=True)
 
 
 def adapter_method(name: str) -> AdapterMethod:
-    """The method that ``adapter.method`` names.
+    """The method with this name, from ``adapter.method``.
 
     Raises:
         ConfigError: there is none.
@@ -73,11 +74,11 @@ def adapter_method(name: str) -> AdapterMethod:
 
 
 def principal_part(weight_OI: torch.Tensor, rank: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Matrices B (O, r) and A (r, I), fp32, whose product is the best approximation of a weight by rank r.
+    """Matrices B (O, r) and A (r, I), fp32, whose product is the best rank-r approximation of a weight.
 
-    Both carry the square roots of the singular values. The directions are found by subspace iteration, because a whole
-    decomposition of a large weight takes minutes; what is random in it comes from ``random``, and signs are fixed, so
-    that rounding on another machine changes the result by no more than rounding.
+    Both include the square roots of the singular values. Subspace iteration finds the directions, because a full SVD of
+    a large weight takes minutes; its random start comes from ``random``, and signs are fixed, so that results on
+    different machines differ only by rounding.
     """
     weight = weight_OI.float()
     width = min(2 * rank + _EXTRA, *weight.shape)
@@ -99,20 +100,20 @@ def first_values(
     scaling: Callable[[str], float],
     base: Callable[[str], torch.Tensor],
 ) -> Callable[[str, torch.Size], torch.Tensor]:
-    """A function that gives the first value (fp32) of the tensor ``<module>.lora_...`` of a shape.
+    """A function that returns the initial value (fp32) of the tensor ``<module>.lora_...`` with a given shape.
 
     Args:
         method: the kind of adapter.
         seed: of everything random.
-        scaling: of a module's product B A, by the module's name.
-        base: a module's base weight (out, in), by the module's name; asked for by DoRA and PiSSA only.
+        scaling: scaling factor of a module's product B A, by the module's name.
+        base: a module's base weight (out, in), by the module's name; only called for DoRA and PiSSA.
     """
 
     def generator(name: str) -> torch.Generator:
         key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(key[:8], "big") % 2**63)
 
-    # Tensors of one module come together.
+    # Tensors of the same module are requested consecutively.
     @lru_cache(maxsize=1)
     def principal(module: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         up, down = principal_part(base(module), rank, generator(module))

@@ -1,4 +1,4 @@
-"""Adapters: PEFT injects them, finray gives them their first values. :mod:`finray.models.saved_layout` saves them."""
+"""Adapters: PEFT injects them, finray initialises them; :mod:`finray.models.saved_layout` saves them."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def add_lora(
     task_type: str = CAUSAL_LM.peft_type,
     revision: str | None = None,
 ) -> Any:
-    """Wrap a model with an adapter; what it trains is fp32, and begins with values that follow from ``seed`` alone.
+    """Wrap a model with an adapter; trained weights are fp32, and their initial values depend only on ``seed``.
 
     On the meta device there are no values: see :func:`finray.models.sharded.materialise`.
 
     Args:
         model: the base model.
         adapter: the adapter section.
-        seed: of the first values.
-        new_tokens: ids whose rows of the embedding, and of a head of its own, are trained too.
+        seed: seed of the initial values.
+        new_tokens: ids whose rows of the embedding, and of an untied head, are trained too.
         task_type: PEFT's name of the task; the head of a classifier is trained and saved in full.
-        revision: of the base model, for whoever loads the saved adapter.
+        revision: of the base model, recorded for loading the saved adapter.
 
     Raises:
-        ModelError: the target modules or ``modules_to_save`` match nothing (the message lists what there is), or
+        ModelError: the target modules or ``modules_to_save`` match nothing (the message lists the available ones), or
             ``adapter.start_from`` does not fit.
     """
-    # PEFT passes over what matches nothing.
+    # PEFT ignores names that match nothing.
     there = [name for name, _ in model.named_modules()]
     if missing := [one for one in adapter.modules_to_save if not any(name.endswith(one) for name in there)]:
         raise unmatched(missing, linear_names(model), where="adapter.modules_to_save")
     try:
-        # What PEFT draws is drawn again below.
+        # PEFT's random values are replaced below.
         with compat.without_bitsandbytes(), torch.random.fork_rng(devices=[]):
             from peft import get_peft_model
             from peft.tuners.lora.layer import LoraLayer
@@ -71,7 +71,7 @@ def add_lora(
         raise ModelError(
             f"the adapter cannot be added: {str(error).splitlines()[0]}",
             where="adapter.modules_to_save" if "modules_to_save" in str(error) else "adapter.target_modules",
-            repair=f"modules that can be named: {', '.join(linear_names(model))}",
+            repair=f"available modules: {', '.join(linear_names(model))}",
         ) from None
     modules, on_meta = dict(wrapped.named_modules()), False
     for name, parameter in wrapped.named_parameters():
@@ -92,10 +92,10 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         config = LoraConfig.from_pretrained(adapter.start_from)
         config.lora_dropout = adapter.dropout
         config.inference_mode = False
-        # No values are drawn or decomposed for it: they come from its file.
+        # Skip PEFT's random or SVD initialisation: values come from its file.
         config.init_lora_weights = True
         return config
-    # The types for which PEFT saves a head, too.
+    # Task types for which PEFT also saves a head.
     head = modules_to_save(model) if task_type in ("SEQ_CLS", "TOKEN_CLS") else ()
     # New rows are trained in the embedding, and in the head where it is not tied to that.
     tables = [table for table in (model.get_input_embeddings(), model.get_output_embeddings()) if table is not None]
@@ -114,14 +114,14 @@ def _lora_config(model: Any, adapter: AdapterConfig, new_tokens: tuple[int, ...]
         }
         if new_tokens
         else None,
-        # GPT-2 keeps its projections transposed.
+        # GPT-2 stores its projections transposed.
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
 
 
 @torch.no_grad()
 def start(model: Any, adapter: AdapterConfig, *, seed: int, weight_of: Callable[[str], torch.Tensor]) -> None:
-    """Give the tensors of an adapter their first values: those that it goes on from, or new ones.
+    """Initialise the tensors of an adapter: from the adapter that it continues, or anew.
 
     Args:
         model: the PEFT model, sharded by any strategy.
@@ -150,7 +150,7 @@ def start(model: Any, adapter: AdapterConfig, *, seed: int, weight_of: Callable[
 
 
 def linear_names(model: Any) -> list[str]:
-    """Endings of the names of the linear layers of a model."""
+    """Name suffixes of the linear layers of a model."""
     kinds = {
         name.rsplit(".", 1)[-1]
         for name, module in model.named_modules()
@@ -167,7 +167,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
     """
     try:
         if (folder / WEIGHTS).exists():
-            # Says which file is damaged.
+            # Names the damaged file.
             stored_weights(folder, Path(WEIGHTS).stem)
         with compat.without_bitsandbytes():
             from peft import PeftModel
@@ -176,9 +176,9 @@ def load_adapter(model: Any, folder: Path) -> Any:
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
-        # Its files are anybody's, and PEFT says what is wrong with them by any kind of error.
+        # Third-party files: PEFT may fail on them in any way.
         raise ModelError(
             f"the adapter cannot be loaded, or does not fit the model: {first_line(error)}",
             where=str(folder),
-            repair="take its files from where it was made, and name the base model it was trained on with --base",
+            repair="copy its files again, or give the base model it was trained on with --base",
         ) from None

@@ -1,4 +1,4 @@
-"""Finding and loading what a run left: an adapter or a whole model, in a run, checkpoint or model directory."""
+"""Finds and loads an adapter or a full model in a run, checkpoint or model directory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Artifact:
     Attributes:
         folder: the directory.
         base: for an adapter, the model it belongs to; None for a whole model.
-        notes: what finray wrote down beside the weights (kind of the training ``rows``), if it did.
+        notes: finray's metadata next to the weights (kind of the training ``rows``), if any.
     """
 
     folder: Path
@@ -44,25 +44,26 @@ class Artifact:
 
     @property
     def model(self) -> ModelConfig:
-        """What is loaded before an adapter: its base, or the whole model."""
+        """The model to load first: the adapter's base, or the whole model."""
         return self.base or ModelConfig(name=str(self.folder), task=task_of(self.notes))
 
     @property
     def labels(self) -> LabelSet | None:
-        """What a classifier was trained to predict; None where it is a whole model, whose configuration says it."""
+        """The label set of a classifier's adapter; None for a whole model, whose configuration has it."""
         if not self.is_adapter or self.notes.get("problem") is None:
             return None
         return LabelSet(self.notes["problem"], tuple(self.notes.get("labels") or ()))
 
 
 def task_of(notes: dict[str, Any]) -> str:
-    """The task whose class loads the weights: where one of finray's loads the same class, your own is not imported."""
+    """The task whose class loads the weights: if one of finray's loads the same class, a user's task is not
+    imported."""
     auto_class = notes.get("auto_class", CAUSAL_LM.auto_class)
     return next((spec.name for spec in SPECS.values() if spec.auto_class == auto_class), notes.get("task", ""))
 
 
 def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
-    """Look at a directory of weights.
+    """Identify the weights in a directory.
 
     Args:
         folder: the directory.
@@ -81,26 +82,28 @@ def read_artifact(folder: Path, *, base: str | None = None) -> Artifact:
             name, revision = base, None
         if not name:
             raise ModelError(
-                "the adapter names no base model", where=str(folder / SETTINGS), repair="name it with --base"
+                "the adapter does not name its base model", where=str(folder / SETTINGS), repair="give it with --base"
             )
         words = list(notes.get("new_tokens") or [])
         return Artifact(folder, ModelConfig(name=name, revision=revision, task=task_of(notes), new_tokens=words), notes)
     if (folder / "config.json").is_file():
         if base is not None:
-            raise ModelError("it is a whole model, which has no base", where=str(folder), repair="leave out --base")
+            raise ModelError(
+                "it is a full model, which has no base model", where=str(folder), repair="leave out --base"
+            )
         return Artifact(folder, None, notes)
     raise ModelError(
         "the directory holds neither an adapter nor a model",
         where=str(folder),
-        repair="name a run, checkpoint or model directory",
+        repair="give a run, checkpoint or model directory",
     )
 
 
 def require_fit(artifact: Artifact) -> None:
-    """See that an adapter is of its base model, by names and shapes: no weight is read.
+    """Check by names and shapes that an adapter fits its base model; no weights are read.
 
     Raises:
-        ModelError: it is of another one.
+        ModelError: it belongs to another model.
     """
     if artifact.base is None or not (artifact.folder / WEIGHTS).exists():
         return
@@ -118,14 +121,14 @@ def require_fit(artifact: Artifact) -> None:
                 f"{layer} is {shape[0]} x {shape[1]} there, and has {size} {'in' if part[0] == 'A' else 'out'}puts here"
             )
         elif layer not in shapes and _DIGITS.sub("#", layer) in layers:
-            # Of names that are nowhere nothing is said: PEFT knows older ones.
+            # Unknown names are ignored: PEFT accepts older ones.
             odd = f"there is no {layer}"
         if odd:
             named = read_settings(artifact.folder).base_model_name_or_path
             raise ModelError(
                 f"the adapter does not fit the model {artifact.base.name}: {odd}",
                 where=str(artifact.folder),
-                repair="name the base model it was trained on with --base" + (f"; it names {named}" if named else ""),
+                repair="give the base model it was trained on with --base" + (f"; it names {named}" if named else ""),
             )
 
 
@@ -133,21 +136,22 @@ def load_artifact(artifact: Artifact, *, dtype: torch.dtype) -> Any:
     """The trained model, ready for inference; an adapter is not merged.
 
     Raises:
-        ModelError: it cannot be loaded, or an adapter is of another base, which is said before weights are read.
+        ModelError: it cannot be loaded, or the adapter belongs to another base model; checked before weights are
+            loaded.
     """
     require_fit(artifact)
     model = load_model(artifact.model, dtype=dtype, labels=artifact.labels)
     if not artifact.is_adapter:
         return model.eval()
     model = load_adapter(model, artifact.folder)
-    # In bf16, PEFT's forward pass rounds the base's product before it adds the adapter's: the loss of an evaluation was
-    # 1.295 where training saw 1.194 and fp32 gives 1.182.
+    # In bf16, PEFT's forward pass rounds the base's product before it adds the adapter's: an evaluation had a loss of
+    # 1.295, training 1.194, and fp32 gives 1.182.
     fuse(model)
     return model
 
 
 def load_as_trained(artifact: Artifact, *, bits: int) -> Any:
-    """An adapter on a base model in as few bits as it was trained on (fp32 arithmetic), for comparison."""
+    """An adapter on its base model quantised as in training (fp32 arithmetic), for comparison."""
     assert artifact.base is not None
     saved = read_settings(artifact.folder).modules_to_save or []
     adapter = AdapterConfig(start_from=str(artifact.folder), modules_to_save=saved)

@@ -1,24 +1,26 @@
-"""Attention over rows laid end to end, registered with Transformers as ``finray_packed``.
+"""Attention over packed rows, registered with Transformers as ``finray_packed``.
 
-A forward pass sees one sequence of T tokens that is really S rows. On a GPU torch's variable-length attention does
-the work; on a CPU, and wherever that kernel cannot express what the model asks for, each row is attended to alone.
-Either way no score between two rows is ever computed, so nothing can leak from one example into the next.
+A forward pass sees one sequence of T tokens that consists of S rows. On a GPU it uses torch's variable-length
+attention; on a CPU, or if that kernel does not support what the model needs, rows are computed one by one, or in
+batches of about one length if they are many and short. Either way no score between two rows is ever computed, so
+nothing can leak from one example into the next.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 NAME = "finray_packed"
-# What Transformers' models hand down to any attention and what changes nothing here. Whatever else they hand down may
-# change the result (attention sinks, biases by distance), so a model that does so is not packed.
+# Arguments that Transformers' models pass to any attention and that have no effect here. Any other argument may change
+# the result (attention sinks, distance biases), so a model that passes one is not packed.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -31,16 +33,21 @@ _WITHOUT_EFFECT = frozenset(
         "past_key_values",
         "position_embeddings",
         "position_ids",
+        "read_positions_K",
         "return_dict",
         "use_cache",
     }
 )
-# On a CPU in bf16, rows up to this length are faster by plain matrix products than by the fused kernel.
+# On a CPU in bf16, up to this row length plain matrix products are faster than the fused kernel.
 EXPLICIT_UP_TO = 512
+# On a CPU, rows up to this length are batched, if a pass has at least this many of them.
+BATCHED_UP_TO, BATCHED_FROM = 128, 16
+# The rows of a batch have at least this share of the tokens of its longest; they are padded within attention.
+PADDED_FROM = 0.75
 
 
 class RowLengths:
-    """Tokens per row, in an object that a compiler hands on without looking into it: it would compile anew for each."""
+    """Tokens per row, in an object that is opaque to the compiler, which would recompile for each value."""
 
     def __init__(self, lengths: tuple[int, ...]) -> None:
         self.lengths = lengths
@@ -48,7 +55,7 @@ class RowLengths:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer's scores are made: factor, tokens that one sees to a side (itself included), cap, the past alone."""
+    """Settings of a layer's scores: scaling, window to each side (including the token itself), softcap, causality."""
 
     scaling: float | None = None
     window: int | None = None
@@ -57,16 +64,16 @@ class Scores:
 
 
 class Layout(Protocol):
-    """Rows that are laid out in another way: beside keys and values of earlier tokens, or after a common beginning."""
+    """Other arrangements of rows: with cached keys and values of earlier tokens, or after a common prefix."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores) -> torch.Tensor:
-        """Attention of a layer; the layers of a forward pass ask in turn.
+        """Attention of a layer; the layers of a forward pass call it in order.
 
         Args:
             query: (1, H, T, D).
             key: (1, H_kv, T, D).
             value: (1, H_kv, T, D).
-            scores: how they are made.
+            scores: score settings.
 
         Returns:
             (1, T, H, D).
@@ -74,9 +81,10 @@ class Layout(Protocol):
 
 
 def register(function: Callable[..., Any] | None = None) -> None:
-    """Make ``attn_implementation="finray_packed"`` known to Transformers, as :func:`packed_attention` or another.
+    """Register ``attn_implementation="finray_packed"`` with Transformers, as :func:`packed_attention` or another
+    function.
 
-    It is not registered as a mask: without an entry there, Transformers builds none, and this function needs none.
+    No mask function is registered: without one, Transformers builds no mask, and none is needed.
     """
     from transformers import AttentionInterface
 
@@ -100,42 +108,42 @@ def packed_attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention within each row: causal, or in both directions where the module is not causal (encoders).
+    """Attention within each row: causal, or bidirectional if the module is not causal (encoders).
 
     Args:
         module: the attention module; it is causal unless its ``is_causal`` says otherwise.
         query: (1, H, T, D).
         key: (1, H_kv, T, D) with H a multiple of H_kv.
         value: (1, H_kv, T, D).
-        attention_mask: must be None; rows are told by their lengths.
-        scaling: factor of the scores; ``D ** -0.5`` when None.
+        attention_mask: must be None; row lengths define the rows.
+        scaling: scaling factor of the scores; None means ``D ** -0.5``.
         dropout: probability of dropping a score, in training.
-        sliding_window: a token sees at most this many tokens to each side that it sees, itself included.
+        sliding_window: maximum tokens that a token sees to each visible side, including itself.
         softcap: scores are capped to ``softcap * tanh(score / softcap)`` (Gemma 2).
-        segment_lengths: tokens per row, adding up to T; or a layout that attends by itself.
+        segment_lengths: tokens per row, adding up to T; or a layout that computes attention.
         cu_seq_lens_q: int32 cumulative lengths, S + 1 entries, on the device.
-        max_length_q: the longest row.
+        max_length_q: length of the longest row.
         is_causal: overrides the module.
-        others: anything without effect on the result.
+        others: arguments without effect on the result.
 
     Returns:
         (1, T, H, D) and None.
 
     Raises:
-        RuntimeError: the model did not hand the row lengths down to its attention, or wants what this cannot compute.
+        RuntimeError: the model did not pass the row lengths to its attention, or needs something unsupported.
     """
     if segment_lengths is None:
-        raise RuntimeError(f"{type(module).__name__} does not pass row lengths on to its attention")
+        raise RuntimeError(f"{type(module).__name__} does not pass row lengths to its attention")
     if attention_mask is not None:
-        raise RuntimeError(f"{type(module).__name__} builds a mask of its own, which packed rows cannot honour")
+        raise RuntimeError(f"{type(module).__name__} builds its own attention mask, which packed rows cannot use")
     unknown = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
     if unknown:
         raise RuntimeError(
-            f"{type(module).__name__} wants `{unknown[0]}` in its attention, which packed rows cannot have"
+            f"{type(module).__name__} uses `{unknown[0]}` in its attention, which packed rows do not support"
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings may have widened queries and keys; values are as the projection left them.
+        # Rotary embeddings may have upcast queries and keys; values keep the projection's dtype.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if not isinstance(segment_lengths, tuple | list | RowLengths):
@@ -154,45 +162,121 @@ def packed_attention(
         flat = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         return kernel(*flat, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)[None], None
     lengths = segment_lengths.lengths if isinstance(segment_lengths, RowLengths) else segment_lengths
-    # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
-    rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
     scores = Scores(scaling, sliding_window, softcap, causal)
-    outputs = [attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in rows]
-    return (torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]).contiguous(), None
+    return _attend_to_rows(query, key, value, tuple(lengths), scores, dropout), None
+
+
+def _attend_to_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: tuple[int, ...],
+    scores: Scores,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention within each row: (1, T, H, D). Many short rows are batched with others of about their length."""
+    if sum(length <= BATCHED_UP_TO for length in lengths) < BATCHED_FROM:
+        # Split, not sliced: the gradients of slices are full-sized tensors, added up one by one.
+        rows = zip(*(torch.split(tensor, list(lengths), dim=2) for tensor in (query, key, value)), strict=True)
+        return torch.cat([attend(q, k, v, scores, dropout=dropout).transpose(1, 2) for q, k, v in rows], dim=1)
+    # Capped scores are computed without padding.
+    batches = _batches(lengths, 1.0 if scores.softcap is not None else PADDED_FROM)
+    sizes = [len(rows) * lengths[rows[0]] for rows in batches]
+    places_T = _places(lengths, batches).to(query.device)
+    tokens = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    if len(set(lengths)) > 1:
+        tokens = [one.new_zeros(sum(sizes), *one.shape[1:]).index_copy_(0, places_T, one) for one in tokens]
+    outputs = []
+    for rows, *parts in zip(batches, *(torch.split(one, sizes) for one in tokens), strict=True):
+        q, k, v = (part.unflatten(0, (len(rows), -1)).transpose(1, 2) for part in parts)
+        own = [lengths[row] for row in rows]
+        attended = attend(q, k, v, scores, dropout=dropout, lengths=own if own[-1] < own[0] else None)
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    found = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    if len(set(lengths)) > 1:
+        found = _Taken.apply(found, places_T)  # type: ignore[no-untyped-call]
+    return found[None]
+
+
+def _batches(lengths: Sequence[int], share: float) -> list[list[int]]:
+    """Rows in batches, each beginning with its longest; a long row is alone.
+
+    Args:
+        lengths: tokens per row.
+        share: a batch's rows have at least this share of the tokens of its longest.
+    """
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        longest = lengths[batches[-1][0]] if batches else 0
+        if batches and longest <= BATCHED_UP_TO and lengths[row] >= share * longest:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def _places(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Where each token is in batches whose rows are padded to the longest: (T,)."""
+    first, taken = np.zeros(len(lengths), dtype=np.int64), 0
+    for rows in batches:
+        longest = lengths[rows[0]]
+        first[list(rows)] = taken + longest * np.arange(len(rows))
+        taken += longest * len(rows)
+    stops = np.cumsum(lengths)
+    return torch.from_numpy(np.repeat(first - stops + lengths, lengths) + np.arange(stops[-1]))
+
+
+class _Taken(torch.autograd.Function):
+    """``tensor[places]`` for places that differ: the gradient is copied to them, where torch's would be added up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = len(tensor)
+        return tensor.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (places,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, places, grad), None
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, *, dropout: float = 0.0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: Scores,
+    *,
+    dropout: float = 0.0,
+    lengths: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Attention of one row, whose queries are its last tokens.
+    """Attention for rows of one length, or padded to one; queries are the last tokens.
 
     Args:
-        query: (1, H, L, D).
-        key: (1, H_kv, L + earlier tokens, D).
+        query: (S, H, L, D).
+        key: (S, H_kv, L + earlier tokens, D).
         value: like key.
-        scores: how they are made.
+        scores: score settings.
         dropout: probability of dropping a score.
+        lengths: tokens of each row, if some are padded at the end. Scores are then not capped.
 
     Returns:
-        (1, H, L, D).
+        (S, H, L, D), finite for padding.
     """
     scaling, window, softcap, causal = scores.scaling, scores.window, scores.softcap, scores.causal
     length, total = query.shape[2], key.shape[2]
     short = length == total <= EXPLICIT_UP_TO and query.dtype == torch.bfloat16 and not query.is_cuda
-    if short and softcap is None and window is None and not dropout:
-        return _attend_explicitly(query, key, value, scaling, causal=causal)
     windowed = window is not None and window < total
+    if short and softcap is None and not windowed:
+        visible = _visible(query, total, causal=causal, lengths=lengths) if causal or lengths else None
+        return _attend_explicitly(query, key, value, scaling, visible, dropout=dropout)
     grouped = query.shape[1] != key.shape[1]
-    if softcap is None and not windowed and length in (1, total):
+    if softcap is None and not windowed and lengths is None and length in (1, total):
         past = causal and length == total
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=past, dropout_p=dropout, scale=scaling, enable_gqa=grouped
         )
-    steps = torch.arange(total, device=query.device)
-    distance = steps[total - length :, None] - steps
-    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if windowed and window is not None:
-        visible &= distance.abs() < window
+    visible = _visible(query, total, causal=causal, window=window if windowed else None, lengths=lengths)
     if softcap is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, dropout_p=dropout, scale=scaling, enable_gqa=grouped
@@ -205,26 +289,57 @@ def attend(
     return weights @ value.repeat_interleave(groups, 1)
 
 
-def _attend_explicitly(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, *, causal: bool
+def _visible(
+    query: torch.Tensor,
+    total: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Attention of one short row by three matrix products; heads that share keys are one product."""
-    _, heads, length, width = query.shape
-    shared = key.shape[1]
+    """Which keys a query sees: (L, total), or (S, 1, L, total) for padded rows. Padding sees all, and is not seen."""
+    steps = torch.arange(total, device=query.device)
+    distance = steps[total - query.shape[2] :, None] - steps
+    visible = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if window is not None:
+        visible &= distance.abs() < window
+    if lengths is None:
+        return visible
+    is_token = (steps < torch.tensor(lengths, device=query.device)[:, None])[:, None]
+    return visible & is_token[:, :, None] | ~is_token[..., None]
+
+
+def _attend_explicitly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    visible: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention of short rows by plain matrix products; heads that share keys share a product."""
+    rows, heads, length, width = query.shape
+    shared = rows * key.shape[1]
+    groups = heads // key.shape[1]
     scale = width**-0.5 if scaling is None else scaling
-    grouped = query.reshape(shared, heads // shared * length, width)
-    hidden = torch.zeros(1, 1, dtype=query.dtype)
-    if causal:
-        hidden = torch.full((length, length), float("-inf"), dtype=query.dtype).triu(1).repeat(heads // shared, 1)
-    scores = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, key[0].transpose(1, 2), alpha=scale)
-    # torch sums a bf16 softmax in fp32 and rounds once; asking for fp32 would keep two more copies for the backward.
-    weights = torch.softmax(scores, dim=-1)
-    return torch.bmm(weights, value[0]).view(1, heads, length, width)
+    grouped = query.reshape(shared, groups * length, width)
+    hidden = query.new_zeros(1, 1)
+    if visible is not None:
+        hidden = torch.zeros_like(visible, dtype=query.dtype).masked_fill_(~visible, float("-inf"))
+        hidden = hidden.repeat(*(1 for _ in hidden.shape[:-2]), groups, 1)
+        if hidden.ndim == 4:
+            hidden = hidden.expand(-1, key.shape[1], -1, -1).flatten(0, 1)
+    keys, values = key.reshape(shared, length, width), value.reshape(shared, length, width)
+    scores = torch.baddbmm(hidden.expand(shared, -1, -1), grouped, keys.transpose(1, 2), alpha=scale)
+    # torch sums a bf16 softmax in fp32 and rounds once; requesting fp32 would store two more copies for the backward.
+    weights = F.dropout(torch.softmax(scores, dim=-1), dropout)
+    return torch.bmm(weights, values).view(rows, heads, length, width)
 
 
 @lru_cache(maxsize=1)
 def _varlen() -> tuple[Any, bool] | None:
-    """torch's variable-length attention, and whether it takes heads that share keys; None where it is too old."""
+    """torch's variable-length attention, and whether it supports grouped-query heads; None if torch is too old."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: computed again in the backward pass, kept on the CPU, compiled."""
+"""The repeated blocks of a model: gradient checkpointing, activation offload, compilation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from finray.models import attention, fused_lora
 
-# Smaller tensors stay where they are: copies of them would cost more than they free.
+# Smaller tensors are not offloaded: copying them would cost more than it saves.
 SMALLEST_OFFLOAD = 2**20
-# What selective checkpointing keeps: the outputs of matrix products and of attention. Everything else (norms, rotary
-# embeddings, activations) is computed again, which reads memory and multiplies little.
+# Selective checkpointing stores the outputs of matrix products and of attention. Everything else (norms, rotary
+# embeddings, activations) is recomputed, which is cheap.
 _KEPT = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten._grouped_mm.default")
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
-    """The repeated blocks of a model: the members of lists of modules of one kind, the outermost ones."""
+    """The repeated blocks of a model: the members of the outermost lists of modules of one kind."""
     found: list[torch.nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
@@ -32,13 +32,13 @@ def blocks_of(model: Any) -> list[torch.nn.Module]:
 
 
 def wrap_blocks(model: Any, *, checkpointing: str = "none", offload: bool = False, smallest: int | None = None) -> None:
-    """Give every block a forward pass that keeps less on the device; numbers stay the same.
+    """Make every block store less on the device for the backward pass; results stay the same.
 
     Args:
-        model: whose blocks.
+        model: the model.
         checkpointing: ``none``, ``selective`` or ``full``.
-        offload: whether what is kept is moved to the memory of the CPU until the backward pass.
-        smallest: bytes of the smallest tensor that is moved.
+        offload: whether stored tensors are moved to CPU memory until the backward pass.
+        smallest: minimum size in bytes of tensors that are moved.
     """
     for block in blocks_of(model):
         forward = block.forward
@@ -52,16 +52,16 @@ def wrap_blocks(model: Any, *, checkpointing: str = "none", offload: bool = Fals
 
 
 def compile_blocks(model: Any, *, backend: str = "inductor") -> None:
-    """Compile every block, for any number of tokens; blocks of one kind share what is compiled.
+    """Compile every block, for any number of tokens; blocks of one kind share the compiled code.
 
-    Before :func:`wrap_blocks`, so that a layer is computed again by what was compiled.
+    Call before :func:`wrap_blocks`, so that recomputation uses the compiled code.
 
-    Attention over packed rows is left out: it would be compiled anew for each way to cut tokens into rows.
+    Attention over packed rows is excluded: it would be recompiled for each combination of row lengths.
     """
     attention.register(torch.compiler.disable(attention.packed_attention))  # type: ignore[no-untyped-call]
     for block in blocks_of(model):
-        # What is around it (checkpointing, hooks that gather weights) stays as it is: a compiler that met attention in
-        # the midst of a checkpoint would leave the whole layer alone.
+        # Checkpointing and hooks that gather weights stay outside: a compiler that finds excluded code inside a
+        # checkpoint would leave the whole layer uncompiled.
         block.forward = torch.compile(block.forward, dynamic=True, backend=backend)
 
 
@@ -82,7 +82,7 @@ def _checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[.
 
 
 def is_kept(operation: str) -> bool:
-    """Whether selective checkpointing keeps the output of an operation, named as torch prints it."""
+    """Whether selective checkpointing stores the output of an operation, named as torch prints it."""
     name = operation.partition(".")[2] or operation
     is_attention = ("attention" in name or "attn" in name) and "backward" not in name
     return operation in _KEPT or is_attention
@@ -98,7 +98,7 @@ def _offloaded(block: torch.nn.Module, forward: Callable[..., Any], smallest: in
         shapes = {shape for one in weights for shape in (tuple(one.shape), tuple(one.shape)[::-1])}
 
         def moves(tensor: torch.Tensor) -> bool:
-            # Weights stay: they are there anyway. Copies of them in another dtype belong to autocast, which keeps them.
+            # Weights are on the device anyway. Copies in another dtype belong to autocast, which caches them.
             is_weight = tensor.untyped_storage().data_ptr() in storages or tuple(tensor.shape) in shapes
             return tensor.nbytes >= smallest and not is_weight
 
@@ -111,7 +111,7 @@ def _offloaded(block: torch.nn.Module, forward: Callable[..., Any], smallest: in
 def _pack(moves: Callable[[torch.Tensor], bool], tensor: torch.Tensor) -> Any:
     if not moves(tensor):
         return tensor
-    # In the stream of the computation: the copy is neither too early nor too late, and pinned memory does not wait.
+    # In the compute stream, so that the copy is ordered correctly; pinned memory makes it asynchronous.
     held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     held.copy_(tensor, non_blocking=True)
     return tensor.device, held

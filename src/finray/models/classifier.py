@@ -1,4 +1,4 @@
-"""The head of a classifier: what its configuration says of it, which weights are new, and their first values."""
+"""The head of a classifier: its configuration, its new weights, and their initial values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finray.config.schema import ModelConfig
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.pretrained.weights import StoredWeights
 
-# Transformers' names.
+# Transformers' names of the problem types.
 _PROBLEMS: dict[Problem, str] = {
     "single_label": "single_label_classification",
     "multi_label": "multi_label_classification",
@@ -23,7 +23,7 @@ _NEW = "_finray_new_weights"
 
 
 def head_options(labels: LabelSet | None) -> dict[str, Any]:
-    """What a configuration says of a head for these labels; a regression has one output."""
+    """Configuration options of a head for these labels; a regression has one output."""
     if labels is None:
         return {}
     names = labels.names or ("LABEL_0",)
@@ -35,7 +35,7 @@ def head_options(labels: LabelSet | None) -> dict[str, Any]:
 
 
 def labels_in(config: Any) -> LabelSet | None:
-    """What :func:`head_options` gave a configuration."""
+    """Read the options of :func:`head_options` from a configuration."""
     problem = next(
         (ours for ours, theirs in _PROBLEMS.items() if theirs == getattr(config, "problem_type", None)), None
     )
@@ -46,7 +46,7 @@ def labels_in(config: Any) -> LabelSet | None:
 
 
 def set_padding(model: Any, config: ModelConfig) -> None:
-    """Give a model without a padding token its tokenizer's: a decoder's head asks where the padding begins."""
+    """Give a model without a padding token its tokenizer's: a decoder's head needs it to find the padding."""
     of_text = model.config.get_text_config()
     if of_text.pad_token_id is None:
         tokenizer = load_tokenizer(config)
@@ -55,18 +55,18 @@ def set_padding(model: Any, config: ModelConfig) -> None:
 
 
 def may_be_new(model: Any, name: str) -> bool:
-    """Whether a weight belongs to what a task adds to a body: its head, or the pooler that feeds it."""
+    """Whether a weight is part of what a task adds to a body: its head, or the pooler before it."""
     return not name.startswith(f"{model.base_model_prefix}.") or ".pooler." in name
 
 
 def stored_name(model: Any, name: str, stored: StoredWeights) -> str | None:
-    """The name of a weight in files, which may hold the body alone or another head; None where it is in none."""
+    """The name of a weight in files, which may hold only the body or another head; None if it is missing."""
     body = f"{model.base_model_prefix}."
     return next((one for one in (name, name.removeprefix(body), body + name) if one in stored.tensors), None)
 
 
 def mark_new(model: Any, found: StoredWeights | Iterable[str] | None) -> None:
-    """Note which weights of a Transformers model no file has: their names, or the files that may have them."""
+    """Record which weights of a Transformers model are in no file: by name, or given the files to look in."""
     if isinstance(found, StoredWeights):
         names = [name for name, _ in model.named_parameters() if may_be_new(model, name)]
         found = [name for name in names if stored_name(model, name, found) is None]
@@ -74,9 +74,9 @@ def mark_new(model: Any, found: StoredWeights | Iterable[str] | None) -> None:
 
 
 def modules_to_save(model: Any) -> list[str]:
-    """The modules that are trained whole beside an adapter: the head, and a pooler that is new.
+    """The modules that are fully trained with an adapter: the head, and a new pooler.
 
-    PEFT by itself names ``classifier`` and ``score``; a random layer before them would be frozen, and not saved.
+    PEFT by itself only names ``classifier`` and ``score``; a random layer before them would be frozen, and not saved.
     """
     new = {name.rpartition(".pooler.")[0] + ".pooler" for name in getattr(model, _NEW, ()) if ".pooler." in name}
     return sorted(new) + [
@@ -87,7 +87,7 @@ def modules_to_save(model: Any) -> list[str]:
 
 
 def new_value(name: str, shape: tuple[int, ...], *, seed: int, std: float) -> torch.Tensor:
-    """The first value (fp32) of a weight: of a matrix normal numbers, of a bias zeros, of a norm ones."""
+    """The initial value (fp32) of a weight: normal for a matrix, zeros for a bias, ones for a norm."""
     if len(shape) < 2:
         return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)
     key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -96,6 +96,6 @@ def new_value(name: str, shape: tuple[int, ...], *, seed: int, std: float) -> to
 
 
 def new_values(config: Any, shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
-    """First values of new weights, by name, from their shapes and the model's configuration."""
+    """Initial values of new weights, by name, from their shapes and the model's configuration."""
     std = float(getattr(config.get_text_config(), "initializer_range", 0.02))
     return {name: new_value(name, shape, seed=seed, std=std) for name, shape in shapes.items()}

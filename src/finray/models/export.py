@@ -1,4 +1,4 @@
-"""Finished models for other tools: merged or as an adapter, proven by reading back what was written."""
+"""Exports models for other tools, merged or as an adapter, and verifies the written files by loading them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from finray.models.quantised import BITS
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
 
-# Largest difference of a logit, relative to the spread of the logits, that rounding to a storage dtype explains.
+# Largest difference of a logit, relative to the spread of the logits, that rounding to a dtype explains.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
-# What finray wrote beside the weights and stays true when they are merged.
+# Metadata next to the weights that stays valid after merging.
 _KEPT = ("rows", "task", "auto_class", "problem", "labels", "system", "tool_format", "chat_template_arguments")
 _SCRATCH = ".tmp-export-"
 _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
@@ -38,17 +38,17 @@ _PROBE = "The quick brown fox jumps over the lazy dog. 1, 2, 3, 4"
 
 @dataclass(frozen=True, slots=True)
 class Exported(Result):
-    """What was written.
+    """An exported model.
 
     Attributes:
         folder: where.
         merged: whether it is a whole model.
         dtype: of its weights.
-        difference: how far its logits lie from those of base + adapter, relative to their spread.
+        difference: difference of its logits from those of base + adapter, relative to their spread.
         onto: the base model that an adapter was merged onto.
-        trained_on: how that was stored in training, where not in full: ``4bit`` or ``8bit``.
-        rounding: how far its logits lie from those of the base as it was in training + adapter, which learned to
-            correct that base's rounding too; None where it was not stored in fewer bits, or bitsandbytes is missing.
+        trained_on: quantisation of that base in training, if any: ``4bit`` or ``8bit``.
+        rounding: difference of its logits from those of the quantised base + adapter, which learned to correct the
+            rounding too; None without quantisation, or if bitsandbytes is missing.
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class Exported(Result):
         return {**asdict(self), "folder": str(self.folder)}
 
     def print(self, console: Console) -> None:
-        """What was written, and how near it is to what was trained."""
+        """Where it was written, and how close it is to the trained model."""
         what = f"model in {self.dtype}" if self.merged else "adapter"
         lines = [
             f"wrote the {what} to {self.folder}",
@@ -85,30 +85,32 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
     """Write a model directory that plain Transformers (or PEFT, for an adapter) loads.
 
     Args:
-        artifact: what was trained.
-        output: directory to make; it must not exist, or be empty.
-        merge: fold the adapter into the base weights.
-        dtype: ``fp32`` or ``bf16``, of the merged weights.
-        max_shard_size: of a file with weights, such as ``5GB``; None for what Transformers takes.
+        artifact: the trained model.
+        output: directory to create; it must not exist, or be empty.
+        merge: merge the adapter into the base weights.
+        dtype: ``fp32`` or ``bf16``, for the merged weights.
+        max_shard_size: maximum size of a weight file, such as ``5GB``; None means Transformers' default.
 
     Raises:
-        ModelError: the output is in the way, cannot be written, or does not give the same logits when read back.
+        ModelError: the output exists or cannot be written, or does not give the same logits when it is loaded.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ModelError("the output directory is not empty", where=str(output), repair="name a new directory")
+        raise ModelError("the output directory is not empty", where=str(output), repair="choose a new directory")
     base, notes = artifact.base, artifact.notes
     if not merge and base is None:
         raise ModelError(
             "there is no adapter: all weights were trained",
             where=str(artifact.folder),
-            repair="leave --adapter out, and the whole model is written",
+            repair="leave --adapter out to write the full model",
         )
     if max_shard_size is not None and not re.fullmatch(r"[1-9]\d*[KMGT]B", max_shard_size):
         raise ModelError(
-            f"`{max_shard_size}` is no size of a file", where="--max-shard-size", repair="write it as 5GB or 500MB"
+            f"`{max_shard_size}` is not a file size", where="--max-shard-size", repair="write it as 5GB or 500MB"
         )
     if max_shard_size is not None and not merge:
-        raise ModelError("an adapter is one file", where="--max-shard-size", repair="leave it or --adapter out")
+        raise ModelError(
+            "an adapter is one file", where="--max-shard-size", repair="leave out --max-shard-size or --adapter"
+        )
     with _scratch(output) as scratch:
         tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
         probe = torch.tensor([tokenizer(_PROBE, add_special_tokens=False)["input_ids"]])
@@ -133,10 +135,10 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         difference = relative_difference(expected, _logits(again, probe))
         if not difference <= TOLERANCE[used]:
             raise ModelError(
-                f"the written model gives other logits than the trained one (relative difference {difference:.2e}, "
-                f"at most {TOLERANCE[used]:.0e} is rounding)",
+                f"the logits of the written model differ from the trained one (relative difference {difference:.2e}; "
+                f"rounding explains at most {TOLERANCE[used]:.0e})",
                 where=str(output),
-                repair="nothing was kept; try --dtype fp32, or report this with the model's name",
+                repair="the output was deleted; try --dtype fp32, or report this with the model's name",
             )
         if not merge or base is None:
             return Exported(output, not artifact.is_adapter, used, difference)
@@ -147,10 +149,10 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
             del trained
             packed = load_as_trained(artifact, bits=BITS[trained_on])
             rounding = relative_difference(_logits(packed, probe), _logits(again, probe))
-        said: dict[str, Any] = {name: notes[name] for name in _KEPT if name in notes}
-        said |= {"merged_onto": base.name, "revision": base.revision}
-        said |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
-        _write_json(scratch / NOTES, said)
+        exported: dict[str, Any] = {name: notes[name] for name in _KEPT if name in notes}
+        exported |= {"merged_onto": base.name, "revision": base.revision}
+        exported |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
+        _write_json(scratch / NOTES, exported)
         return Exported(output, True, used, difference, base.name, trained_on, rounding)
 
 
@@ -158,10 +160,10 @@ def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
     """Dequantise a GGUF file into a directory with safetensors, its tokenizer and its chat template.
 
     Raises:
-        ModelError: the file cannot be read, the `gguf` package is missing, or the output is in the way.
+        ModelError: the file cannot be read, the `gguf` package is missing, or the output exists.
     """
     if output.exists():
-        raise ModelError("the output already exists", where=str(output), repair="name a new directory")
+        raise ModelError("the output already exists", where=str(output), repair="choose a new directory")
     if find_spec("gguf") is None:
         raise ModelError(
             "reading a GGUF file needs the package gguf, which is not installed", repair="pip install 'finray[gguf]'"
@@ -174,10 +176,10 @@ def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
 
 @contextmanager
 def _scratch(output: Path) -> Iterator[Path]:
-    """A directory to fill, which becomes the output; nothing is kept where that fails.
+    """A directory to fill, which is then renamed to the output; it is removed on failure.
 
-    Who fills one holds its lock, which ends with the process: what a killed export has left, of a model's size, is
-    removed by the next one beside it.
+    The process that fills it holds its lock: the model-sized remains of a killed export are removed by the next one
+    next to it.
     """
     for rest in output.parent.glob(f"{_SCRATCH}*"):
         with suppress(OSError), _held(rest):
@@ -187,10 +189,10 @@ def _scratch(output: Path) -> Iterator[Path]:
         scratch.mkdir(parents=True)
         with ExitStack() as stack:
             with suppress(OSError):
-                # Not every file system has locks; there, nothing is swept either.
+                # Some file systems have no locks; then nothing is cleaned up either.
                 stack.enter_context(_held(scratch))
             yield scratch
-        # safetensors writes files that their owner alone may read; a server may run as somebody else.
+        # safetensors creates files that only their owner can read; a server may run as another user.
         mode = (scratch / "tokenizer_config.json").stat().st_mode
         for weights in scratch.glob("*.safetensors"):
             weights.chmod(mode)
@@ -198,10 +200,12 @@ def _scratch(output: Path) -> Iterator[Path]:
             output.rmdir()
         os.replace(scratch, output)
     except (OSError, SafetensorError) as error:
-        # safetensors tells of a full disk in its own way.
+        # safetensors reports a full disk as text.
         why = (isinstance(error, OSError) and error.strerror) or cut(str(error))
         raise ModelError(
-            f"the model cannot be written: {why}", where=str(output), repair="make room, or name another directory"
+            f"the model cannot be written: {why}",
+            where=str(output),
+            repair="free some disk space, or choose another directory",
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -209,7 +213,7 @@ def _scratch(output: Path) -> Iterator[Path]:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """The lock of a directory; an OSError where another process has it."""
+    """Hold the lock of a directory; raises an OSError if another process holds it."""
     import fcntl
 
     handle = os.open(folder, os.O_RDONLY)
@@ -237,7 +241,7 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def relative_difference(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """How far logits lie apart, relative to their spread."""
-    # A classifier has few logits: their size stands for the spread.
+    """Difference of logits, relative to their spread."""
+    # A classifier has few logits: use their magnitude instead of the spread.
     spread = expected.std() if expected.ndim == 3 else expected.abs().max()
     return float((expected - actual).abs().max() / spread)

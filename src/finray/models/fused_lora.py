@@ -1,8 +1,8 @@
 """LoRA's linear layer as one autograd node: the same arithmetic as PEFT's, with fewer passes over memory.
 
-PEFT computes ``base(x) + B(A(x)) * s`` as separate operations: the input is cast for the adapter and kept a second
-time for the backward pass, and the sum and the scaling are passes of their own over the output. Here the base's
-product is accumulated into the adapter's by the matrix multiplication itself, and the input is kept once.
+PEFT computes ``base(x) + B(A(x)) * s`` as separate operations: the input is cast for the adapter and stored a second
+time for the backward pass, and the sum and the scaling are separate passes over the output. Here the matrix
+multiplication accumulates the base's product into the adapter's, and the input is stored once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from finray.models.quantised import QuantisedLinear
 from finray.models.reordered import linear
 from finray.models.saved_layout import NAME, PISSA_RESIDUAL
 
-# Marks layers whose output must not be written twice.
+# Marks layers whose output must not be modified in place.
 _NO_INPLACE = "_finray_no_inplace"
 
 
 def fuse(model: Any) -> int:
     """Give every plain LoRA layer of a PEFT model the fused forward; returns how many there were.
 
-    Layers that are more than ``W x + s B A x`` (DoRA, transposed weights, several adapters) keep PEFT's. W may be
-    packed (:mod:`finray.models.quantised`), and a PiSSA adapter and its start are one product.
+    Layers other than ``W x + s B A x`` (DoRA, transposed weights, several adapters) keep PEFT's. W may be quantised
+    (:mod:`finray.models.quantised`), and a PiSSA adapter and its initial value become one product.
     """
     from peft.tuners.lora.layer import Linear
 
@@ -49,7 +49,7 @@ def fuse(model: Any) -> int:
 
 
 def disable_inplace(module: torch.nn.Module) -> None:
-    """Let the layers of a module write no tensor twice: selective checkpointing cannot keep one that changed."""
+    """Disable in-place operations in a module: selective checkpointing cannot store a tensor that changes."""
     for part in module.modules():
         if hasattr(part, "lora_A"):
             setattr(part, _NO_INPLACE, True)
@@ -71,7 +71,7 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
         up = torch.cat([up, self.lora_B[PISSA_RESIDUAL].weight], dim=1)
     with torch.autocast(device, enabled=False):
         if base.weight.is_mkldnn:
-            # For inference alone: the same sum, rounded once.
+            # Only in inference: the same sum, rounded once.
             low = (x if dropped is None else dropped) @ down.to(x.dtype).T
             return linear(x, base.weight, base.bias, plus=low * self.scaling[NAME] @ up.to(x.dtype).T)
         result: torch.Tensor = _LoraLinear.apply(  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ class _LoraLinear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         inner = flat if dropped is None else dropped.reshape(flat.shape)
         low = inner @ down.T
-        # The small product first: what selective checkpointing keeps is then the sum, and not the base's part of it.
+        # The small product first: then selective checkpointing stores the sum, and not only the base's part.
         output = flat.new_empty(flat.shape[0], weight.shape[0])
         torch.mm(low * scaling, up.T, out=output)
         if bias is not None:

@@ -1,8 +1,8 @@
-"""The language-model head and its loss, only where there is a label, a chunk at a time.
+"""The language-model head and its loss, computed only at targets, in chunks.
 
-For K labelled positions and a vocabulary of V the logits would take 4·K·V bytes, and their gradient as much again:
-at 128 k words more than the rest of the model. Here the loss and the gradient of each chunk are computed together
-and its logits freed, at no extra floating-point work (the softmax gradient is ``p - onehot``).
+For K targets and a vocabulary of V the logits would take 4·K·V bytes, and their gradient as much again: with 128 k
+words more than the rest of the model. Here the loss and the gradient of each chunk are computed together and its logits
+freed, at no extra floating-point work (the softmax gradient is ``p - onehot``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from finray.models.reordered import ReorderedLinear, linear
 # Elements of one chunk of logits: 48 MiB in fp32, far below the activations, and enough rows to keep the cores busy.
 CHUNK_ELEMENTS = 3 * 2**22
 CHUNK_ROWS = 64
-# Elements that a CPU adds at a time where dtypes differ.
+# Elements that a CPU adds at a time if dtypes differ.
 _ADDED = 2**19
 
 
@@ -69,7 +69,7 @@ def loss_sum(head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, ch
         head: the projection.
         hidden_KH: hidden states at the labelled positions.
         targets_K: int64 targets.
-        chunk: positions worked on at a time; chosen from the vocabulary when None.
+        chunk: positions per chunk; None chooses by the vocabulary.
     """
     if chunk is None:
         chunk = max(CHUNK_ROWS, CHUNK_ELEMENTS // head.weight_VH.shape[0])
@@ -84,7 +84,7 @@ def loss_sum(head: Head, hidden_KH: torch.Tensor, targets_K: torch.Tensor, *, ch
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradients in one pass; the backward only scales what the forward kept."""
+    """Loss and gradients in one pass; the backward pass only scales the stored gradients."""
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden, targets = hidden_KH[span], targets_K[span, None]
             logits = head.logits(hidden)
             slope = None if head.softcap is None else 1 - (logits / head.softcap) ** 2
-            # The softmax in place: a second tensor of this size would cost more than the arithmetic.
+            # Softmax in place: a second tensor of this size would cost more than the arithmetic.
             logits -= logits.amax(dim=-1, keepdim=True)
             chosen = logits.gather(1, targets)
             grad = logits.exp_()
@@ -128,7 +128,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(low, weight, out=grad_hidden[span])
             if grad_weight is not None and low.dtype == grad_weight.dtype:
-                # Without a tensor for the product.
+                # Without a temporary for the product.
                 grad_weight.addmm_(low.T, hidden)
             elif grad_weight is not None:
                 _add(grad_weight, low.T @ hidden)
@@ -139,9 +139,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of this loss were given away in its first backward pass")
-        # Scaled where they are, and nobody else's from here on: a head's gradient is the largest tensor of a step, and
-        # autograd makes it the parameter's own without a copy.
+            raise RuntimeError("the gradients of this loss were freed by its first backward pass")
+        # Scaled in place, because nothing else uses them: a head's gradient is the largest tensor of a step, and
+        # autograd makes it the parameter's gradient without a copy.
         hidden, weight, bias = (None if one is None else one.mul_(grad_output) for one in ctx.gradients)
         ctx.gradients = None
         return (
@@ -155,7 +155,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _add(total: torch.Tensor, product: torch.Tensor) -> None:
-    """Add to a matrix one in another dtype: on a CPU, torch first copies all that it is given to the matrix's dtype."""
+    """Add a product to a matrix of another dtype: on a CPU, torch first copies its whole operand to the matrix's
+    dtype."""
     rows = max(1, _ADDED // total.shape[1]) if total.device.type == "cpu" else len(total)
     for start in range(0, len(total), rows):
         total[start : start + rows].add_(product[start : start + rows])

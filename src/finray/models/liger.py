@@ -1,4 +1,4 @@
-"""Liger's kernels for what finray has none of its own for: norms, rotary embeddings, gated feed-forward layers."""
+"""Liger's kernels for norms, rotary embeddings and gated feed-forward layers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from finray import compat
 from finray.errors import ModelError
 
-# finray's loss makes logits only where there is a label, which Liger's does not.
+# finray's loss computes logits only at targets, which Liger's does not.
 _NOT_ITS_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
 
 def apply(model: Any) -> None:
-    """Give a model Liger's layers; a family that Liger does not know keeps its own.
+    """Patch a model with Liger's layers; a model family that Liger does not support is unchanged.
 
     Raises:
         ModelError: Liger is not installed.

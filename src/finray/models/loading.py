@@ -1,4 +1,4 @@
-"""Models from a directory, a GGUF file or the Hugging Face hub, by the class that their task names."""
+"""Loads models from a directory, a GGUF file or the Hugging Face Hub, with the class of their task."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def load_model(
     Args:
         model: the model section; its task names Transformers' class.
         dtype: storage dtype of the weights.
-        attention_name: Transformers' name of the attention; its own choice when None.
-        on_meta: build every module and shape on the meta device; no weights are read and none made.
-        seed: of weights that the files lack (a head that the task adds), so that they are the same on every rank.
-        labels: that the head is for; None to leave it as the configuration has it.
+        attention_name: Transformers' name of the attention; None means its own choice.
+        on_meta: build the model on the meta device; no weights are read or initialised.
+        seed: for weights that the files lack (a head that the task adds), so that they are the same on every rank.
+        labels: label set of the head; None keeps that of the configuration.
 
     Raises:
-        ModelError: it cannot be loaded, its files lack weights that its configuration asks for, or there is no such
+        ModelError: it cannot be loaded, its files lack weights that its configuration requires, or there is no such
             task.
     """
     auto_class = _auto_class(model, with_weights=not on_meta)
     if not torch.cuda.is_available():
-        # PEFT imports DeepSpeed wherever it is installed, and that prints a line unless it is told of no GPU.
+        # PEFT imports DeepSpeed if it is installed, which prints a line about GPUs unless this is set.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     attention.register()
     options = {"dtype": dtype} | ({} if attention_name is None else {"attn_implementation": attention_name})
@@ -64,13 +64,13 @@ def load_model(
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(**source_options(model), **classifier.head_options(labels))
-            # What is built here has plain layers, also where the files hold quantised ones.
+            # The model gets plain layers, even if the files hold quantised ones.
             if getattr(config, "quantization_config", None) is not None:
                 del config.quantization_config
             with torch.device("meta"):
                 loaded = auto_class.from_config(config, trust_remote_code=model.trust_remote_code, **options)
             if has_head and (folder := Path(model.name).expanduser()).is_dir():
-                # What is wrong with the files is said where they are read.
+                # Errors in the files are reported when they are read.
                 with suppress(FinrayError):
                     classifier.mark_new(loaded, stored_weights(folder))
         else:
@@ -83,7 +83,7 @@ def load_model(
                 for name, value in classifier.new_values(loaded.config, shapes, seed).items():
                     loaded.get_parameter(name).data.copy_(value)
             if model.name.endswith(".gguf") and getattr(loaded.config, "quantization_config", None) is not None:
-                # It is dequantised, yet still calls itself quantised and refuses to be saved.
+                # The weights are dequantised, but the configuration still says quantised, and saving would fail.
                 del loaded.config.quantization_config
                 loaded.hf_quantizer, loaded.is_quantized = None, False
         if (added := new_tokens(model)) is not None:
@@ -94,13 +94,13 @@ def load_model(
     except (FinrayError, MemoryError):
         raise
     except Exception as error:
-        # Files that others have written, read by whatever code belongs to the model: there is no list of errors.
+        # Third-party files, read by any model's code: they can fail in any way.
         raise not_loaded("model's configuration" if on_meta else "model", model, error) from None
     return loaded
 
 
 def check_loading(model: ModelConfig) -> None:
-    """See that the files of a model give what :func:`load_model` takes from them; of weights, only headers are read.
+    """Check that the files of a model have what :func:`load_model` needs; of weights, only headers are read.
 
     Raises:
         ModelError: they do not.
@@ -115,17 +115,17 @@ def check_loading(model: ModelConfig) -> None:
 
 
 def is_quantised(model: ModelConfig) -> bool:
-    """Whether a model's files hold quantised weights, by its configuration."""
+    """Whether a model's files hold quantised weights, according to its configuration."""
     from transformers import AutoConfig
 
     return getattr(AutoConfig.from_pretrained(**source_options(model)), "quantization_config", None) is not None
 
 
 def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
-    """Transformers' class for a model, whose files have been looked at."""
+    """Transformers' class for a model, after checking its files."""
     check_exists(model.name)
     if with_weights and (folder := Path(model.name).expanduser()).is_dir():
-        # Says which file is damaged, and follows no index out of the directory, as Transformers would.
+        # Names the damaged file, and unlike Transformers follows no index out of the directory.
         stored_weights(folder)
     silence_transformers()
     import transformers
@@ -134,7 +134,7 @@ def _auto_class(model: ModelConfig, *, with_weights: bool) -> Any:
 
 
 def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[Any, list[str]]:
-    """The model as Transformers reads it, and the weights of a head that its files do not have."""
+    """The model as loaded by Transformers, and the names of head weights that its files lack."""
     loaded, report = auto_class.from_pretrained(
         **source_options(model), **options, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -142,7 +142,7 @@ def _from_files(auto_class: Any, model: ModelConfig, **options: Any) -> tuple[An
 
 
 def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """Refuse a model that Transformers has drawn at random in part, which it says in a log at most.
+    """Refuse a partly random model, which Transformers only mentions in a log.
 
     Args:
         loaded: the model.
@@ -150,7 +150,7 @@ def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelCon
         model: the model section.
 
     Returns:
-        The weights that may be new: of a head that the task adds, or what feeds it.
+        The weights that may be new: of a head that the task adds, or of a pooler before it.
     """
     missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
     new: list[str] = []
@@ -159,17 +159,17 @@ def _require_all_weights(loaded: Any, report: Mapping[str, Any], model: ModelCon
         new = [name for name in odd if classifier.may_be_new(loaded, name)]
         missing = [name for name in missing if name not in new]
         mismatched = [one for one in mismatched if one[0] not in new]
-    what, names = "are not in its files: they would be random", missing
+    what, names = "are missing from its files: they would be random", missing
     if not missing:
-        what = "have another shape in its files than its configuration says"
+        what = "have a different shape in its files than in its configuration"
         names = [f"{name} ({tuple(there)}, not {tuple(here)})" for name, there, here in mismatched]
     if names:
         more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
         raise ModelError(
             f"weights that {auto_class} needs {what}: {', '.join(names[:3])}{more}",
             where=f"model.name={model.name}",
-            repair="check `config.json` (model_type, num_hidden_layers, vocab_size, ...), or fetch the model again, "
-            "with all of its `.safetensors` files",
+            repair="check `config.json` (model_type, num_hidden_layers, vocab_size, ...), or download the model "
+            "again, with all of its `.safetensors` files",
         )
     return new
 
@@ -189,9 +189,9 @@ def build_model(
 ) -> Any:
     """Load a model and add adapters: the PEFT model, or the Transformers model itself.
 
-    Frozen weights are stored in the dtype of ``precision``, or in fewer ``bits``; those of an adapter are fp32. On the
-    meta device, and always with ``bits``, the model has no weights yet: :func:`finray.models.sharded.materialise` reads
-    them, when it is sharded.
+    Frozen weights are stored in the dtype of ``precision``, or quantised to ``bits``; an adapter's are fp32. On the
+    meta device, and always with ``bits``, the model has no weights yet: :func:`finray.models.sharded.materialise` loads
+    them after sharding.
 
     Args:
         model: the model section.
@@ -199,11 +199,11 @@ def build_model(
         precision: ``fp32``, ``bf16`` or ``fp16``.
         attention_name: Transformers' name of the attention; None for the model's own choice.
         bits: 4 or 8 for quantised frozen linear layers, else None.
-        seed: of the first values of the adapter, and of a head that the files lack.
-        device: where it is put.
-        on_meta: whether to build it without memory.
+        seed: for the initial values of the adapter, and of a head that the files lack.
+        device: target device.
+        on_meta: whether to build it on the meta device.
         weights: dtype of the weights of a model without an adapter.
-        labels: that a classifier's head is for.
+        labels: label set of a classifier's head.
 
     Raises:
         ModelError: it cannot be loaded, or the adapter cannot be added.

@@ -1,8 +1,8 @@
-"""Several adapters beside one base model, each for rows of its own in the same forward pass.
+"""Several adapters on one base model, each for its own rows of the same forward pass.
 
-Rows lie end to end, so an adapter's rows are some of the tokens of a linear layer's input. The base's product is
-computed once for all of them, and each adapter's is added to its own. Nothing is merged, and PEFT's layers are not in
-the model: an adapter comes and goes without a change to it.
+Rows are packed, so an adapter's rows are some of the tokens of a linear layer's input. The base's product is computed
+once for all of them, and each adapter's product is added to its own tokens. Nothing is merged, and the model has no
+PEFT layers: adapters are added and removed without changing it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """What is added to the output of one linear layer: ``up @ down @ x * scaling``; down (R, in), up (out, R)."""
+    """Added to the output of one linear layer: ``up @ down @ x * scaling``; down (R, in), up (out, R)."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -38,16 +38,17 @@ class LoraPart:
 
 @dataclass(frozen=True, slots=True)
 class PlainLora:
-    """An adapter that is nothing but LoRA on linear layers: what it adds, by the name of the layer in the base."""
+    """An adapter with only LoRA on linear layers: its parts, by the name of the layer in the base."""
 
     parts: dict[str, LoraPart]
 
 
 def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
-    """An adapter's weights; PEFT says where they belong, on a copy of the base model without weights.
+    """Load an adapter's weights; PEFT maps their names, on a copy of the base model without weights.
 
     Raises:
-        ModelError: it is of another base, or has more than LoRA on linear layers (DoRA, whole modules, new tokens).
+        ModelError: it belongs to another base, or has more than LoRA on linear layers (DoRA, whole modules, new
+            tokens).
     """
     skeleton = load_model(base, dtype=torch.float32, on_meta=True)
     try:
@@ -64,7 +65,7 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
     except (ModelError, MemoryError):
         raise
     except Exception as error:
-        # Its files are anybody's, and PEFT says what is wrong with them by any kind of error.
+        # Third-party files: PEFT may fail on them in any way.
         raise _refused(
             folder, f"it cannot be read, or does not fit the model {base.name}: {first_line(error)}"
         ) from None
@@ -87,18 +88,19 @@ def read_plain_lora(folder: Path, base: ModelConfig) -> PlainLora:
         odd = min(tensors, default=SETTINGS).removeprefix(_PREFIX)
         raise _refused(
             folder,
-            f"it is more than LoRA on linear layers of the model {base.name} ({odd}), and cannot share its base",
-            repair="export it merged (`finray export RUN --output FOLDER`), and serve that alone",
+            f"it has more than LoRA on linear layers of the model {base.name} ({odd}), so it cannot be served beside "
+            f"others",
+            repair="export it merged (`finray export RUN --output FOLDER`), and serve that by itself",
         )
     return PlainLora(parts)
 
 
 def _refused(folder: Path, why: str, *, repair: str = "serve it beside the base model it was trained on") -> ModelError:
-    return ModelError(f"the adapter is refused: {why}", where=str(folder), repair=repair)
+    return ModelError(f"the adapter cannot be loaded: {why}", where=str(folder), repair=repair)
 
 
 class ManyAdapters:
-    """The linear layers of a model, which add to each token what its adapter says.
+    """Makes the linear layers of a model add the product of each token's adapter.
 
     Args:
         model: a Transformers model without adapters, in evaluation mode.
@@ -107,14 +109,14 @@ class ManyAdapters:
     def __init__(self, model: Any) -> None:
         self._modules = dict(model.named_modules())
         self._dtype, self._device = model.dtype, model.device
-        # Of the forward pass at work: adapters with the places of their tokens; None for all tokens.
+        # In the current forward pass: adapters with the positions of their tokens; None for all tokens.
         self.spans: list[tuple[PlainLora, torch.Tensor | None]] = []
         self.tokens = 0
 
     def placed(self, adapter: PlainLora) -> PlainLora:
-        """The adapter in the model's dtype on its device; from then on :meth:`rows` takes it.
+        """The adapter in the model's dtype on its device, for :meth:`rows`.
 
-        Rounded as the arithmetic of a single adapter rounds (:mod:`finray.models.fused_lora`).
+        Rounded as for a single adapter (:mod:`finray.models.fused_lora`).
         """
         parts = {
             name: LoraPart(part.down.to(self._device, self._dtype), part.up.to(self._device, self._dtype), part.scaling)
@@ -128,7 +130,7 @@ class ManyAdapters:
 
     @contextmanager
     def rows(self, pieces: Sequence[tuple[PlainLora | None, int]]) -> Iterator[None]:
-        """Forward passes of pieces laid end to end: of each its adapter (None for the base) and number of tokens."""
+        """Context of a packed forward pass: for each piece its adapter (None for the base) and number of tokens."""
         places, at = dict[int, tuple[PlainLora, list[torch.Tensor]]](), 0
         for adapter, length in pieces:
             if adapter is not None:
@@ -145,7 +147,7 @@ class ManyAdapters:
 
 
 class _Forward:
-    """The forward pass of one linear layer beside its adapters."""
+    """The forward pass of one linear layer with its adapters."""
 
     def __init__(self, held: ManyAdapters, name: str) -> None:
         self._held, self._name = held, name
@@ -156,10 +158,10 @@ class _Forward:
             return torch.nn.functional.linear(x, module.weight, module.bias)
         flat = x.reshape(-1, x.shape[-1])
         output = flat.new_zeros(flat.shape[0], module.weight.shape[0])
-        # The adapters' products first, as in training: those of the base are added to them.
+        # The adapters' products first, as in training: the base's is added to them.
         for part, places_K in found:
             if places_K is not None and len(flat) != self._held.tokens:
-                raise ModelError(f"{self._name} is not given one row for each token, so adapters cannot share it")
+                raise ModelError(f"{self._name} does not get one row per token, so adapters cannot share it")
             if places_K is None:
                 torch.mm(flat @ part.down.T * part.scaling, part.up.T, out=output)
             else:

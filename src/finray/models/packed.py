@@ -1,7 +1,7 @@
-"""The forward pass over packed rows: what every task that trains a Transformers model shares.
+"""The forward pass over packed rows, shared by all tasks that train a Transformers model.
 
-Rows are laid end to end, and attention is told where each begins. No score between two rows is ever computed, so
-nothing can leak from one to the next, and no padding is computed either.
+Rows are packed, and attention gets their boundaries. No score between two rows is ever computed, so nothing can leak
+from one to the next, and no padding is computed either.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, Protocol
 
 import torch
 
-from finray.models import attention
+from finray.models import attention, pooled
 from finray.models.head import Head, plain_head
 from finray.models.loading import DTYPES
 
-# Tokens of the first row on which our head is compared with the model's own: few, so that it needs little memory.
+# Tokens for comparing our head with the model's own: few, to save memory.
 _HEAD_CHECK_TOKENS = 64
 
 
 class PackedRows(Protocol):
-    """What a forward pass reads of a batch; see ``finray.data.sampling.collate.Batch``.
+    """The fields of a batch that a forward pass reads; see ``finray.data.sampling.collate.Batch``.
 
-    A batch may also have a ``layout``, which then attends instead of each row by itself.
+    A batch may also have a ``layout``, which then computes attention instead.
     """
 
     @property
@@ -45,7 +45,7 @@ class PackedRows(Protocol):
 
 
 class LabelledRows(PackedRows, Protocol):
-    """What the forward pass of a classifier reads."""
+    """The fields that the forward pass of a classifier reads."""
 
     @property
     def token_types_1T(self) -> torch.Tensor:
@@ -61,8 +61,8 @@ class PackedModel:
         precision: ``fp32``, ``bf16`` or ``fp16``.
 
     Args:
-        attention_name: Transformers' name of the attention over packed rows; None for a model that cannot be packed
-            and keeps its own. The rows of each of its batches are then of one length.
+        attention_name: Transformers' name of the attention over packed rows; None for a model that cannot be packed and
+            keeps its own. Then all rows of a batch must have the same length.
         device: of this rank.
     """
 
@@ -71,7 +71,7 @@ class PackedModel:
         self.inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.precision = precision
         self._body = getattr(self.inner, self.inner.base_model_prefix)
-        # Where positions begin: RoBERTa's after that of padding.
+        # First position: RoBERTa's is after the padding index.
         tables = (one for name, one in self._body.named_modules() if name.endswith("position_embeddings"))
         padding = getattr(next(tables, None), "padding_idx", None)
         self._first_position = 0 if padding is None else padding + 1
@@ -79,6 +79,7 @@ class PackedModel:
         self._has_token_types = "token_type_ids" in takes and getattr(self.inner.config, "type_vocab_size", 0) > 1
         self._device = device
         self._attention = attention_name
+        self._reads_some = attention_name == attention.NAME and pooled.read_only_some(self._body)
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         self._counts = sum(count for count, trained in counts if trained), sum(count for count, _ in counts)
         self._has_plain_head: bool | None = None
@@ -89,11 +90,11 @@ class PackedModel:
         return any(parameter.is_meta for parameter in self.model.parameters())
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that are trained, by name, in a fixed order."""
+        """The trainable parameters by name, in a fixed order."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def initialised_parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that got their values here: trained ones, and those of a frozen adapter."""
+        """The parameters that were initialised here: trained ones, and those of a frozen adapter."""
         named = self.model.named_parameters()
         return [parameter for name, parameter in named if parameter.requires_grad or ".lora_" in name]
 
@@ -102,7 +103,7 @@ class PackedModel:
         return self._counts
 
     def autocast(self) -> torch.autocast:
-        """The context of a forward pass in ``precision``."""
+        """Autocast context of a forward pass in ``precision``."""
         if self.precision == "fp32":
             return torch.autocast(self._device.type, enabled=False)
         return torch.autocast(self._device.type, dtype=DTYPES[self.precision])
@@ -113,7 +114,7 @@ class PackedModel:
         return hidden.flatten(0, 1)
 
     def logits_KV(self, batch: PackedRows, positions_K: torch.Tensor) -> torch.Tensor:
-        """Logits (K, V) at some positions, by the model's own head."""
+        """Logits (K, V) at the given positions, by the model's own head."""
         logits: torch.Tensor
         if self._attention is None and len(batch.lengths) > 1:
             # `logits_to_keep` counts within a row.
@@ -125,20 +126,21 @@ class PackedModel:
     def logits_SC(self, batch: LabelledRows) -> torch.Tensor:
         """Logits (S, C) of each row, by the model's own pooling and head.
 
-        A classifier's forward pass is its body's, and then a head that reads the first token of each row, its last or
-        all of them. So the body runs over packed rows; then the model runs with, in place of the body, the hidden
-        states that were gathered by rows. Of a head that does not mean over the row, first and last token are enough.
+        A classifier's forward pass is its body, then a head that reads the first token of each row, the last one, or
+        all. So the body runs over packed rows; then the model runs with its body replaced by the hidden states,
+        gathered by rows. First and last token are enough unless the head averages over the row; the last layer is then
+        computed for these only, where :mod:`finray.models.pooled` knows it.
         """
         types = {"token_type_ids": batch.token_types_1T} if self._has_token_types else {}
         logits: torch.Tensor
         if self._attention is None:
             logits = self._call(self.inner, batch, **types).logits
             return logits
-        output = self._call(self._body, batch, **types)
         tokens_T, starts_S, stops_S = batch.tokens_1T[0], batch.cu_seqlens[:-1].long(), batch.cu_seqlens[1:].long()
         padding = self.inner.config.get_text_config().pad_token_id
-        if getattr(self.inner.config, "classifier_pooling", "cls") in ("cls", "bos"):
-            # A decoder's is the last token that is no padding.
+        reads_ends = getattr(self.inner.config, "classifier_pooling", "cls") in ("cls", "bos")
+        if reads_ends:
+            # A decoder pools the last token that is not padding.
             at_T = torch.arange(len(tokens_T), device=tokens_T.device)
             if padding is not None:
                 at_T = at_T.where(tokens_T != padding, -1).cummax(0).values
@@ -148,11 +150,15 @@ class PackedModel:
             within_L = torch.arange(max(batch.lengths), device=tokens_T.device)
             index_SL = (starts_S[:, None] + within_L).minimum(stops_S[:, None] - 1)
             mask_SL = (within_L < (stops_S - starts_S)[:, None]).long()
-        hidden_TH = output.last_hidden_state[0]
-        output.last_hidden_state = hidden_TH.index_select(0, index_SL.flatten()).view(*index_SL.shape, -1)
+        reads_some = reads_ends and self._reads_some
+        some = {"read_positions_K": index_SL.flatten()} if reads_some else {}
+        output = self._call(self._body, batch, **types, **some)
+        hidden = output.last_hidden_state[0]
+        hidden_KH = hidden if reads_some else hidden.index_select(0, index_SL.flatten())
+        output.last_hidden_state = hidden_KH.view(*index_SL.shape, -1)
         if output.get("pooler_output") is not None:
             output.pooler_output = self._body.pooler(output.last_hidden_state)
-        # What is in the dictionary of an object comes before its modules.
+        # An instance attribute takes precedence over a registered module.
         self.inner.__dict__[self.inner.base_model_prefix] = lambda *_, **__: output
         try:
             logits = self.inner(input_ids=tokens_T[index_SL], attention_mask=mask_SL).logits
@@ -161,11 +167,11 @@ class PackedModel:
         return logits
 
     def has_plain_head(self, batch: PackedRows) -> bool:
-        """Whether the head is a projection that :meth:`head` gives; else the model's own must be called.
+        """Whether the head is a projection that :meth:`head` returns; else the model's own must be called.
 
-        finray computes logits a chunk at a time, so it must know how this model turns hidden states into logits. The
-        first call compares its logits with the model's own on a few tokens; if they differ, the model's own head is
-        used from then on. An unknown model costs memory, not correctness.
+        finray computes logits in chunks, so it must know how this model turns hidden states into logits. The first call
+        compares its logits with the model's own on a few tokens; if they differ, the model's own head is used from then
+        on. An unknown model costs memory, not correctness.
         """
         if self._has_plain_head is None:
             self._has_plain_head = plain_head(self.inner) is not None
@@ -183,7 +189,7 @@ class PackedModel:
         return self._has_plain_head
 
     def head(self) -> Head:
-        """The head, looked up after the body has run: weights that are sharded are gathered when they are asked for."""
+        """The head, looked up after the body has run: sharded weights are gathered on access."""
         head = plain_head(self.inner)
         assert head is not None
         return head
@@ -211,7 +217,7 @@ class PackedModel:
 
 
 class JoinedRows:
-    """Rows (1, L) of a few tokens as a batch; the second half of each is of the second type."""
+    """Rows (1, L) of a few tokens as a batch; the second half of each has token type 1."""
 
     def __init__(self, *rows: torch.Tensor) -> None:
         device = rows[0].device
@@ -225,7 +231,7 @@ class JoinedRows:
 
 
 class CalledAsOne(torch.nn.Module):
-    """A model and what is computed with it as one module: what shards weights gathers them for all of its forward."""
+    """A model and the computation on it as one module: sharded weights are gathered for its whole forward pass."""
 
     def __init__(self, model: Any, compute: Callable[[Any], torch.Tensor]) -> None:
         super().__init__()
@@ -233,5 +239,5 @@ class CalledAsOne(torch.nn.Module):
         self._compute = compute
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """What is computed of a batch."""
+        """The result for a batch."""
         return self._compute(batch)

@@ -1,10 +1,10 @@
-"""Whether rows of a model may be laid end to end: tried out on a small random model of the same architecture.
+"""Checks whether a model's rows can be packed, on a small random model of the same architecture.
 
-Packing needs a model that hands the row lengths down to its attention, takes the positions it is given, and carries
-nothing from one token to the next in any other way. No list of model names can promise that, and the real weights are
-needless for it. So the model's own configuration is shrunk, a random model is made from it on the CPU in fp32, and its
-logits for joined rows are compared with those of each row alone by Transformers' own attention. That takes less than a
-second, gives the same answer in a plan and on every worker, and also finds attention that finray's cannot express.
+Packing needs a model that passes the row lengths on to its attention, uses the given positions, and lets no token
+affect another in any other way. A list of model names cannot guarantee that, and the real weights are not needed. So
+the model's own configuration is shrunk, a random model is created from it on the CPU in fp32, and its logits for packed
+rows are compared with those of each row alone with Transformers' own attention. That takes less than a second, gives
+the same answer in a plan and on every worker, and also detects attention that finray's cannot express.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from finray.models import attention
 from finray.models.packed import JoinedRows, PackedModel
 from finray.pretrained.tokenizers import check_exists, not_loaded, silence_transformers, source_options
 
-# Rows of the trial: longer than the window of the small model, and of different lengths.
+# Row lengths of the test: longer than the window of the small model, and different.
 _LENGTHS = (9, 17, 5)
 _VOCABULARY = 160
 _WINDOW = 6
 # fp32 sums in another order differ by 1e-6 of the largest logit; a leak or a wrong position by a tenth or more.
 _TOLERANCE = 1e-3
 _WIDTH, _HEADS, _HEAD, _EXPERTS = 64, 4, 16, 4
-# What a configuration may call its sizes, and what they become.
+# Names of sizes in configurations, and their reduced values.
 _SIZES = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), _WIDTH),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _HEADS),
@@ -51,13 +51,13 @@ _NO_SIZE = ("model_type", "transformers_version", "architectures", "quantization
 
 
 def check_packing(model: ModelConfig) -> Packing:
-    """Try out whether rows of a model may be packed.
+    """Test whether rows of a model may be packed.
 
     Args:
         model: the model section; only the model's configuration is read.
 
     Returns:
-        The finding. A model that cannot be shrunk is not safe: nothing is known of it.
+        The finding. A model that cannot be shrunk counts as not safe.
 
     Raises:
         ModelError: the configuration cannot be loaded.
@@ -78,7 +78,7 @@ def check_packing(model: ModelConfig) -> Packing:
 def check_packing_of(
     config: Any, *, auto_class: str = CAUSAL_LM.auto_class, trust_remote_code: bool = False
 ) -> Packing:
-    """As :func:`check_packing`, of a Transformers configuration; no random state is used up."""
+    """As :func:`check_packing`, for a Transformers configuration; random state is not changed."""
     import transformers
 
     def first_line(error: Exception) -> str:
@@ -97,7 +97,7 @@ def check_packing_of(
             )
             context, is_learned = row_limit(small)
             if is_learned and context is not None:
-                # The small model has another table and another padding, after whose row positions may begin.
+                # The small model has another position table and padding index, after which positions may begin.
                 begins = 0 if context == small.config.max_position_embeddings else config.pad_token_id + 1
                 positions = int(config.max_position_embeddings) - begins
             if compat.carries_state(small):
@@ -106,10 +106,11 @@ def check_packing_of(
                 return unsafe("its attention is its own and cannot be told where rows end")
             for parameter in small.parameters():
                 if parameter.ndim >= 2:
-                    # New weights are so small that attention is nearly uniform, and a wrong position would hardly show.
+                    # New weights are so small that attention is nearly uniform, and a wrong position would hardly
+                    # matter.
                     parameter.mul_(4.0)
             small.eval()
-            # A decoder's rows are pooled by where their padding begins, and there is none.
+            # A decoder's rows are pooled at the start of their padding, and there is none.
             if small.config.get_text_config().pad_token_id is None:
                 small.config.get_text_config().pad_token_id = 0
             rows = [torch.randint(3, _VOCABULARY, (1, length)) for length in _LENGTHS]
@@ -133,8 +134,8 @@ def check_packing_of(
 
 
 def row_limit(model: Any) -> tuple[int | None, bool]:
-    """Most positions of a row by a Transformers model's configuration, and whether they are rows of a learned table,
-    beyond which there is nothing."""
+    """Maximum positions of a row by a Transformers model's configuration, and whether they are a learned table, which
+    cannot be exceeded."""
     config, table = model.config.get_text_config(), model.get_input_embeddings()
     context = getattr(config, "max_position_embeddings", None)
     tables = [
@@ -143,18 +144,18 @@ def row_limit(model: Any) -> tuple[int | None, bool]:
         if isinstance(module, torch.nn.Embedding)
         and module is not table
         and module.embedding_dim == config.hidden_size
-        # Not a table of token types.
+        # Not the table of token types.
         and module.num_embeddings >= (context or 0)
     ]
     if tables and context is not None and tables[0].num_embeddings == context:
-        # RoBERTa counts from the row after the padding's.
+        # RoBERTa's positions start after the padding index.
         padding = tables[0].padding_idx
         context -= 0 if padding is None else padding + 1
     return None if context is None else int(context), bool(tables)
 
 
 def _results(model: Any, batch: JoinedRows, attention_name: str | None) -> list[torch.Tensor]:
-    """Hidden states of each token, and logits: of each token, or of each row where the model is a classifier."""
+    """Hidden states of each token, and logits: per token, or per row for a classifier."""
     packed = PackedModel(model, precision="fp32", attention_name=attention_name, device=torch.device("cpu"))
     hidden_TH = packed.hidden_TH(batch)
     if model.get_output_embeddings() is None:
@@ -163,11 +164,11 @@ def _results(model: Any, batch: JoinedRows, attention_name: str | None) -> list[
 
 
 def shrunk(config: Any) -> Any:
-    """A configuration of the same kind with small sizes; everything that is not a size stays."""
+    """A configuration of the same kind with small sizes; all other fields stay."""
     plain = {name: value for name, value in config.to_dict().items() if name not in _NO_SIZE}
     depth = next((int(plain[name]) for name in _DEPTHS if isinstance(plain.get(name), int)), _LAYERS)
     kinds = list(plain.get("layer_types") or [])
-    # So many layers that each kind is among them.
+    # Enough layers to include each kind.
     layers = min(depth, max(2, *(kinds.index(kind) + 1 for kind in set(kinds))) if kinds else _LAYERS)
     for name, value in plain.items():
         if value is None or isinstance(value, bool):

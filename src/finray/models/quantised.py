@@ -1,14 +1,14 @@
-"""Linear layers whose frozen weights are stored in 4 or 8 bits; bitsandbytes packs and unpacks them.
+"""Linear layers whose frozen weights are stored in 4 or 8 bits, quantised by bitsandbytes.
 
-The product is computed with unpacked weights, in the arithmetic's dtype, forward and backward alike. LLM.int8()'s own
-product would round the inputs too, by columns of the whole batch: what a row learns would then depend on its
+The product is computed with dequantised weights, in the compute dtype, in forward and backward alike. LLM.int8()'s own
+product would quantise the inputs too, by columns of the whole batch: training on a row would then depend on its
 neighbours in the pack.
 
-bitsandbytes' own layers are not used: they keep what unpacking needs on the parameter, which FSDP2 replaces, and change
-the layout of their weights when a CPU evaluates.
+We do not use bitsandbytes' own layers: they store the quantisation state on the parameter, which FSDP2 replaces, and
+change the layout of their weights when a CPU evaluates.
 
-Packed bytes are kept in a tensor of the arithmetic's dtype, because FSDP gathers the weights of a block in one dtype.
-Scales belong to the module and are not sharded: they are 0.13 bits a weight (4 bits), or one number a row (8 bits).
+Packed bytes are stored in a tensor of the compute dtype, because FSDP gathers the weights of a block in one dtype.
+Scales belong to the module and are not sharded: they take 0.13 bits a weight (4 bits), or one number a row (8 bits).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class QuantisedLinear(torch.nn.Linear):
     """A frozen linear layer with a packed weight.
 
     Args:
-        layer: the layer that it replaces; its weight's values are not read.
+        layer: the layer to replace; its weight's values are not read.
         bits: 4 or 8.
-        dtype: of the arithmetic, and of the tensor that holds the packed bytes.
+        dtype: compute dtype, and dtype of the tensor that holds the packed bytes.
 
     Attributes:
-        scales: what unpacking needs beside the bytes; None until :meth:`pack`.
+        scales: quantisation state besides the bytes; None until :meth:`pack`.
     """
 
     def __init__(self, layer: torch.nn.Linear, bits: int, dtype: torch.dtype) -> None:
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.bits, self.dtype = bits, dtype
-        # bitsandbytes has packed fours in a column; rows are what is sharded.
+        # bitsandbytes packs 4-bit weights into a column; sharding is by rows.
         fill = _per_element(bits, dtype)
         shape = (
             (self.in_features * self.out_features // fill, 1)
@@ -54,11 +54,11 @@ class QuantisedLinear(torch.nn.Linear):
 
     @property
     def W_q(self) -> torch.Tensor:
-        """PEFT asks a layer that has this for :meth:`dequantize` (DoRA needs the whole weight)."""
+        """PEFT calls :meth:`dequantize` on a layer with this attribute (DoRA needs the whole weight)."""
         return self.weight
 
     def pack(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Keep the scales of a weight, and return its packed bytes."""
+        """Store the scales of a weight, and return its packed bytes."""
         from bitsandbytes import functional
 
         weight = weight_OI.to(self.dtype).contiguous()
@@ -74,7 +74,7 @@ class QuantisedLinear(torch.nn.Linear):
         return packed
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """The weight (out, in) of packed bytes."""
+        """Dequantise packed bytes to the weight (out, in)."""
         from bitsandbytes import functional
 
         packed = packed.detach()
@@ -87,7 +87,7 @@ class QuantisedLinear(torch.nn.Linear):
         return whole
 
     def dequantize(self) -> torch.Tensor:
-        """The weight (out, in) in the arithmetic's dtype."""
+        """The weight (out, in) in the compute dtype."""
         return self.unpack(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class QuantisedLinear(torch.nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """``x W'``; the weight is unpacked again in the backward pass instead of being kept."""
+    """``x W'``; the weight is dequantised again in the backward pass instead of being stored."""
 
     @staticmethod
     def forward(
@@ -127,9 +127,9 @@ def _per_element(bits: int, dtype: torch.dtype) -> int:
 
 
 def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence[str] = ()) -> int:
-    """Replace the linear layers of a model on the meta device by packed ones; returns how many there were.
+    """Replace the linear layers of a model on the meta device by quantised ones; returns their number.
 
-    The head stays as it is, and so do what is trained whole (``keep``, endings of names) and layers of odd shapes.
+    The head, fully trained modules (``keep``, name suffixes) and layers of odd shapes are not replaced.
 
     Raises:
         ModelError: there is no linear layer, or bitsandbytes is not installed.
@@ -153,7 +153,7 @@ def quantise_layers(model: Any, bits: int, *, dtype: torch.dtype, keep: Sequence
     ]
     if not found:
         raise ModelError(
-            "the model has no linear layers that can be quantised",
+            "the model has no linear layers to quantise",
             where="model.quantization",
             repair="set model.quantization to none",
         )

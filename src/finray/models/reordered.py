@@ -1,8 +1,8 @@
-"""Frozen linear layers on a CPU, with weights in the order in which oneDNN's kernels read them.
+"""Frozen linear layers on a CPU, with weights in the memory layout of oneDNN's kernels.
 
-torch keeps a weight row by row, and its product brings it into the kernel's order at every call. For the few rows of a
-step that answers prompts, that takes about as long as the product itself. Here it is done once, in place: the plain
-weight is given up, but where something else holds it too, as the embeddings do a tied head's.
+torch stores a weight row by row, and converts it to the kernel's layout at every call. For the few rows of a generation
+step, that takes about as long as the product itself. Here it is done once, in place: the plain weight is freed, unless
+something else uses it too, as the embedding uses a tied head's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from finray import compat
 
 
 class ReorderedLinear(torch.nn.Linear):
-    """A linear layer for inference; its weight has shape and dtype, and no values that can be read.
+    """A linear layer for inference; its weight has shape and dtype, but no readable values.
 
     Args:
-        layer: that it replaces.
+        layer: the layer to replace.
     """
 
     def __init__(self, layer: torch.nn.Linear) -> None:
@@ -35,7 +35,7 @@ class ReorderedLinear(torch.nn.Linear):
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, plus: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x W' + b``, and what is to be added to it before it is rounded, for a reordered weight or a plain one."""
+    """``x W' + b``, plus an optional term added before rounding, for a reordered weight or a plain one."""
     if weight.is_mkldnn:
         return compat.reordered_linear(x.to(weight.dtype), weight, bias, plus)
     assert plus is None
@@ -43,11 +43,11 @@ def linear(
 
 
 def reorder(model: Any) -> int:
-    """Reorder the weights of a model that will only be asked; returns of how many layers.
+    """Reorder the weights of a model for inference; returns the number of layers.
 
-    Weights that are on a GPU, of another dtype or of special layers stay as they are, and so do all where this build of
-    torch has no oneDNN for them. An adapter's own weights are small, and layers of PEFT's that are not fused read their
-    base's weight themselves: these are kept.
+    Weights on a GPU, of another dtype or of special layers are not changed; nothing is if this build of torch lacks
+    oneDNN support for them. An adapter's own weights are small, and PEFT layers that are not fused read their base's
+    weight directly: these are kept.
     """
     count = 0
     for path, parent in list(model.named_modules()):

@@ -1,4 +1,4 @@
-"""What the parameters of a model are, where an optimizer treats them apart: embeddings, the head, norms."""
+"""The roles of parameters that an optimizer treats differently: embeddings, the head, norms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def roles_of(model: Any) -> dict[str, str]:
-    """``embedding``, ``head`` or ``norm`` by name, for parameters that are; what an adapter adds to one is one too."""
+    """``embedding``, ``head`` or ``norm`` by name, for parameters with such a role; includes their adapters."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = inner.get_output_embeddings()
     found: dict[str, str] = {}
@@ -17,7 +17,7 @@ def roles_of(model: Any) -> dict[str, str]:
             role = "head"
         elif isinstance(getattr(module, "base_layer", module), torch.nn.Embedding):
             role = "embedding"
-        # Norms share no class; they share a name, and weights of their own.
+        # Norms have no common class; they share a name, and have weights of their own.
         elif "norm" in type(module).__name__.lower() and any(True for _ in module.parameters(recurse=False)):
             role = "norm"
         else:

@@ -1,10 +1,10 @@
-"""What is saved of a model, under which names, and putting it back.
+"""The saved tensors of a model, their names, and loading them.
 
-A PiSSA adapter (Meng et al. 2024) trains the principal part B A of each weight. PEFT takes that part out of the base
-weight; here the base weights stay as they are, and the part that it began with is a second, frozen adapter that is
-subtracted: ``W x + s B A x - s B0 A0 x``. Both together are one ordinary LoRA of twice the rank, and as such they are
-saved. So it loads in plain PEFT on the untouched base, and a resume reads B0 A0 instead of decomposing again, which
-would have to be the same to the bit, of weights that no rank holds whole. The price is a second low-rank product.
+A PiSSA adapter (Meng et al. 2024) trains the principal part B A of each weight. PEFT subtracts that part from the base
+weight; here the base weights stay unchanged, and the initial part is a second, frozen adapter that is subtracted: ``W x
++ s B A x - s B0 A0 x``. Both together are one ordinary LoRA of twice the rank, and are saved as such. So it loads in
+plain PEFT on the original base, and a resume reads B0 A0 instead of decomposing again, which would have to be bitwise
+the same, for weights that no rank holds whole. The price is a second low-rank product.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from finray.errors import ModelError
 from finray.pretrained.weights import stored_weights
 from finray.sharding import Read, load_local, rows_of, shape_of
 
-# Names of adapters in a model: the one that is trained, and what a PiSSA adapter began with.
+# Names of adapters in a model: the trained one, and the initial value of a PiSSA adapter.
 NAME = "default"
 PISSA_RESIDUAL = "pissa_residual"
 
 
 class SavedLayout:
-    """The layout of a directory of weights: Hugging Face's of a whole model, or PEFT's of an adapter.
+    """The layout of a weights directory: Hugging Face's for a whole model, or PEFT's for an adapter.
 
     Attributes:
-        stem: name of the weights' file, without its suffix.
+        stem: file name of the weights, without suffix.
     """
 
     def __init__(self, model: Any) -> None:
@@ -41,8 +41,8 @@ class SavedLayout:
         self.stem = Path(WEIGHTS).stem if self._is_adapter else "model"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is saved, by name; tensors may be shards. Those of a residual have ``:pissa_residual`` behind it."""
-        # First: FSDP shards again by it what an evaluation has left whole, and frees that memory.
+        """The tensors to save, by name; they may be shards. Those of a residual have the suffix ``:pissa_residual``."""
+        # First: FSDP then reshards what an evaluation has left gathered, and frees that memory.
         kept = self._model.state_dict().keys()
         named = dict(self._model.named_parameters())
         if not self._is_adapter:
@@ -57,7 +57,7 @@ class SavedLayout:
         return found
 
     def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What is written, given full tensors of :meth:`tensors`."""
+        """The tensors to write to the file, given full tensors of :meth:`tensors`."""
         written = {}
         for name, tensor in tensors.items():
             residual = tensors.get(f"{name}:{PISSA_RESIDUAL}")
@@ -67,14 +67,14 @@ class SavedLayout:
 
     @torch.no_grad()
     def load(self, folder: Path, files: Collection[str] | None = None) -> None:
-        """Put saved weights into the model, sharded by any strategy: each rank reads the rows that it holds.
+        """Load saved weights into the model, with any sharding: each rank reads its rows.
 
         Args:
             folder: a directory of weights.
-            files: the only ones to read, as its manifest lists them; None where it has none.
+            files: read only these, which its manifest lists; None if it has no manifest.
 
         Raises:
-            ModelError: they are damaged, or of another model or adapter.
+            ModelError: they are damaged, or belong to another model or adapter.
         """
         repair = "name the base model, adapter method and target modules that they were trained with"
         stored = stored_weights(folder, self.stem, files=files)
@@ -96,16 +96,18 @@ class SavedLayout:
                 shape, read = tuple(half.shape), rows_of(half)
             if shape != shape_of(tensor):
                 raise ModelError(
-                    f"{name} has shape {shape}, the model wants {shape_of(tensor)}", where=str(folder), repair=repair
+                    f"{name} has shape {shape}, but the model expects {shape_of(tensor)}",
+                    where=str(folder),
+                    repair=repair,
                 )
             load_local(tensor, read)
 
     def save_settings(self, folder: Path) -> None:
-        """Write what PEFT or Transformers needs beside the weights."""
+        """Write the files that PEFT or Transformers needs besides the weights."""
         if self._is_adapter:
             config = copy.copy(self._model.peft_config[NAME])
             for name in ("target_modules", "exclude_modules", "modules_to_save"):
-                # Sets in PEFT, whose order is another in each process; equal runs write equal files.
+                # Sets in PEFT have a different order in each process; equal runs must write equal files.
                 if isinstance(value := getattr(config, name), set | list):
                     setattr(config, name, sorted(value))
             if self._has_residual:

@@ -1,8 +1,8 @@
-"""Models that are built without memory, sharded, and only then filled: no rank ever holds all weights.
+"""Models that are built on the meta device, sharded, and only then loaded: no rank ever holds all weights.
 
-Each rank reads the rows that it keeps from the safetensors files of the base model. Where a model's parameters have
-other names than the tensors in its files (weights that Transformers converts while loading), or are in none of them
-(the head of a classifier), that is not possible, and the whole model is read first.
+Each rank reads its rows from the safetensors files of the base model. That is impossible if a model's parameters have
+other names than the tensors in its files (weights that Transformers converts while loading), or are missing there (the
+head of a classifier); then the whole model is read first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"\.\d+\.")
 
 
 def base_name(name: str) -> str:
-    """The name of a weight in the base model, without what an adapter puts around it."""
+    """The name of a weight in the base model, without an adapter's wrappers."""
     name = name.removeprefix("base_model.model.")
     for around in (".token_adapter.base_layer.", ".base_layer.", ".original_module.", f".modules_to_save.{NAME}."):
         name = name.replace(around, ".")
@@ -37,7 +37,7 @@ def base_name(name: str) -> str:
 
 
 def left_out(model: Any, stored: StoredWeights) -> list[str]:
-    """Tensors in files of which a model has the like, but not these: what is loaded is cut, in depth mostly.
+    """Tensors in files that the model lacks although it has similar ones: the model was truncated, mostly in depth.
 
     Args:
         model: the Transformers or PEFT model, on any device.
@@ -52,7 +52,7 @@ def left_out(model: Any, stored: StoredWeights) -> list[str]:
 
 
 def cut_model(tensors: list[str]) -> str:
-    """What to say of tensors that :func:`left_out` found."""
+    """The message about tensors found by :func:`left_out`."""
     return (
         f"{len(tensors):,} weights in the model's files are of layers that its `config.json` does not ask for, such as "
         f"{tensors[0]}: a cut model is trained"
@@ -68,7 +68,7 @@ def materialise(
     device: torch.device,
     seed: int,
 ) -> bool:
-    """Give memory and values to a model on the meta device; returns whether the whole model had to be read for it.
+    """Allocate and load a model on the meta device; returns whether the whole model had to be read for it.
 
     Args:
         model: possibly sharded, possibly with an adapter and packed layers.
@@ -78,7 +78,7 @@ def materialise(
         seed: of the adapter, and of weights that no file has.
 
     Raises:
-        ModelError: a weight is nowhere to be found.
+        ModelError: a weight cannot be found.
     """
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     _give_memory(model, inner, device)
@@ -92,7 +92,7 @@ def materialise(
         if name in packed:
             load_local(tensor, rows_of(packed[name].pack(base.read(base_name(name)).to(device))))
         elif name in rows_trained:
-            # All tables have the same new words, which follow each other.
+            # All tables have the same new tokens, with consecutive ids.
             ids = next(iter(model.peft_config[NAME].trainable_token_indices.values()))
             table = base_name(name.split(".token_adapter.")[0]) + ".weight"
             load_local(tensor, rows_of(base.read(table, ids[0], ids[-1] + 1)))
@@ -104,10 +104,10 @@ def materialise(
 
 
 def _give_memory(model: Any, inner: Any, device: torch.device) -> None:
-    """Memory for tensors on the meta device; those that are tied stay tied, which torch does not see to.
+    """Allocate tensors on the meta device; tied ones stay tied, which torch does not ensure.
 
-    Buffers are computed, because rotary frequencies and scales of embeddings are in no file. Meanwhile weights stay out
-    of the modules: of a share, what initialises them finds no rows.
+    Buffers are computed, because rotary frequencies and scales of embeddings are in no file. Meanwhile weights are
+    removed from the modules: initialisation code could not handle shards.
     """
     places: dict[int, list[tuple[Any, str]]] = {}
     for module in model.modules():
@@ -129,16 +129,16 @@ def _give_memory(model: Any, inner: Any, device: torch.device) -> None:
 
 
 class _BaseWeights:
-    """The base model's weights by name: from its files, or from the whole model where they have other names there.
+    """The base model's weights by name: from its files, or from the whole model if names differ there.
 
     Args:
         config: of the base model.
-        model: it, on any device; tells which tables have rows for words.
+        model: on any device; shows which tables have rows for tokens.
         wanted: names of the weights.
         seed: of weights that no file has.
 
     Raises:
-        ModelError: a weight is nowhere to be found.
+        ModelError: a weight cannot be found.
     """
 
     def __init__(self, config: ModelConfig, model: Any, wanted: set[str], *, seed: int) -> None:
@@ -162,7 +162,7 @@ class _BaseWeights:
             raise ModelError(f"the model has no weight {absent[0]}", where=f"model.name={config.name}")
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows of a weight; all of them when nothing else is said."""
+        """Rows of a weight; all rows by default."""
         if self.is_whole or name in self._new:
             tensor = self._state[name] if self.is_whole else self._new[name]
             return tensor[start:stop] if tensor.ndim else tensor

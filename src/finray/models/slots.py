@@ -1,6 +1,6 @@
-"""Keys and values of rows at work, in a fixed set of slots; a forward pass adds a token to some, to others a prompt.
+"""The KV cache of running rows, in a fixed set of slots; a forward pass adds one token to some, a prompt to others.
 
-Rows are laid end to end, as in training, so that nothing is padded but the scores of one token against its slot.
+Rows are packed, as in training, so nothing is padded except the scores of one token against its slot.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 from finray.models.attention import Scores, attend
 
-# Tokens by which the slots grow at least.
+# The slots grow by at least this many tokens.
 _GROWTH = 64
 
 
 class Slots:
-    """What every layer keeps of the tokens that it has seen: keys and values, each (S, H_kv, C, D).
+    """KV cache of every layer: keys and values, each (S, H_kv, C, D).
 
-    Layers are told apart by the order in which they ask in a forward pass. Memory is taken as it is needed: for S rows
-    of the longest length so far, whatever the number of rows that pass through.
+    Layers are identified by their order in a forward pass. Memory is allocated as needed: for S rows of the longest
+    length so far, independent of the number of rows that pass through.
     """
 
     def __init__(self, count: int) -> None:
@@ -44,7 +44,7 @@ class Slots:
         return new
 
     def layer(self, number: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, made when it first asks: zeros, because what is masked must be a number."""
+        """Keys and values of a layer, allocated on first use with zeros, because masked entries must be finite."""
         if number == len(self.layers):
             shape = (self.count, key.shape[1], self.capacity)
             self.layers.append((key.new_zeros((*shape, key.shape[3])), value.new_zeros((*shape, value.shape[3]))))
@@ -59,7 +59,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Tokens of a row that begin at a position of their slot; those before it are there already."""
+    """Tokens of a row that begin at a position of their slot; earlier ones are already cached."""
 
     slot: int
     start: int
@@ -67,12 +67,12 @@ class Prefill:
 
 
 class Step:
-    """One forward pass: a token for each of the first slots, then tokens of rows that have just come.
+    """One forward pass: one token for each of the first slots, then tokens of new rows.
 
     Args:
-        slots: what is read and written.
-        positions: where the token of slot 0, 1, 2 ... goes.
-        prefills: what follows these tokens.
+        slots: the KV cache.
+        positions: position of the new token in slot 0, 1, 2 ...
+        prefills: tokens of new rows.
         device: of the model.
     """
 
@@ -127,7 +127,7 @@ class Step:
         return (products.float().softmax(-1).to(query.dtype) @ values).reshape(1, count, heads, -1)
 
     def _bias_of(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """(B, 1, 1, longest): 0 where a token is seen, minus infinity where not."""
+        """(B, 1, 1, longest): 0 for visible tokens, minus infinity for others."""
         found = self._bias.get((window, dtype))
         if found is None:
             steps_L = torch.arange(self._longest, device=self._positions_B.device)
@@ -141,10 +141,10 @@ class Step:
 
 
 class Branches:
-    """Continuations of contexts, each context computed once: what follows it sees it, and not what is beside it.
+    """Continuations of contexts, with each context computed once: continuations see their context, but not each other.
 
     Args:
-        lengths: for each context its tokens, and those of each of its continuations (none is 0), all laid end to end.
+        lengths: per context, its number of tokens and those of its continuations (none is 0), all packed.
     """
 
     def __init__(self, lengths: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -167,7 +167,7 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """Tokens laid end to end with their layout: what :class:`finray.models.packed.PackedModel` takes as a batch.
+    """Packed tokens with their layout, as a batch for :class:`finray.models.packed.PackedModel`.
 
     Attributes:
         tokens_1T: int64 token ids.

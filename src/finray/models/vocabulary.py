@@ -1,7 +1,7 @@
-"""Words added to a model: tokens in its tokenizer, rows in its embedding and head.
+"""Adds tokens to a model: in its tokenizer, embedding and head.
 
-A new row begins as the mean of the rows of the words that the tokenizer knew. Rows that a model has beyond its
-vocabulary are used before the tables grow, and are not part of the mean.
+A new row is initialised with the mean of the rows of the original vocabulary. Unused rows beyond the vocabulary are
+used before the tables grow, and are not part of the mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from finray.pretrained.weights import StoredWeights
 
 
 def table_weights(model: Any) -> list[str]:
-    """Names of the parameters that have a row for each word: of the embedding, and of the head."""
+    """Names of the parameters with one row per token: the embedding, and the head."""
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     inside = {id(part) for table in tables if table is not None for part in table.modules()}
     return [
@@ -29,9 +29,9 @@ def table_weights(model: Any) -> list[str]:
 
 @torch.no_grad()
 def widen(model: Any, added: NewTokens) -> None:
-    """Make room for new words, and give their rows the mean of the known ones (not on the meta device)."""
+    """Add rows for new tokens, initialised with the mean of the known ones (not on the meta device)."""
     if added.rows > model.get_input_embeddings().weight.shape[0]:
-        # What Transformers draws is replaced.
+        # Transformers' random values are replaced.
         with torch.random.fork_rng(devices=[]):
             model.resize_token_embeddings(added.rows, mean_resizing=False)
     tensors = dict(model.named_parameters())
@@ -45,7 +45,7 @@ def widen(model: Any, added: NewTokens) -> None:
 def read_with_new_rows(
     stored: StoredWeights, name: str, start: int, stop: int | None, added: NewTokens
 ) -> torch.Tensor:
-    """Rows of a table in files that has none for new words yet, with theirs."""
+    """Rows of a table whose file does not have the new tokens yet, with rows for these."""
     there = stored.tensors[name].shape[0]
     stop = max(there, added.rows) if stop is None else stop
     found = stored.read(name, min(start, there), min(stop, there))

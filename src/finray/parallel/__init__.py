@@ -1,4 +1,4 @@
-"""The strategy room: one strategy per file, behind the protocol in ``base``."""
+"""The strategies: one per file, behind the protocol in ``base``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def make_strategy(config: Config, resolved: Resolved, device: torch.device) -> Strategy:
-    """The strategy of this process of a group.
+    """The strategy of this process.
 
     Args:
-        config: the run's.
+        config: of the run.
         resolved: names the strategy.
         device: of this rank.
 

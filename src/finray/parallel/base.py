@@ -1,4 +1,4 @@
-"""What training asks of a strategy, and what all strategies share. The loop knows no strategy by name."""
+"""The interface of strategies, and their common parts. The loop knows no strategy by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finray.sharding import FlatShard, full_tensor, load_local, local_rows
 T = TypeVar("T")
 
 
-# Stands for a parameter's name before state that belongs to none alone.
+# Prefix, in place of a parameter's name, for state that is shared by all parameters.
 SHARED = "shared"
 
 
@@ -27,11 +27,11 @@ class StateReader(Protocol):
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows ``start`` to ``stop`` of a tensor; all of it by default."""
+        """Rows ``start`` to ``stop`` of a tensor; all rows by default."""
 
 
 def kinds_of_state(reader: StateReader, parameters: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The kinds of state that a checkpoint has of each parameter; of none where there was no update yet.
+    """The kinds of state that a checkpoint has for each parameter; empty before the first update.
 
     Raises:
         CheckpointError: the state belongs to other parameters.
@@ -42,21 +42,21 @@ def kinds_of_state(reader: StateReader, parameters: Mapping[str, Any]) -> dict[s
         kinds.setdefault(name, set()).add(kind)
     kinds.pop(SHARED, None)
     if kinds and kinds.keys() != parameters.keys():
-        raise CheckpointError("the optimizer state belongs to other parameters")
+        raise CheckpointError("the optimizer state belongs to different parameters")
     return kinds
 
 
 class StatefulOptimizer:
-    """What finray asks of a torch optimizer beyond its updates: the state of a parameter, or of a vector.
+    """What finray needs from a torch optimizer beyond its updates: the state of a parameter, or of a flat vector.
 
-    A vector is what a library joined from many parameters, of any of which a rank may hold any elements. Here state is
-    a tensor of the parameter's shape for each kind, and a count.
+    A vector is what a library joined from many parameters; a rank may hold any elements of each. Here state is a tensor
+    of the parameter's shape for each kind, and a count.
     """
 
     state: Any
 
     def initial_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The state before the first update: here AdamW's."""
+        """The state before the first update; here AdamW's."""
         return {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
@@ -64,44 +64,44 @@ class StatefulOptimizer:
         }
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The state of a parameter by kind, as tensors that are cut into rows as it is."""
+        """The state of a parameter by kind, as tensors that are sharded by rows like the parameter."""
         return dict(self.state.get(parameter, {}))
 
     def shared_state(self) -> dict[str, torch.Tensor]:
-        """What belongs to no parameter alone."""
+        """State that is shared by all parameters."""
         return {}
 
     @torch.no_grad()
     def load_state_of(self, parameter: torch.nn.Parameter, name: str, kinds: set[str], reader: StateReader) -> None:
-        """Load what :meth:`state_of` gave, cut into the same rows or others.
+        """Load the state from :meth:`state_of`, with the same rows per rank or others.
 
         Raises:
-            CheckpointError: it is the state of another optimizer.
+            CheckpointError: the state belongs to another optimizer.
         """
         state = self.initial_state(parameter)
         if state.keys() != kinds:
-            raise CheckpointError(f"the state of {name} is that of another optimizer")
+            raise CheckpointError(f"the state of {name} belongs to a different optimizer")
         for kind, value in state.items():
             key = f"{name}/{kind}"
             if reader.shapes[key] != tuple(value.shape):
-                raise CheckpointError(f"{key} has another shape than in the optimizer")
+                raise CheckpointError(f"{key} has a different shape in the optimizer")
             load_local(value, partial(reader.read, key))
         self.state[parameter] = state
 
     def vector_state(self, vector: torch.nn.Parameter) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]]:
-        """The state of a vector by kind: a number, or one (fp32) for each element; and what belongs to its blocks."""
+        """The state of a vector by kind: a number, or one (fp32) per element; and the state of its blocks."""
         return self.state.get(vector, {}), {}
 
     def kinds_to_read(self, name: str, kinds: set[str]) -> set[str]:  # noqa: ARG002
-        """Of the kinds that a checkpoint has of a parameter, those that :meth:`load_vector_state` takes.
+        """The kinds that :meth:`load_vector_state` needs, of those that a checkpoint has of a parameter.
 
         Raises:
-            CheckpointError: it is the state of another optimizer.
+            CheckpointError: the state belongs to another optimizer.
         """
         return kinds
 
     def rows(self, reader: StateReader, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a parameter's state as they belong into a vector (fp32), however they were written."""
+        """Rows of a parameter's state in fp32, for a vector, however they were stored."""
         return reader.read(f"{name}/{kind}", start, stop)
 
     def load_vector_state(
@@ -111,16 +111,16 @@ class StatefulOptimizer:
         values: dict[str, torch.Tensor],
         blocks: dict[str, torch.Tensor],  # noqa: ARG002
     ) -> None:
-        """Load what :meth:`vector_state` gave; ``blocks`` is empty where the vector was cut otherwise then."""
+        """Load the state from :meth:`vector_state`; ``blocks`` is empty if the vector was split differently then."""
         self.state[vector].update({kind: value.to(vector.device) for kind, value in values.items()})
 
 
 class _Plain(StatefulOptimizer):
-    """The state of an optimizer that is not finray's: torch's AdamW, or one that DeepSpeed made."""
+    """The state of an optimizer from elsewhere: torch's AdamW, or one created by DeepSpeed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.state = optimizer.state
-        # Not by isinstance: every optimizer is one of torch's. DeepSpeed's count in a number.
+        # Not by isinstance: every optimizer subclasses torch's. DeepSpeed's count is a number.
         self._is_torchs = type(optimizer).__module__.startswith("torch.")
 
     def load_vector_state(self, vector: torch.nn.Parameter, *rest: Any) -> None:
@@ -130,7 +130,7 @@ class _Plain(StatefulOptimizer):
 
 
 def stateful(optimizer: torch.optim.Optimizer) -> StatefulOptimizer:
-    """The state of an optimizer. torch's AdamW is not given a subclass: DeepSpeed knows the class itself as tested."""
+    """The state of an optimizer. torch's AdamW is not subclassed: DeepSpeed supports exactly that class."""
     return optimizer if isinstance(optimizer, StatefulOptimizer) else _Plain(optimizer)
 
 
@@ -150,14 +150,14 @@ class NamedOptimizer(Protocol):
 
         Args:
             learning_rate: of parameter groups whose ``lr_scale`` is one.
-            found_inf: fp32 scalar on the device; where it is one, weights and state stay as they are.
+            found_inf: fp32 scalar on the device; if it is one, weights and state stay unchanged.
         """
 
     def sharded_state(self) -> Mapping[str, torch.Tensor | FlatShard]:
-        """The moments and update counts as ``<parameter>/<kind>`` tensors, or this rank's part of them."""
+        """The moments and update counts as ``<parameter>/<kind>`` tensors, or this rank's shard of them."""
 
     def load_sharded_state(self, reader: StateReader) -> None:
-        """Load what :meth:`sharded_state` gave, under any strategy and world size: this rank's part of it.
+        """Load this rank's shard of the state from :meth:`sharded_state`, from any strategy and world size.
 
         Raises:
             CheckpointError: the state belongs to other parameters, or to another optimizer.
@@ -165,27 +165,27 @@ class NamedOptimizer(Protocol):
 
 
 class Strategy(Protocol):
-    """A way to share the work of one run between ``world_size`` processes."""
+    """Distributes the work of one run over ``world_size`` processes."""
 
     rank: int
     world_size: int
     device: torch.device
-    # Every rank must run the same number of forward passes, because each of them is a collective.
+    # Every rank must run the same number of forward passes, because each is a collective.
     lockstep: bool
     # Weights are built on the meta device and loaded after `shard`, each rank its own rows.
     shards_weights: bool
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-        """Shard the weights of a module between the ranks, block by block and then the rest; or leave them whole."""
+        """Shard the weights of a module over the ranks, block by block and then the rest; or leave them whole."""
 
     def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """The module to call for a forward pass and the optimizer, given what :meth:`shard` left."""
+        """The module to call for a forward pass, and the optimizer, after :meth:`shard`."""
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Accumulate a micro-batch's gradients; ``last`` says that it is the step's last one on this rank."""
+        """Accumulate a micro-batch's gradients; ``last`` marks the step's last one on this rank."""
 
     def broadcast_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Make parameters that each rank has initialised for itself equal, before the first step."""
+        """Make parameters equal that each rank has initialised itself, before the first step."""
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks in place, and return the sum of ``extra`` (1-D fp64)."""
@@ -200,7 +200,7 @@ class Strategy(Protocol):
         """Scale gradients to a global norm of at most ``max_norm``; returns the norm before."""
 
     def save_own(self, folder: Path) -> bool:
-        """Write the checkpoint of the strategy's own library (a collective); False where it has none."""
+        """Write the checkpoint of the strategy's own library (a collective); False if it has none."""
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank (plain Python values)."""
@@ -210,9 +210,9 @@ class Strategy(Protocol):
 
 
 class ProcessGroup:
-    """One process of torch.distributed's default group, or the only one where that is not initialised.
+    """One process of torch.distributed's default group, or the only process if that is not initialised.
 
-    What a strategy does unless it says otherwise: nothing is sharded, and gradients are ordinary ones.
+    The default behaviour of strategies: nothing is sharded, and gradients are ordinary ones.
     """
 
     lockstep = False
@@ -225,10 +225,10 @@ class ProcessGroup:
         self.world_size = 1 if self.is_alone else dist.get_world_size()
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-        """Leave every weight whole."""
+        """Keeps every weight whole."""
 
     def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """Both as they are."""
+        """Returns both unchanged."""
         return module, optimizer
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:  # noqa: ARG002
@@ -236,10 +236,10 @@ class ProcessGroup:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def broadcast_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Nothing: every rank has loaded its rows of the same files, or a library broadcasts them."""
+        """Does nothing: every rank has loaded its rows of the same files, or a library broadcasts them."""
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
-        """Gradients are summed already, or there is one rank; a parameter without one gets zeros."""
+        """Gradients are already summed, or there is one rank; a missing gradient becomes zeros."""
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -281,7 +281,7 @@ class ProcessGroup:
 def grad_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     """The global norm of gradients, which may be shards.
 
-    In fp32 also where they are in bf16: torch's function would give a bf16 number.
+    Computed in fp32 even for bf16 gradients: torch's function would return a bf16 number.
     """
     gradients = [one.grad for one in parameters if one.grad is not None]
     if all(one.dtype != torch.bfloat16 for one in gradients):
@@ -291,12 +291,12 @@ def grad_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 
 
 def on_all_ranks(strategy: Strategy, action: Callable[[], T]) -> T:
-    """Do something on every rank, and fail on all when it fails on any, so that no rank waits for one that is gone.
+    """Run an action on every rank, and fail on all if it fails on any, so that no rank waits for one that has failed.
 
     ``action`` must not use a collective itself.
 
     Raises:
-        FinrayError: the failure of the lowest rank that has one.
+        FinrayError: the failure of the lowest rank that failed.
     """
     failure: dict[str, Any] | None = None
     result: list[T] = []

@@ -1,8 +1,8 @@
 """Data parallelism: every rank has the whole model, and gradients are summed once per optimizer step.
 
-Not by ``DistributedDataParallel``: it rebuilds its buckets after the first step, in the order in which gradients came,
-so sums over more than two ranks would have other bits after a restart. And it wants as many micro-batches on every
-rank, or a ``Join`` that shadows its collectives; here a rank may have none at all.
+We do not use ``DistributedDataParallel``: it rebuilds its buckets after the first step, in the order in which gradients
+arrived, so sums over more than two ranks would differ in the last bits after a restart. It also needs the same number
+of micro-batches on every rank, or a ``Join`` that shadows its collectives; here a rank may have none at all.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class DDPStrategy(ProcessGroup):
 
     @classmethod
     def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> DDPStrategy:  # noqa: ARG003
-        """As a config wants it."""
+        """Create it from a config."""
         return cls(device)
 
     def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """Both as they are; from now on gradients lie in buckets."""
+        """Returns both unchanged; from now on gradients are stored in buckets."""
         if not self.is_alone:
             self._buckets = _Buckets(list(optimizer.parameters.values()))
         return module, optimizer
@@ -45,7 +45,7 @@ class DDPStrategy(ProcessGroup):
         super().backward(loss, last=last)
 
     def broadcast_parameters(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Broadcast rank 0's: decompositions may differ in the last bits from one kind of machine to another."""
+        """Broadcast rank 0's: decompositions may differ in the last bits between kinds of machines."""
         if self.is_alone:
             return
         with torch.no_grad():
@@ -53,7 +53,7 @@ class DDPStrategy(ProcessGroup):
                 dist.broadcast(parameter, src=0)
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:
-        """Sum the buckets that are not on their way yet, and wait for all."""
+        """All-reduce the buckets that are not in flight yet, and wait for all."""
         if self._buckets is None:
             return super().all_reduce_gradients(parameters, extra)
         self._buckets.all_reduce(extra)
@@ -68,10 +68,11 @@ class DDPStrategy(ProcessGroup):
 
 
 class _Buckets:
-    """Gradients as views into flat tensors that are summed in place; allocated in a step's first backward pass.
+    """Gradients as views into flat tensors that are all-reduced in place; allocated in a step's first backward pass.
 
-    The layout follows from the parameters' order alone, and sums start from the last bucket to the first on every rank:
-    collectives must come in the same order everywhere, and bits must not depend on which gradient was ready first.
+    The layout depends only on the parameters' order, and all-reduces start from the last bucket to the first on every
+    rank: collectives must have the same order everywhere, and results must not depend on which gradient was ready
+    first.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -98,7 +99,7 @@ class _Buckets:
             bucket.missing = len(bucket.offsets)
 
     def _accumulated(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
-        """Called by autograd when a gradient is there."""
+        """Called by autograd when a gradient is ready."""
         bucket.take(parameter)
         if self.is_last_backward:
             bucket.missing -= 1
@@ -112,7 +113,7 @@ class _Buckets:
         self._started.append(work)
 
     def all_reduce(self, extra: torch.Tensor) -> None:
-        """Sum what is not on its way yet, ``extra`` last, and wait for everything."""
+        """All-reduce what is not in flight yet, ``extra`` last, and wait for everything."""
         while len(self._started) < len(self._buckets):
             self._start_next()
         dist.all_reduce(extra)
@@ -123,7 +124,7 @@ class _Buckets:
 
 
 class _Bucket:
-    """Parameters of one dtype whose gradients are neighbours in one flat tensor."""
+    """Parameters of one dtype whose gradients are contiguous in one flat tensor."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -132,10 +133,10 @@ class _Bucket:
         self.missing = 0
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Make a gradient a view into the flat tensor. Autograd adds later micro-batches to it in place."""
+        """Make a gradient a view into the flat tensor. Autograd accumulates later micro-batches in place."""
         gradient = parameter.grad
         if len(self.offsets) == 1:
-            # No neighbours: the gradient is the flat tensor, and a large one is not copied.
+            # A single parameter: its gradient is the flat tensor, which saves copying a large one.
             if gradient is None or not gradient.is_contiguous():
                 parameter.grad = gradient = torch.zeros_like(parameter) if gradient is None else gradient.contiguous()
             self.flat = gradient
@@ -150,7 +151,7 @@ class _Bucket:
             parameter.grad = view
 
     def all_gradients(self) -> torch.Tensor:
-        """The flat tensor; zero where this rank has no gradient."""
+        """The flat tensor; zero for gradients that this rank does not have."""
         for parameter in self.offsets:
             self.take(parameter)
         assert self.flat is not None

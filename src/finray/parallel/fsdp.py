@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism (FSDP2): each rank holds a part of every weight, gradient and moment.
+"""Fully sharded data parallelism (FSDP2): each rank holds a shard of every weight, gradient and moment.
 
-Weights of a block are gathered before it runs and, with ``reshard_after_forward``, freed after it. Gradients are summed
-into shards during the backward pass of every micro-batch, so no rank ever holds a whole one.
+Weights of a block are gathered before it runs and, with ``reshard_after_forward``, freed after it. Gradients are
+reduce-scattered during the backward pass of every micro-batch, so no rank ever holds a whole one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finray.parallel.base import ProcessGroup, grad_norm
 
 
 class FSDPStrategy(ProcessGroup):
-    """One process of a group that shares the weights; they are gathered in ``precision``."""
+    """One process of a group that shards the weights; they are gathered in ``precision``."""
 
     lockstep = True
     shards_weights = True
@@ -31,11 +31,11 @@ class FSDPStrategy(ProcessGroup):
 
     @classmethod
     def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> FSDPStrategy:
-        """As a config wants it."""
+        """Create it from a config."""
         return cls(device, config.parallel, precision=resolved.precision)
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:
-        """Shard a module, block by block and then what is left."""
+        """Shard a module, block by block and then the rest."""
         size = self._parallel.shard_size or self.world_size
         # With fewer shards than ranks, several ranks hold the same rows.
         replicas, names = (
@@ -53,14 +53,14 @@ class FSDPStrategy(ProcessGroup):
         }
         for block in blocks:
             fully_shard(block, reshard_after_forward=reshard, **options)
-        # By itself, because gradients of a group are copied into one tensor before they are summed: the largest tensor
-        # of a step, if it were for embedding and head together.
+        # In its own group, because gradients of a group are copied into one tensor before they are reduced: for
+        # embedding and head together, it would be the largest tensor of a step.
         if (table := _own_table(module, blocks)) is not None:
             fully_shard(table, reshard_after_forward=False, **options)
         fully_shard(module, reshard_after_forward=False, **options)
         for part in module.modules():
             if isinstance(part, FSDPModule):
-                # The loss is divided by the targets of the whole step already; and gloo cannot scale while it sums.
+                # The loss is already divided by the targets of the whole step; and gloo cannot scale while it reduces.
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
 
@@ -73,7 +73,7 @@ class FSDPStrategy(ProcessGroup):
 
 
 def _own_table(module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> torch.nn.Embedding | None:
-    """The largest embedding outside of the blocks, if it is trained, and no other module has its weights."""
+    """The largest embedding outside of the blocks, if it is trained and not tied to another module."""
     inside = {id(part) for block in blocks for part in block.modules()}
     tables = [part for part in module.modules() if isinstance(part, torch.nn.Embedding) and id(part) not in inside]
     table = max(tables, key=lambda part: part.weight.numel(), default=None)

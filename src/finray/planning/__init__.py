@@ -1,1 +1,1 @@
-"""The planning room: what a run needs and what is wrong with it, found on a CPU without Ray."""
+"""The planning package: what a run needs and its problems, determined on a CPU without Ray."""

@@ -1,6 +1,6 @@
-"""A model counted without its weights: built on torch's meta device from its configuration alone.
+"""Parameter counts of a model, built on torch's meta device from its config, without weights.
 
-Adapters are added there by the same code that adds them in training, so the counts are those of the run.
+Adapters are added by the same code as in training, so the counts are those of the run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Blueprint:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What an estimate of memory reads of a model: counts, layers that can be run, headers of its files if it has any.
+    """The input of a memory estimate: counts, layers that can be run, and headers of the model's files, if any.
 
     ``model`` is on the meta device, with its adapter.
     """
@@ -89,7 +89,7 @@ class ModelShape:
     stored: StoredWeights | None = None
 
     def with_lora(self, rank: int) -> ModelShape:
-        """The same model under LoRA, if it has no adapter yet."""
+        """The same model with LoRA, if it has no adapter yet."""
         if self.blueprint.adapter:
             return self
         adapter = AdapterConfig(rank=rank)
@@ -110,7 +110,7 @@ def model_shape(model: ModelConfig, adapter: AdapterConfig, *, packs: bool) -> M
 
 
 def stored_in(model: ModelConfig) -> StoredWeights | None:
-    """The headers of a model directory's weights; damaged files are a problem that the quick checks have noted."""
+    """The headers of a model directory's weights; damaged files are reported by the quick checks."""
     folder = Path(model.name)
     if not (folder / "config.json").is_file():
         return None

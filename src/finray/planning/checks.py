@@ -1,6 +1,6 @@
-"""What can be seen to be wrong with a run in a moment, without torch, Transformers or Ray: all of it at once.
+"""Quick checks of a run, without torch, Transformers or Ray; all problems are reported at once.
 
-`finray train` does these checks first, `finray plan` does them among others.
+`finray train` runs these checks first, `finray plan` runs them among others.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ _STORAGE = {
 
 
 def require_startable(config: Config) -> None:
-    """Do the quick checks.
+    """Run the quick checks.
 
     Raises:
-        FinrayError: the one problem there is, or a :class:`ConfigError` that lists them all.
+        FinrayError: a single problem, or a :class:`ConfigError` that lists several.
     """
     problems = quick_problems(config)
     if len(problems) == 1:
         raise problems[0]
     if problems:
         raise ConfigError(
-            f"{len(problems)} problems keep the run from starting", problems=tuple(str(problem) for problem in problems)
+            f"{len(problems)} problems prevent the run from starting",
+            problems=tuple(str(problem) for problem in problems),
         )
 
 
 def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = refuse) -> list[FinrayError]:
-    """Everything that the quick checks find; paths of the config must be absolute.
+    """All problems that the quick checks find; paths in the config must be absolute.
 
     Args:
         config: the run's.
@@ -80,10 +81,10 @@ def quick_problems(config: Config, *, missing: Callable[[ConfigError], None] = r
 
 
 def check_extensions(config: Config) -> None:
-    """Import what the config names outside of finray, so that a mistake in it is found here and not in the workers.
+    """Import the extensions that the config names, so that errors in them are found before workers start.
 
     Raises:
-        ConfigError: something cannot be imported.
+        ConfigError: an extension cannot be imported.
     """
     wanted = [
         ("finray.tasks", "model.task", config.model.task),
@@ -93,7 +94,7 @@ def check_extensions(config: Config) -> None:
         *(("finray.metrics", "evaluation.metrics", name) for name in config.evaluation.metrics),
     ]
     for group, where, name in wanted:
-        # finray's own are known to be there, and importing them would take torch.
+        # finray's own exist, and importing them would import torch.
         if name not in TABLES[group] and name not in ("none", "auto"):
             load_named(group, name, where=where)
 
@@ -104,15 +105,15 @@ def check_extras(
     installed: Callable[[str], bool] = lambda name: find_spec(name) is not None,
     missing: Callable[[ConfigError], None] = refuse,
 ) -> None:
-    """See that the packages which the config needs beside the core are there.
+    """Check that the optional packages that the config needs are installed.
 
     Args:
         config: the run's.
-        installed: whether a package is.
-        missing: told of those that are not.
+        installed: whether a package is installed.
+        missing: called for those that are not.
 
     Raises:
-        ConfigError: some are missing; the repair is the line that installs them all.
+        ConfigError: some are missing; the repair is the command that installs them all.
     """
     wanted: dict[str, tuple[str, str]] = {}
     if Path(config.model.name).suffix == ".gguf":
@@ -149,34 +150,34 @@ def check_extras(
 
 
 def check_evaluation(config: Config) -> None:
-    """See that the task has the metric that chooses checkpoints, and answers where it is asked to.
+    """Check that the task has the metric that selects checkpoints, and supports answers if they are requested.
 
     Raises:
-        ConfigError: it has not, or does not.
+        ConfigError: it does not.
     """
     spec, evaluation = task_spec(config.model.task), config.evaluation
     spec.chosen(evaluation)
-    asked = "generate_rows" if evaluation.generate_rows is not None else "metrics"
-    if getattr(evaluation, asked) != getattr(type(evaluation)(), asked) and not spec.rows & {"chat", "completion"}:
+    name = "generate_rows" if evaluation.generate_rows is not None else "metrics"
+    if getattr(evaluation, name) != getattr(type(evaluation)(), name) and not spec.rows & {"chat", "completion"}:
         raise ConfigError(
-            f"a model of the task {spec.name} answers no prompts",
-            where=f"evaluation.{asked}",
-            repair=f"leave it out; the task has metrics of its own: {', '.join(spec.metrics or spec.best[:1])}",
+            f"a model with the task {spec.name} does not answer prompts",
+            where=f"evaluation.{name}",
+            repair=f"leave it out; the task has its own metrics: {', '.join(spec.metrics or spec.best[:1])}",
         )
     for name in evaluation.metrics if evaluation.generate_rows is not None else ():
         found = load_named("finray.metrics", name, where="evaluation.metrics")
         if more := sorted(getattr(found, "needs", frozenset()) - {"answers"}):
             raise ConfigError(
-                f"`{name}` needs more than answers ({', '.join(more)}), which are all there is in training",
+                f"`{name}` needs {', '.join(more)}, but during training only answers are available",
                 where="evaluation.metrics",
-                repair="leave it out of the config, and ask `finray evaluate` for it after the run",
+                repair="remove it from the config, and compute it with `finray evaluate` after the run",
             )
-        # Says what is not installed.
+        # Reports missing packages.
         score_named(name, evaluation.scoring or ScoringConfig())
 
 
 def check_export(config: Config) -> None:
-    """See that what is to be pushed can be loaded by who gets it.
+    """Check that what is pushed can be loaded by others.
 
     Raises:
         ModelError: it cannot.
@@ -188,7 +189,7 @@ def check_export(config: Config) -> None:
 
 
 def check_push(config: Config, *, login: Callable[[], Hub] = Hub.login) -> Target | None:
-    """See that the Hub will take what is to be pushed; None where nothing is.
+    """Check that the Hub will accept the push; None if nothing is to be pushed.
 
     Raises:
         HubError: it will not.
@@ -199,7 +200,7 @@ def check_push(config: Config, *, login: Callable[[], Hub] = Hub.login) -> Targe
 
 
 def check_quantization(config: Config) -> None:
-    """See that the base model can be stored in fewer bits.
+    """Check that the base model can be quantised.
 
     Raises:
         ConfigError: its file, or DeepSpeed's stage, does not allow that.
@@ -209,20 +210,20 @@ def check_quantization(config: Config) -> None:
     where = f"model.quantization={config.model.quantization}"
     if Path(config.model.name).suffix == ".gguf":
         raise ConfigError(
-            "a GGUF file is unpacked as it is read, and is not packed again",
+            "a GGUF file is dequantised when it is loaded, and cannot be quantised again",
             where=where,
-            repair="`finray import-gguf` makes a model directory of it, which can be",
+            repair="convert it with `finray import-gguf`; the model directory can be quantised",
         )
     if config.parallel.strategy == "deepspeed" and deepspeed_config.stage(deepspeed_config.load(config), config) == 3:
         raise ConfigError(
-            "ZeRO-3 shares weights out by itself, and knows nothing of packed ones and their scales",
+            "ZeRO-3 cannot shard quantised weights",
             where=f"{where}, parallel.strategy=deepspeed",
             repair="parallel.strategy=fsdp, or parallel.zero_stage=2, or model.quantization=none",
         )
 
 
 def check_stored_model(config: Config) -> None:
-    """See that a model directory has its weights, and that each target module of a list is the name of one.
+    """Check that a model directory has its weights, and that each listed target module exists.
 
     Regular expressions are left to `finray plan`, which knows the names that modules have when the model is built; so
     are models with experts, whose tensors Transformers joins on the way.
@@ -236,7 +237,7 @@ def check_stored_model(config: Config) -> None:
     stored = stored_weights(folder)
     plain = stored is not None and not any("experts" in name for name in stored.tensors)
     if stored is not None and plain:
-        # A head that is tied to the embedding is in no file.
+        # A tied head is in no file.
         names = [*stored.modules, "lm_head"]
         if isinstance(config.adapter.target_modules, list):
             check_targets(config, names)
@@ -246,10 +247,10 @@ def check_stored_model(config: Config) -> None:
 
 
 def check_start(config: Config) -> None:
-    """See that the adapter to go on from has its weights, as they were written where a manifest says so.
+    """Check that the weights of the adapter to continue from exist, and are intact if there is a manifest.
 
     Raises:
-        FinrayError: they are missing or damaged, or of a kind that is not read.
+        FinrayError: they are missing or damaged, or of an unsupported kind.
     """
     if config.adapter.start_from is None or config.adapter.method == "none":
         return
@@ -258,7 +259,7 @@ def check_start(config: Config) -> None:
         manifest.verify(folder)
     if not (folder / ADAPTER_WEIGHTS).exists():
         raise ModelError(
-            f"the adapter to go on from has no `{ADAPTER_WEIGHTS}`",
+            f"the adapter to continue from has no `{ADAPTER_WEIGHTS}`",
             where=f"adapter.start_from={folder}",
             repair="save it as safetensors (PEFT: save_pretrained with safe_serialization=True)",
         )
@@ -266,7 +267,7 @@ def check_start(config: Config) -> None:
 
 
 def check_saved_modules(config: Config, names: list[str]) -> None:
-    """See that each of ``adapter.modules_to_save`` matches a module, as PEFT matches them; it passes over the others.
+    """Check that each of ``adapter.modules_to_save`` matches a module by PEFT's rules; PEFT ignores those that do not.
 
     Args:
         config: the run's.
@@ -284,7 +285,7 @@ def check_saved_modules(config: Config, names: list[str]) -> None:
 
 
 def check_targets(config: Config, names: list[str]) -> None:
-    """See that ``adapter.target_modules`` matches modules, as PEFT matches them.
+    """Check that ``adapter.target_modules`` matches modules by PEFT's rules.
 
     Args:
         config: the run's.
@@ -304,7 +305,8 @@ def check_targets(config: Config, names: list[str]) -> None:
             raise ModelError(
                 f"not a regular expression: {error}",
                 where="adapter.target_modules",
-                repair="use `all-linear`, a regular expression of whole module names, or a list of their endings",
+                repair="use `all-linear`, a regular expression that matches whole module names, or a list of their "
+                "endings",
             ) from None
         if not matches:
             example = max(names, key=lambda name: (name.count("."), name), default="model.layers.0.self_attn.q_proj")

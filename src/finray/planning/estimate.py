@@ -1,12 +1,12 @@
-"""Peak memory of one training worker: counts of a model, what its layers keep, and how the run shares its state.
+"""Peak memory of one training worker, from a model's sizes, the activations of its layers, and the sharding.
 
 Every part is a formula over a :class:`Blueprint`, a :class:`Setup` and a :class:`Workload`; nothing is fitted to a
-model. Memory rises and falls within a step, so the formulas are added up for each of its moments, and the largest sum
-is the estimate. `benchmarks/run.py memory` holds it against measured peaks.
+model. Memory rises and falls within a step, so the formulas are added up for each phase, and the largest sum is the
+estimate. `benchmarks/run.py memory` compares it with measured peaks.
 
-The formulas follow the code: ``planning/layers.py`` counts what is kept for the backward pass, ``models/head.py``
-makes logits a chunk at a time, ``parallel/ddp.py`` all-reduces gradients where they are, and ``training/optim/``
-keeps two moments per trained parameter, as wide as it is, or less.
+The formulas follow the code: ``planning/layers.py`` measures what is saved for the backward pass, ``models/head.py``
+computes logits in chunks, ``parallel/ddp.py`` all-reduces gradients in place, and ``training/optim/`` keeps two moments
+per trained parameter, of its width or less.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ CUDA_CONTEXT = 600 * MIB
 KERNEL_CACHE = 1024
 KERNEL = 600 * 1024
 KERNELS_PER_ROW = 6
-# What of freed memory the next tensors do not fit into, as a share of what comes and goes in a step. On a CPU workers
-# keep freed memory, because mapping it anew costs more than the arithmetic (training/allocator.py), so glibc's heap has
-# holes. No formula over shapes foresees them: the share is the one with which the cases of `benchmarks/run.py memory`
-# come out best, with glibc 2.36. On a GPU expandable segments leave few.
+# Share of allocations in a step that is lost to fragmentation. On a CPU workers keep freed memory, because mapping it
+# again costs more than the arithmetic (training/allocator.py), so glibc's heap has holes. No formula over shapes
+# predicts them: this share fits the cases of `benchmarks/run.py memory` best, with glibc 2.36. On a GPU expandable
+# segments leave few.
 HOLES = {"cpu": 0.4, "cuda": 0.03}
 # Scales of quantised storage, in bits a weight: for 4 bits (NF4, double quantisation) a byte per 64 weights and four
 # per 64 * 256, for 8 bits an fp32 number per row, of some hundred to some thousand weights.
 BITS_OVERHEAD = {4: 8 / 64 + 32 / (64 * 256), 8: 0.03}
-# DeepSpeed's default sizes, in elements: of its buckets, of the gathered weights that ZeRO-3 keeps for later use, and
-# of what ZeRO-3 updates at a time.
+# DeepSpeed's default sizes, in elements: of its buckets, of the gathered weights that ZeRO-3 keeps for reuse, and of
+# what ZeRO-3 updates at a time.
 ZERO_BUCKET = 500_000_000
 ZERO_LIVE = 1_000_000_000
 ZERO_GROUP = 1_000_000_000
@@ -53,7 +53,7 @@ ZERO_GROUP = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How a model is trained, as far as memory is concerned."""
+    """The training settings that affect memory."""
 
     strategy: Strategy = "ddp"
     workers: int = 1
@@ -74,28 +74,28 @@ class Setup:
 
     @property
     def sharers(self) -> int:
-        """Workers that share one copy of what is shared."""
+        """Number of workers that share one sharded copy."""
         return self.shards or self.workers
 
     @property
     def element(self) -> int:
-        """Bytes of an element in the forward and backward pass."""
+        """Bytes per element in the forward and backward pass."""
         return 2 if self.precision == "bf16" else FP32
 
     @property
     def trained(self) -> int:
-        """Bytes of a weight where all are trained."""
+        """Bytes per weight in full fine-tuning."""
         return 2 if self.weights == "bf16" else FP32
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """What the sizes of activations depend on."""
+        """The settings that determine the size of activations."""
         return Arithmetic(self.precision, self.device, self.strategy != "ddp" or self.weights == "bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The rows that a worker has at once."""
+    """The rows that a worker processes at once."""
 
     rows: tuple[int, ...]  # tokens of each row of the largest micro-batch
     targets: int  # positions with a label in it
@@ -106,7 +106,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The peak of a worker: bytes by part at its moment, which ``phase`` names, and total bytes at each moment."""
+    """The peak of a worker: bytes by part in its ``phase``, and total bytes in each phase."""
 
     parts: Mapping[str, int]
     phase: str
@@ -120,21 +120,21 @@ class Estimate:
 
 
 def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Workload) -> Estimate:
-    """The peak memory of a worker, by part."""
+    """Estimate the peak memory of a worker, by part."""
     full, on_cpu = blueprint.adapter == 0, setup.device == "cpu"
     state, offloaded = _state(blueprint, setup, work)
     weights = {"gathered weights": gathered_bytes(blueprint, setup)}
     if setup.storage_bits and not full:
-        # The largest packed weight is unpacked for its product (from 8 bits by way of fp32).
+        # The largest quantised weight is dequantised for its product (from 8 bits via fp32).
         largest = max((linear.weights for linear, _ in blueprint.linears), default=0)
         weights["unpacked weight"] = largest * (setup.element + (FP32 if setup.storage_bits == 8 else 0))
     gradients = gradient_bytes(blueprint, setup)
     if setup.weight_offload or (setup.optimizer_offload and setup.strategy in ("zero2", "zero3")):
-        # They follow what they are for.
+        # Gradients are offloaded with the optimizer.
         gradients, offloaded = 0.0, offloaded + gradients
-    # The loss has a trained head's gradient before the backward pass: in fp32, and a chunk's product.
+    # The loss computes a trained head's gradient before the backward pass: in fp32, plus a chunk's product.
     head = (FP32 + (0 if setup.precision == "fp32" else setup.element)) * blueprint.head if full else 0
-    # After the first micro-batch of a step there are gradients to add to.
+    # From the second micro-batch of a step on, there are gradients to accumulate into.
     before = {"gradients": (gradients if work.accumulates else 0) + head}
     # Hidden states at labelled positions, and their gradient.
     picked = (layers.hidden + setup.element * blueprint.hidden) * work.targets
@@ -148,21 +148,21 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
     else:
         kept += by_layers
     working, cast, logits = layers.working(work.rows), cast_bytes(blueprint, setup), logit_bytes(blueprint, setup, work)
-    # An embedding's gradient is a dense one of its own. One that is tied to the head ends up beside the head's, which
-    # has waited for it, and beside the sum of earlier micro-batches.
+    # An embedding's gradient is dense and separate. If tied to the head, it exists together with the head's and with
+    # the sum of earlier micro-batches.
     tables = blueprint.embedding + (blueprint.head if blueprint.tied and work.accumulates else 0)
-    # The loss has a head's gradient in fp32, which is rounded where weights are in bf16.
+    # The loss computes a head's gradient in fp32, which is rounded if weights are bf16.
     rounded = FP32 * blueprint.head if setup.weights == "bf16" else 0
-    # The loss has a copy of a trained head's weights for itself.
+    # The loss has its own copy of a trained head's weights.
     cast_head = 2 * blueprint.head if cast and full else 0
     passing = {
         "forward": {**before, "activations": kept, "weights cast": cast + cast_head, "logits": logits, **weights},
         "backward": {
             "gradients": gradients + (setup.trained * tables + rounded if full else 0),
-            # Gradients of this size do not fit where a chunk of logits was, and a heap that keeps freed memory keeps
-            # that too.
+            # Gradients of this size do not fit into the space of a freed chunk of logits, and a heap that keeps freed
+            # memory keeps both.
             "logits": logits if on_cpu and setup.strategy == "ddp" and full else 0,
-            # FSDP shares gradients out during the backward pass.
+            # FSDP reduce-scatters gradients during the backward pass.
             "gradient buckets": bucket_bytes(blueprint, setup) if setup.strategy == "fsdp" else 0,
             "activations": working,
             **weights,
@@ -170,12 +170,12 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
         "reduce": {
             "gradients": gradients,
             "gradient buckets": bucket_bytes(blueprint, setup),
-            # ZeRO-3 has freed them by then, in pieces so small that the heap of a CPU keeps them.
+            # ZeRO-3 has freed them by then, in pieces so small that a CPU's heap keeps them.
             "gathered weights": weights["gathered weights"] if setup.strategy == "zero3" and on_cpu else 0,
         },
     }
     if setup.checkpointing != "none":
-        # The start of the backward pass: what was kept, and the last layer all over.
+        # The start of the backward pass: what was saved, and the recomputed last layer.
         passing["recompute"] = {
             **before,
             "activations": kept + working,
@@ -184,12 +184,12 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
         }
     whole: dict[str, dict[str, int]] = {}
     for name, parts in passing.items():
-        # Gradients are few, large, and the same in every step: they fit where they were. Gathered weights go back.
+        # Gradients are few, large, and the same in every step: they reuse their space. Gathered weights are freed.
         changing = sum(size for part, size in parts.items() if "gradient" not in part and part != "gathered weights")
         everything = {**state, **parts, "heap holes": HOLES[setup.device] * changing}
         whole[name] = {part: int(size) for part, size in everything.items() if size}
     if on_cpu and setup.read_bytes:
-        # Pages of files that are read count as the process's own while weights are copied, before all else.
+        # Memory-mapped file pages count as the process's own while weights are copied, before anything else.
         loaded = {part: int(state[part]) for part in ("process", "weights", "adapter") if state[part]}
         whole["load"] = {**loaded, "model files": setup.read_bytes}
     totals = {name: sum(parts.values()) for name, parts in whole.items()}
@@ -198,22 +198,22 @@ def estimate(blueprint: Blueprint, layers: LayerMemory, setup: Setup, work: Work
 
 
 def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str, float], float]:
-    """What stays from step to step, and bytes of it that are offloaded."""
+    """Memory that persists between steps, and the offloaded bytes."""
     trained, full = blueprint.trainable, blueprint.adapter == 0
-    # The optimizer's state of all trained weights: see training/optim/.
+    # The optimizer's state for all trained weights: see training/optim/.
     if setup.optimizer.endswith("8bit"):
-        # Two bytes, and an fp32 scale for each block of 256 of them.
+        # Two bytes per weight, and an fp32 scale for each block of 256 bytes.
         moments = 2 * (1 + FP32 / 256) * trained
     elif setup.optimizer == "adafactor":
-        # A row and a column of each matrix; of a square one of width w that is 2/w of its weights.
+        # A row and a column per matrix; for a square one of width w that is 2/w of its weights.
         moments = FP32 * trained * 2 / (blueprint.hidden if full else max(1, blueprint.rank))
     elif setup.optimizer == "muon":
-        # One moment of hidden matrices, two of embedding and head.
+        # One moment for hidden matrices, two for embedding and head.
         tables = blueprint.embedding + (0 if blueprint.tied else blueprint.head)
         moments = FP32 * (trained + (tables if full else 0))
     else:
         moments = 2 * (setup.trained if full else FP32) * trained
-    # DeepSpeed keeps fp32 weights of its own beside those it computes with, even where these are fp32.
+    # DeepSpeed keeps separate fp32 weights besides those it computes with, even if these are fp32.
     masters = FP32 * trained if setup.strategy.startswith("zero") else 0
     kernels = copy = 0.0
     if setup.device == "cuda":
@@ -229,8 +229,8 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str
             wanted = per_count * work.token_counts + KERNELS_PER_ROW * work.row_lengths
             kernels = KERNEL * min(KERNEL_CACHE, wanted)
         if setup.copies:
-            # A worker's part of a checkpoint, as training/checkpointing.py copies it to CPU memory. The first worker
-            # writes an adapter; all share in whole models, and in moments.
+            # A worker's part of a checkpoint, copied to CPU memory by training/checkpointing.py. The first worker
+            # writes an adapter; whole models and moments are divided among all.
             weights = setup.trained * blueprint.base / setup.workers if full else FP32 * blueprint.adapter
             copy = weights + moments / setup.workers
     state = {
@@ -247,7 +247,7 @@ def _state(blueprint: Blueprint, setup: Setup, work: Workload) -> tuple[dict[str
 
 
 def weight_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """The base model's weights on one worker: where they are not trained, in the dtype of the arithmetic."""
+    """Bytes of the base model's weights on one worker: in the compute dtype if they are frozen."""
     if blueprint.adapter == 0:
         whole = float(blueprint.base * (setup.element if setup.strategy.startswith("zero") else setup.trained))
     elif setup.storage_bits:
@@ -262,27 +262,27 @@ def weight_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 
 def adapter_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """The adapter's fp32 weights on one worker."""
+    """Bytes of the adapter's fp32 weights on one worker."""
     return FP32 * blueprint.adapter / (setup.sharers if setup.strategy in ("fsdp", "zero3") else 1)
 
 
 def gradient_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """Gradients on one worker: as wide as the weights they belong to."""
+    """Bytes of gradients on one worker: as wide as their weights."""
     each = setup.element if setup.strategy.startswith("zero") else FP32 if blueprint.adapter else setup.trained
     return each * blueprint.trainable / (setup.sharers if setup.strategy in ("fsdp", "zero2", "zero3") else 1)
 
 
 def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """Flat copies of gradients on their way; in data parallelism gradients lie in the buckets themselves."""
+    """Bytes of flat gradient copies during communication; with DDP the gradients themselves are in the buckets."""
     full = blueprint.adapter == 0
     if setup.strategy == "fsdp":
-        # Whole gradients of what is shared at once, and their flat copy: last those of embedding and head, which are
-        # copied one after the other.
+        # Whole gradients of a sharded group, and their flat copy: finally those of embedding and head, copied one after
+        # the other.
         layer = blueprint.layer if full else blueprint.adapter / max(1, blueprint.layers)
         others = blueprint.base - blueprint.layer * blueprint.layers if full else 0
         copied = others if blueprint.tied else max(blueprint.embedding, others - blueprint.embedding)
         return FP32 * (max(layer, others) + max(layer, copied if full else 0))
-    # ZeRO-3 updates from a flat fp32 copy of a worker's gradients, of so many at a time.
+    # ZeRO-3 updates from a flat fp32 copy of a worker's gradients, this many at a time.
     flat = FP32 * min(blueprint.trainable / setup.sharers, ZERO_GROUP) if setup.strategy == "zero3" else 0
     if setup.optimizer_offload:
         flat = 0
@@ -292,10 +292,10 @@ def bucket_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 
 def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """Whole weights gathered from the workers' shares.
+    """Bytes of whole weights gathered from the workers' shards.
 
-    FSDP keeps what lies outside of the layers, and has two layers (one ahead) or, where they are not given back, all of
-    them; it copies even where one worker has everything. ZeRO-3 gives nothing back that it needs again soon.
+    FSDP keeps weights outside of the layers gathered, and those of two layers (one prefetched) or, without resharding,
+    of all; it copies even with one worker. ZeRO-3 keeps what it needs again soon.
     """
     layers = blueprint.layer * blueprint.layers
     if setup.strategy == "fsdp":
@@ -307,14 +307,14 @@ def gathered_bytes(blueprint: Blueprint, setup: Setup) -> float:
 
 
 def cast_bytes(blueprint: Blueprint, setup: Setup) -> float:
-    """bf16 copies of fp32 weights that autocast makes, and autograd keeps; adapters are cast as well."""
+    """Bytes of bf16 copies of fp32 weights that autocast creates and autograd saves; adapters are cast as well."""
     if setup.precision != "bf16" or setup.strategy != "ddp" or setup.weights == "bf16":
         return 0
     return 2 * (blueprint.adapter or blueprint.linear_weights)
 
 
 def logit_bytes(blueprint: Blueprint, setup: Setup, work: Workload) -> float:
-    """Logits of one chunk in fp32 and in the arithmetic's dtype; all of them where the model's own head makes them."""
+    """Bytes of one chunk of logits in fp32 and in the compute dtype; of all logits if the model's own head is used."""
     rows = 0 if blueprint.classifies else work.targets
     if blueprint.chunks_head:
         rows = min(rows, max(CHUNK_ROWS, CHUNK_ELEMENTS // blueprint.vocabulary))

@@ -1,4 +1,4 @@
-"""What a plan finds: problems, which keep a run from starting, warnings, and what it could not look at."""
+"""Findings of a plan: problems, which prevent a run from starting, warnings, and skipped checks."""
 
 from __future__ import annotations
 
@@ -17,35 +17,39 @@ class Finding:
 
     @classmethod
     def of(cls, error: FinrayError) -> Finding:
-        """The finding that an error is; problems that it lists become part of the message."""
+        """The finding for an error; problems that it lists become part of the message."""
         return cls("; ".join([error.message, *error.problems]), error.where, error.repair)
 
 
 def refuse(error: FinrayError) -> None:
-    """What to do about an error where nobody wants to go on."""
+    """Raise an error instead of collecting it."""
     raise error
 
 
 @dataclass
 class Findings:
-    """Problems, warnings and what was not checked, as they are found; each once."""
+    """Problems, warnings and skipped checks, in the order found; each once."""
 
     problems: tuple[Finding, ...] = ()
     warnings: tuple[Finding, ...] = ()
     unchecked: tuple[Finding, ...] = ()
 
     def problem(self, *errors: FinrayError) -> None:
-        """Note what keeps the run from starting."""
+        """Record a problem that prevents the run from starting."""
         self.problems = _once(*self.problems, *map(Finding.of, errors))
 
     def warn(self, message: str, where: str | None = None, repair: str | None = None) -> None:
-        """Note what is to be looked at."""
+        """Record a warning."""
         self.warnings = _once(*self.warnings, Finding(message, where, repair))
 
     def skip(self, message: str, where: str | None = None) -> None:
-        """Note what could not be looked at."""
+        """Record a skipped check."""
         self.unchecked = _once(*self.unchecked, Finding(message, where))
 
 
 def _once(*findings: Finding) -> tuple[Finding, ...]:
-    return tuple(dict.fromkeys(findings))
+    # Two checks may see the same, each with a list of its own in the repair.
+    found: dict[tuple[str, str | None], Finding] = {}
+    for one in findings:
+        found.setdefault((one.message, one.where), one)
+    return tuple(found.values())

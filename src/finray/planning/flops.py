@@ -1,8 +1,8 @@
 """Floating-point operations per token of a training step, from shapes alone.
 
 A product with a matrix of n weights is 2n operations per token. Forward, input gradients and weight gradients are one
-such product each; frozen weights need no gradient of their own. Attention is counted as what it needs: every token
-sees half of its row, in an encoder all of it.
+such product each; frozen weights need no weight gradients. Attention is counted as needed: every token sees half of its
+row, in an encoder all of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from finray.planning.blueprint import Blueprint
 
-# The share of its data sheet's rate that a GPU reaches in a step, where nothing but arithmetic is in the way.
+# Share of its data sheet's rate that a GPU reaches in a step limited only by arithmetic.
 UTILISATION = 0.4
 
 
@@ -21,8 +21,8 @@ class Flops:
     """Operations per token.
 
     Attributes:
-        useful: forward and backward.
-        again: of activations that are computed a second time.
+        useful: forward and backward pass.
+        again: recomputation of activations.
     """
 
     useful: float
@@ -30,7 +30,7 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Sum of both."""
         return self.useful + self.again
 
 
@@ -39,9 +39,9 @@ def flops_per_token(blueprint: Blueprint, *, row: int, learned: float, checkpoin
 
     Args:
         blueprint: the model with its adapter.
-        row: tokens of a row; of rows of different lengths, the mean weighted by tokens (sum of squares over sum).
-        learned: share of the positions that have logits.
-        checkpointing: whether all activations are computed again.
+        row: tokens per row; for rows of different lengths, the mean weighted by tokens (sum of squares over sum).
+        learned: share of positions that have logits.
+        checkpointing: whether all activations are recomputed.
     """
     body = float(blueprint.linear_weights)
     head = learned * blueprint.head
@@ -57,12 +57,12 @@ def flops_per_token(blueprint: Blueprint, *, row: int, learned: float, checkpoin
 
 @dataclass(frozen=True, slots=True)
 class SpeedPlan:
-    """How long a run takes on GPUs whose rate is known; computed, not measured.
+    """Estimated duration of a run on GPUs with known peak rate; computed, not measured.
 
     Attributes:
-        tokens_per_s: of all workers.
-        seconds: of all steps, where the data is known.
-        step_seconds: of a step, likewise.
+        tokens_per_s: total over all workers.
+        seconds: for all steps, if the data is known.
+        step_seconds: per step, likewise.
     """
 
     tokens_per_s: float
@@ -73,15 +73,15 @@ class SpeedPlan:
 def plan_speed(
     blueprint: Blueprint, lengths: Sequence[int], *, learned: float, checkpointing: bool, tflops: float, workers: int
 ) -> SpeedPlan:
-    """The rate of workers at :data:`UTILISATION`. Small models, short micro-batches and slow networks give less.
+    """Throughput of the workers at :data:`UTILISATION`. Small models, short micro-batches and slow networks reach less.
 
     Args:
         blueprint: the model with its adapter.
-        lengths: tokens of rows, or of a sample of them.
+        lengths: lengths of rows in tokens, or of a sample.
         learned: share of the tokens that are targets.
-        checkpointing: whether all activations are computed again.
+        checkpointing: whether all activations are recomputed.
         tflops: 10^12 operations a second of a GPU, by its data sheet.
-        workers: GPUs.
+        workers: number of GPUs.
     """
     row = round(sum(length * length for length in lengths) / max(1, sum(lengths)))
     flops = flops_per_token(blueprint, row=row, learned=learned, checkpointing=checkpointing)
@@ -89,6 +89,6 @@ def plan_speed(
 
 
 def rounded(value: float) -> int:
-    """Two digits: an estimate has no more."""
+    """Two significant digits: an estimate has no more."""
     digits = max(0, len(str(int(value))) - 2)
     return round(value / float(10**digits)) * int(10**digits)

@@ -1,12 +1,12 @@
-"""What decoder layers keep for the backward pass: counted while one layer of each kind runs without memory.
+"""Activation memory of decoder layers, measured by running one layer of each kind on fake tensors.
 
-The model's own code runs with finray's attention and fused LoRA on fake tensors, which have shapes and dtypes and no
-values, so a layer of a 70B takes a tenth of a second. Autograd says which tensors it saves; weights and their copies in
-another dtype are left out, because the estimate counts them by itself. What is saved has a fixed share (DoRA's), one in
-proportion to a row's length, and one to its square (scores, masks): three runs say it for every length. Attention
-changes at some lengths (see `models/attention.py`), and each range between them has runs of its own.
+The model's own code runs with finray's attention and fused LoRA on fake tensors, which have shapes and dtypes but no
+values, so a layer of a 70B takes a tenth of a second. Autograd reports the tensors that it saves; weights and their
+copies in another dtype are excluded, because the estimate counts them separately. Saved memory has a constant part
+(DoRA's), one proportional to a row's length, and one to its square (scores, masks): three runs determine it for every
+length. Attention changes at some lengths (see `models/attention.py`), and each range between them has its own runs.
 
-`tests/unit/planning/test_layers.py` compares with what autograd keeps of real tensors, for several architectures.
+`tests/unit/planning/test_layers.py` compares this with what autograd saves for real tensors, for several architectures.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Bytes that the parts of a model keep in a forward pass, without weights and copies of weights."""
+    """Bytes that the parts of a model save in a forward pass, without weights and copies of weights."""
 
     hidden: int  # per token, of the hidden states after the last layer
     kept: Cost  # by all decoder layers together
@@ -63,10 +63,10 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What of a run's settings decides how large activations are.
+    """The settings that determine the size of activations.
 
-    ``copies`` says that trained weights exist in that precision while they are used (FSDP, ZeRO), so that autocast has
-    nothing to cast.
+    ``copies`` means that trained weights are materialised in that precision (FSDP, ZeRO), so that autocast has nothing
+    to cast.
     """
 
     precision: str
@@ -79,11 +79,11 @@ class LayerProbe:
 
     Args:
         model: on the meta device, with its adapter if it has one. One layer of each kind is copied.
-        packs: whether its rows may be packed; else it keeps its own attention, and takes one row at a time.
-        counts: of a model that has but one layer of each kind already: how many there would be, by index.
+        packs: whether its rows may be packed; otherwise it keeps its own attention, and processes one row at a time.
+        counts: for a model with only one layer of each kind: the number of layers that each stands for, by index.
 
     Attributes:
-        failure: why its layers do not run on fake tensors, if they do not.
+        failure: why its layers cannot run on fake tensors, if they cannot.
     """
 
     def __init__(self, model: Any, *, packs: bool = True, counts: dict[int, int] | None = None) -> None:
@@ -93,16 +93,16 @@ class LayerProbe:
         self.failure = ""
 
     def with_adapter(self, add: Callable[[Any], Any]) -> LayerProbe:
-        """The same model with an adapter: ``add`` wraps the copy of it that it is given."""
+        """The same model with an adapter: ``add`` wraps a copy."""
         return LayerProbe(add(copy.deepcopy(self._model)), packs=self._packs, counts=self._counts)
 
     def measure(self, how: Arithmetic) -> LayerMemory:
-        """What the model keeps in some arithmetic; where its layers do not run on fake tensors, a rough count."""
+        """Saved bytes of the model for some settings; a rough estimate if its layers cannot run on fake tensors."""
         if how not in self._found:
             try:
                 self._found[how] = self._measured(how)
             except Exception as error:
-                # Any code may be in a model, and a plan must not end because of it.
+                # A model's code may fail in any way, and a plan must not end because of it.
                 self.failure = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
                 element = 4 if how.precision == "fp32" else 2
                 width = int(self._model.config.get_text_config().hidden_size)
@@ -119,7 +119,7 @@ class LayerProbe:
         model = copy.deepcopy(self._model)
         config = model.config.get_text_config()
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # On a GPU, and for models with an attention of their own, one kernel serves all lengths.
+        # On a GPU, and for models with their own attention, one kernel serves all lengths.
         limits: list[int] = []
         if self._packs:
             attention.register()
@@ -145,7 +145,8 @@ class LayerProbe:
                 for name, buffer in list(module.named_buffers(recurse=False)):
                     setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
                 if getattr(module, "rope_type", None) in ("dynamic", "longrope"):
-                    # These choose between tables of one shape by the largest position, which a fake tensor has not.
+                    # These choose between tables of one shape by the largest position, a value that fake tensors do not
+                    # have.
                     module.rope_type = "default"
             fused_lora.fuse(model)
             fused_lora.disable_inplace(model)
@@ -156,7 +157,7 @@ class LayerProbe:
                 lengths = [61, 127, 251] if low == 0 else [int(low * 1.1) | 1, int(low * 2.1) | 1]
                 if high is not None and lengths[-1] > high:
                     lengths = [low + (high - low) * part // len(lengths) for part in range(1, len(lengths) + 1)]
-                # Of the rows of a pass together.
+                # For all rows of a pass together.
                 powers = np.vander(lengths, 3, increasing=True) * np.array([1, run.rows, run.rows])
                 costs = np.array([run(length) for length in lengths])
                 if low == 0:
@@ -178,11 +179,11 @@ def decoder_layers(model: Any) -> tuple[str, torch.nn.ModuleList | None]:
 
 
 class _Skipped(torch.nn.Module):
-    """Stands for a layer that is like another one: hands hidden states on."""
+    """Replaces a layer of an already measured kind: returns the hidden states."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
-        # What a model may ask a layer for, such as the kind of its attention.
+        # Attributes that a model may read from a layer, such as the kind of its attention.
         plain = {name: value for name, value in vars(layer).items() if isinstance(value, str | int | float | bool)}
         self.__dict__.update({name: value for name, value in plain.items() if not name.startswith("_")})
         self.in_tuple = False
@@ -192,7 +193,7 @@ class _Skipped(torch.nn.Module):
 
 
 def _skeleton(model: Any) -> tuple[Any, dict[int, int]]:
-    """A copy of a model with one decoder layer of each kind, and how many there are by the index of that one."""
+    """A copy of a model with one decoder layer of each kind, and the number of each kind by that layer's index."""
     name, layers = decoder_layers(model)
     if layers is None:
         return copy.deepcopy(model), {}
@@ -224,7 +225,7 @@ def _fused_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Keeps what variable-length attention keeps on a GPU: its inputs and output, and a number per token and head."""
+    """Saves what variable-length attention saves on a GPU: inputs, output, and a number per token and head."""
     del module
     query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
@@ -233,7 +234,7 @@ def _fused_attention(
 
 
 class _Saved:
-    """A tensor that a node of autograd's graph keeps for its backward pass; it goes with the node."""
+    """A tensor that an autograd node saves for its backward pass; freed with the node."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -242,7 +243,7 @@ class _Saved:
 
 
 class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Follows what autograd saves, for as long as it does: DoRA's norms have graphs that are dropped in the forward."""
+    """Tracks what autograd currently saves: DoRA's norms have graphs that are freed during the forward pass."""
 
     def __init__(self) -> None:
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
@@ -254,20 +255,20 @@ class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return saved
 
     def storages(self) -> dict[int, torch.UntypedStorage]:
-        """What is saved now, by id: each storage once."""
+        """The currently saved storages by id, each once."""
         found = [saved.tensor.untyped_storage() for saved in self._saved]
         return {id(storage): storage for storage in found}
 
 
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Forward passes of a model in which each decoder layer goes backward at once.
+    """Forward passes of a model in which each decoder layer immediately runs its backward pass.
 
     Args:
         model: with fake weights.
         inner: the Transformers model in it.
-        counts: how many layers there are like those in it, by index.
-        how: the arithmetic.
-        packs: whether rows share a pass, or one has it for itself.
+        counts: number of layers of each kind, by the index of the copied one.
+        how: the settings.
+        packs: whether rows share a pass.
     """
 
     def __init__(self, model: Any, inner: Any, counts: dict[int, int], how: Arithmetic, *, packs: bool) -> None:
@@ -276,18 +277,18 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._body = getattr(inner, inner.base_model_prefix)
         self._how = how
         self._packs = packs
-        # Two, because attention over several rows copies their outputs.
+        # Two rows, because attention over several rows copies their outputs.
         self.rows = 2 if packs else 1
         shapes = {tuple(weight.shape) for weight in model.parameters() if weight.ndim > 1}
-        # Shapes of gradients of weights, which products may give transposed.
+        # Shapes of weight gradients, which products may return transposed.
         self._shapes = shapes | {shape[::-1] for shape in shapes}
-        # Bytes of each storage that exists, by id; weights and copies of them in another dtype count as nothing. An id
-        # may come again once its storage is gone, so the reference's callback takes it out.
+        # Bytes of each live storage, by id; weights and copies of them in another dtype count as zero. Ids are reused
+        # once a storage is freed, so a weak reference's callback removes them.
         self._sizes: dict[int, int] = {id(weight.untyped_storage()): 0 for weight in model.parameters()}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._now = self._peak = self._products = 0
         self._phase = "outside"
-        # What is saved outside of the layers: graphs that end before a layer, and tensors that layers share.
+        # Saved outside of the layers: graphs that end before a layer, and tensors that layers share.
         self._graphs: list[Any] = []
         self._shared: dict[int, torch.UntypedStorage] = {}
         self._totals = np.zeros(5)
@@ -325,15 +326,15 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(self._sizes.get(key, storage.nbytes()) for key, storage in storages.items())
 
     def _counted(self, layer: Any, count: int, layers: list[Any]) -> Callable[..., Any]:
-        """A layer's forward pass that is followed by its backward pass, and counts both."""
+        """A layer's forward pass followed by its backward pass, with both measured."""
         forward, trained = layer.forward, [weight for weight in layer.parameters() if weight.requires_grad]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Its input has a gradient, as that of a layer in the midst of others; under an adapter the first has none.
+            # Its input requires a gradient, like that of an inner layer; with an adapter the first layer's would not.
             given = args[0] if args else kwargs["hidden_states"]
             own = given.detach().requires_grad_()
             args, kwargs = ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
-            # Masks and positions are made once for all layers.
+            # Masks and positions are created once for all layers.
             shared = {id(one.untyped_storage()) for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
             shared.discard(id(own.untyped_storage()))
             self._graphs.append(given.grad_fn)
@@ -368,7 +369,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key, size = id(storage), storage.nbytes()
             if key in self._sizes:
                 if func is torch.ops.aten.bernoulli_.float and self._how.device == "cuda":
-                    # A dropout's mask is as wide as its input on a CPU, and a byte on a GPU.
+                    # A dropout mask is as wide as its input on a CPU, and one byte per element on a GPU.
                     self._now += one.numel() - self._sizes[key]
                     self._sizes[key] = one.numel()
                 continue

@@ -1,4 +1,4 @@
-"""The memory part of a plan: what a worker needs, what it has, and the smallest change where that is too little."""
+"""The memory part of a plan: what a worker needs and has, and the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Rows:
     longest: int = 0  # tokens of the longest
     learned: float = 1.0  # share of the tokens that are targets
     steps: int | None = None  # optimizer steps of the run, where that is known
+    pack_length: int | None = None  # tokens that a pack holds; None for data.max_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Estimate a worker's peak, and look for a change where it does not fit; ``found`` takes problems and warnings."""
     if resolved.precision == "bf16" and not device.bf16:
-        found.warn(f"{device.name} has no bf16 arithmetic: it is emulated, slowly", "train.precision")
+        found.warn(f"{device.name} has no bf16 arithmetic: it is emulated and slow", "train.precision")
     if resolved.precision == "fp16" and device.kind == "cpu":
         found.warn("a CPU works many times slower in fp16 than in bf16 or fp32", "train.precision")
     if device.kind == "cpu":
@@ -79,7 +80,7 @@ def plan_memory(
     needed, work = peak(now)
     failure = shape.probe.failure
     if failure:
-        found.warn(f"what its layers keep for the backward pass is a rough guess ({failure})", "model.name")
+        found.warn(f"the estimate of activation memory is rough ({failure})", "model.name")
 
     def fits(choice: Choice) -> bool:
         return device.memory is None or peak(choice)[0].total <= (1 - MARGIN) * device.memory
@@ -93,7 +94,7 @@ def plan_memory(
         better = smallest_change(now, fits, longest=rows.longest, others=others)
         if better is not None:
             changes = better.overrides_from(now)
-            repair = f"the smallest change with which it fits: {' '.join(changes)}"
+            repair = f"the smallest change that makes it fit: {' '.join(changes)}"
             ways = [way for way in single_changes(now, fits, others) if (way,) != changes]
             repair += "".join(f", or {way}" for way in ways)
         else:
@@ -104,7 +105,7 @@ def plan_memory(
         has = f"{device.memory / GIB:.1f} GiB{' for each' if device.kind == 'cpu' else ''}"
         found.problem(
             ConfigError(
-                f"a worker needs about {needed.total / GIB:.1f} GiB, {device.name} has {has}",
+                f"a worker needs about {needed.total / GIB:.1f} GiB, but {device.name} has {has}",
                 where=changes[0].partition("=")[0] if changes else "model.name",
                 repair=repair,
             )
@@ -162,7 +163,7 @@ def _peaks(
         weights: Literal["fp32", "bf16"] = "bf16" if choice.precision == "bf16-true" else "fp32"
         kept_as = weights if trained else choice.precision
         mapped = stored is None or (stored.dtypes and _STORED.get(stored.dtypes[0]) == kept_as)
-        # What `auto` comes to with more workers than one that has too little.
+        # The choice of `auto` with more workers than one that has too little memory.
         more = config.parallel.strategy == "auto" and choice.num_workers > resolved.world_size
         strategy: Strategy = "fsdp" if more else named
         offload, on_gpu = choice.cpu_offload and strategy != "ddp", device.kind == "cuda"
@@ -193,7 +194,7 @@ def _peaks(
         per_worker = -(-per_step // workers)
         return largest_workload(
             rows.lengths,
-            max_length=max_length,
+            max_length=min(max_length, rows.pack_length or max_length),
             packing=config.data.packing and resolved.packs,
             micro_batch_size=min(micro_batch_size, resolved.global_batch_size) if resolved.packs else 1,
             learned=rows.learned,
@@ -301,7 +302,7 @@ _BUSY = 16_384
 def relief(config: Config, resolved: Resolved, device: Device, *, less: int) -> tuple[str, ...]:
     """The smallest change with which a worker needs so many bytes less than now, as overrides; none where none does.
 
-    For a run that has met the end of its memory, whatever was estimated.
+    For a run that ran out of memory, regardless of the estimate.
     """
     from finray.planning.blueprint import model_shape
 

@@ -29,7 +29,7 @@ from finray.pretrained.tokenizers import load_tokenizer, new_ids
 
 _GATED = ("gated", "401", "403", "restricted", "unauthorized")
 _UNREACHABLE = ("offline", "couldn't connect", "connection", "cannot find the requested files", "timed out")
-# The same of files that another download has left out, where nobody asks the Hub for them.
+# The same for files that an earlier download left out, when the Hub is not asked for them.
 _LEFT_OUT = "does not appear to have a file"
 _OUT_OF_REACH = "the model is not in the local cache, and the Hub cannot be reached"
 _TOKEN_NAMES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -70,10 +70,10 @@ def plan_model(
     environ: Mapping[str, str] = os.environ,
     offline: bool = False,
 ) -> PlannedModel | None:
-    """Build the model on the meta device, look at its tokenizer, note what is wrong; None where it cannot be had.
+    """Build the model on the meta device, check its tokenizer, and record problems; None if it is not available.
 
-    With ``offline`` a model on a Hub that cannot be reached is not a problem, but something that was not checked. A
-    classifier's head is made for ``labels``, or as the configuration has it.
+    With ``offline`` a model on an unreachable Hub is not a problem, but listed as not checked. A classifier's head is
+    built for ``labels``, or as configured.
     """
     opened = _open(config, found, environ, labels=labels, offline=offline)
     if opened is None:
@@ -98,7 +98,7 @@ def plan_model(
             return None
         unmatched = error
     try:
-        # Where some entries of a list match, the others are a problem, and the model is drawn all the same.
+        # Where some entries of a list match, the others are a problem, but the plan of the model continues.
         added = () if tokenizer is None else new_ids(config.model)
         blueprint = draw_blueprint(model, config.adapter, added, task_spec(config.model.task).peft_type)
     except FinrayError as error:
@@ -110,7 +110,7 @@ def plan_model(
     width = getattr(model.config.get_text_config(), "hidden_size", None)
     if config.adapter.method != "none" and isinstance(width, int) and config.adapter.rank > width:
         found.warn(
-            f"rank {config.adapter.rank:,} is more than the {width:,} columns of the model, all that it can use",
+            f"rank {config.adapter.rank:,} is more than the model's {width:,} columns, so part of it has no effect",
             "adapter.rank",
             "8 to 128 is usual",
         )
@@ -135,7 +135,7 @@ def _open(
 ) -> tuple[Any, Any | None, Packing] | None:
     """The model without weights, its tokenizer, and whether it may be packed.
 
-    Where the Hub does not give them, a shape that comes with finray stands in, without a tokenizer.
+    If the Hub does not provide them, a shape that is included in finray is used, without a tokenizer.
     """
     try:
         return (
@@ -148,17 +148,17 @@ def _open(
     shape = None if Path(config.model.name).exists() else bundled_config(config.model)
     if shape is None:
         return None
-    found.warn("its shape is the one that comes with finray, not read from the Hub", "model.name")
+    found.warn("its shape comes from the config bundled with finray, not from the Hub", "model.name")
     try:
         model = load_model(shape, dtype=torch.float32, on_meta=True, labels=labels)
     except FinrayError:
-        # A decoder asks the tokenizer that is not there for a padding token.
+        # A decoder would ask the missing tokenizer for a padding token.
         model = load_model(shape, dtype=torch.float32, on_meta=True)
     return model, None, check_packing(shape)
 
 
 def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool) -> None:
-    """See that the model would load, where that reads nothing but headers and fetches nothing."""
+    """Check that the model would load, as far as headers tell and without downloads."""
     path = Path(config.model.name).expanduser()
     if path.suffix == ".gguf" or not (path.is_dir() or is_offline_mode()):
         return
@@ -166,8 +166,8 @@ def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], 
         check_loading(config.model)
     except FinrayError as error:
         if path.is_dir() and is_quantised(config.model):
-            # Where the run is to take place there may be what this machine lacks.
-            found.warn(f"its files are quantised, and here {error.message}", "model.name")
+            # The machine of the run may have what this one lacks.
+            found.warn(f"its files are quantised, but {error.message}", "model.name")
         else:
             _not_had(error, "its weights", config, found, environ, offline=offline)
 
@@ -175,7 +175,7 @@ def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], 
 def _not_had(
     error: FinrayError, what: str, config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool
 ) -> None:
-    """Note a model that cannot be had, or ``what`` of it was not checked."""
+    """Record that a model is not available, or that ``what`` of it was not checked."""
     known = explained(error, config, environ)
     if offline and known.message == _OUT_OF_REACH:
         found.skip(what, known.where)
@@ -190,7 +190,7 @@ def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> 
         tokenizer: Transformers' tokenizer.
         rows: rows of the embedding.
         stop: ids that end an answer, by the model's configuration.
-        found: takes problems and warnings.
+        found: collects problems and warnings.
     """
     added = {int(number) for number in tokenizer.added_tokens_decoder}
     beyond = {name: number for name, number in tokenizer.get_vocab().items() if number >= rows}
@@ -201,35 +201,35 @@ def check_tokens(tokenizer: Any, rows: int, stop: set[int], found: Findings) -> 
             ModelError(
                 f"{len(beyond):,} of {len(tokenizer):,} tokens have no embedding: the model has {rows:,} rows",
                 where="model.name",
-                repair="use the model's own tokenizer, or a model whose embedding was enlarged for it",
+                repair="use the model's own tokenizer, or a model whose embedding was resized for it",
             )
         )
     elif beyond:
         found.warn(
-            f"the model has no embedding for {', '.join(sorted(beyond)[:3])}: data with such tokens would fail",
+            f"the model has no embedding for {', '.join(sorted(beyond)[:3])}: rows with these tokens will fail",
             "model.name",
         )
     if special["eos"] is None:
         found.warn(
-            "the tokenizer has no end-of-sequence token: only a chat template can teach the model to stop",
+            "the tokenizer has no end-of-sequence token: without a chat template the model cannot learn to stop",
             "model.name",
         )
     elif stop and special["eos"] not in stop:
         found.warn(
-            f"answers end with {tokenizer.eos_token}, which the model's configuration does not name as an end: other "
-            "programs may not stop there",
+            f"answers end with {tokenizer.eos_token}, which is not an EOS token in the model's configuration: other "
+            f"programs may not stop there",
             "model.name",
         )
 
 
 def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None, found: Findings) -> None:
-    """Compare the model's context with the rows.
+    """Compare the model's context length with the rows.
 
     Args:
         blueprint: of the model.
         max_length: ``data.max_length``.
-        longest: tokens of the longest row, or None where not all rows are known.
-        found: takes problems and warnings.
+        longest: tokens of the longest row, or None if not all rows are known.
+        found: collects problems and warnings.
     """
     context = blueprint.context
     if context is None or min(max_length, longest or max_length) <= context:
@@ -238,11 +238,13 @@ def check_context(blueprint: Blueprint, *, max_length: int, longest: int | None,
         found.problem(beyond_positions(context, longest))
     else:
         length = f"the longest row has {longest:,} tokens" if longest else f"rows may have {max_length:,} tokens"
-        found.warn(f"{length}, the model was made for {context:,}", "data.max_length", f"data.max_length={context}")
+        found.warn(
+            f"{length}, but the model's context length is {context:,}", "data.max_length", f"data.max_length={context}"
+        )
 
 
 def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) -> FinrayError:
-    """A model on the Hub that cannot be had: whether a token is missing, or the Hub."""
+    """The error for an unavailable Hub model: whether the token is missing, or the Hub is unreachable."""
     if Path(config.model.name).exists():
         return error
     cause = error.__cause__ or error.__context__ or error
@@ -253,7 +255,7 @@ def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) ->
         return ModelError(
             "the model is gated, and " + ("HF_TOKEN gives no access to it" if token else "HF_TOKEN is not set"),
             where=where,
-            repair="accept its terms on its page"
+            repair="accept its terms on its Hub page"
             + (
                 " with the account of that token"
                 if token
@@ -265,7 +267,7 @@ def explained(error: FinrayError, config: Config, environ: Mapping[str, str]) ->
         return ModelError(
             _OUT_OF_REACH,
             where=where,
-            repair="fetch it where there is a network, and name its directory here"
+            repair="download it on a machine with network access, and give its directory here"
             + ("" if token else "; a gated model needs HF_TOKEN too"),
         )
     return error

@@ -24,15 +24,15 @@ ALLOCATOR = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_th
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What each worker gets, and the evaluator beside them, where there is one.
+    """Resources of each worker, and of the evaluator, if there is one.
 
     Attributes:
-        num_workers: for which there is room now.
-        cpus_per_worker: of each.
+        num_workers: number of workers for which there is room now.
+        cpus_per_worker: CPUs of each.
         use_gpu: whether each has a GPU, or a share of one.
-        evaluator: whether there is one.
-        fewest, most: bounds of the number of workers, where it follows the cluster; None where it does not.
-        gpus_per_worker: share of a GPU of each.
+        evaluator: whether there is an evaluator.
+        fewest, most: bounds of an elastic number of workers; else None.
+        gpus_per_worker: GPUs of each, possibly a fraction.
     """
 
     num_workers: int
@@ -45,17 +45,17 @@ class Placement:
 
     @property
     def resources(self) -> dict[str, float]:
-        """As Ray wants it."""
+        """Resources of a worker, as Ray's names and amounts."""
         return {"CPU": float(self.cpus_per_worker), **({"GPU": self.gpus_per_worker} if self.use_gpu else {})}
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The fewest and the most workers that train."""
+        """Minimum and maximum number of training workers."""
         return self.fewest or self.num_workers, self.most or self.num_workers
 
 
 def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = False) -> Placement:
-    """How workers are placed on a cluster.
+    """Place workers on a cluster.
 
     A worker runs on one node, so the CPUs of two nodes cannot be added up for it. GPUs are counted over the whole
     cluster; whether a node has both the GPU and the CPUs of a worker is left to Ray.
@@ -63,7 +63,7 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
     Args:
         cluster: what the run asks for.
         nodes: resources of each node; a worker lies on one of them.
-        evaluator: whether checkpoints are evaluated beside the training, on what one worker more would have.
+        evaluator: whether checkpoints are evaluated during training, on what one worker more would have.
 
     Raises:
         ClusterError: the workers do not fit.
@@ -78,7 +78,7 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
     a_gpu, has = ("a GPU", f"{gpus}") if share == 1 else (f"{share:g} of a GPU", f"room for {gpus} such shares")
     if use_gpu and gpus < wanted:
         raise ClusterError(
-            f"{wanted} workers want {a_gpu} each, the cluster has {has}",
+            f"{wanted} workers need {a_gpu} each, but the cluster has {has}",
             where=path,
             repair=f"set {path} to {gpus} or less, or cluster.use_gpu to false"
             if gpus
@@ -86,10 +86,10 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
         )
     if use_gpu and gpus < together:
         raise ClusterError(
-            f"{who} want {a_gpu} each, the cluster has {has}",
+            f"{who} need {a_gpu} each, but the cluster has {has}",
             where="evaluation.mode=async",
             repair="set evaluation.mode to inline"
-            + (f", or {path} to {gpus - 1}" if gpus > 1 else ", or join a cluster with one GPU more"),
+            + (f", or {path} to {gpus - 1}" if gpus > 1 else ", or use a cluster with one more GPU"),
         )
     cpus = [int(node.get("CPU", 0)) for node in nodes]
     if cluster.cpus_per_worker is not None:
@@ -105,8 +105,7 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
         if evaluator:
             repair = "set evaluation.mode to inline" + (f", or {repair[4:]}" if each > 1 or fewer > 0 else "")
         raise ClusterError(
-            f"{who} {of} {'each ' if evaluator else ''}do not fit: the cluster has {sum(cpus)}, "
-            f"which is room for {fitting}",
+            f"{who} {of} {'each ' if evaluator else ''}do not fit: the cluster has {sum(cpus)}, enough for {fitting}",
             where="evaluation.mode=async" if evaluator and fitting >= wanted else path,
             repair=repair,
         )
@@ -117,7 +116,7 @@ def place(cluster: ClusterConfig, nodes: Sequence[Node], *, evaluator: bool = Fa
 
 
 def elsewhere(cluster: ClusterConfig) -> Placement:
-    """The placement on machines of which nothing is known but that each worker has a GPU there."""
+    """A placement on unknown machines, of which each worker has a GPU."""
     cpus, share = cluster.cpus_per_worker or 1, cluster.gpus_per_worker
     if not cluster.is_elastic:
         return Placement(cluster.min_workers, cpus, use_gpu=True, gpus_per_worker=share)
@@ -126,14 +125,46 @@ def elsewhere(cluster: ClusterConfig) -> Placement:
 
 
 def room(free: Iterable[Mapping[str, float]], each: Mapping[str, float], *, most: int) -> int:
-    """How many workers nodes have room for, at most ``most``.
+    """Number of workers for which nodes have room, at most ``most``.
 
     Args:
-        free: resources of each node that may be taken.
-        each: what a worker takes; it lies on one node.
+        free: available resources of each node.
+        each: resources of a worker, all on one node.
     """
     wanted = {name: amount for name, amount in each.items() if amount > 0}
     return min(most, sum(min(_times(node.get(name, 0), amount) for name, amount in wanted.items()) for node in free))
+
+
+def share(nodes: Sequence[Node], replicas: int, *, free: Sequence[Node], one_gpu: bool, where: str) -> dict[str, int]:
+    """What each of so many replicas of a model gets, on one node: as many GPUs and then CPUs as all of them can have.
+
+    Args:
+        nodes: resources of each node.
+        replicas: how many.
+        free: what is left of them, to be shared where all find a place in it; else they wait for others.
+        one_gpu: whether a replica cannot use several.
+        where: the number comes from.
+
+    Raises:
+        ClusterError: the nodes never have room for so many.
+    """
+    cpus, gpus = ([int(node.get(kind, 0)) for node in nodes] for kind in ("CPU", "GPU"))
+    each = {"CPU": 1} | ({"GPU": 1} if any(gpus) else {})
+    if (fits := room(nodes, each, most=replicas)) < replicas:
+        raise ClusterError(
+            f"{replicas} replicas need a CPU {'and a GPU ' if any(gpus) else ''}each, and the cluster has {sum(cpus)} "
+            f"CPUs {f'and {sum(gpus)} GPUs ' if any(gpus) else ''}on {len(nodes)} machine{'s' * (len(nodes) > 1)}",
+            where=where,
+            repair=f"ask for {fits} or fewer" if fits else "join a cluster with room",
+        )
+    shared = free if room(free, each, most=replicas) == replicas else nodes
+    for kind, most in (("GPU", 1 if one_gpu else max(gpus)), ("CPU", max(cpus))):
+        while kind in each and each[kind] < most:
+            more = {**each, kind: each[kind] + 1}
+            if room(shared, more, most=replicas) < replicas:
+                break
+            each = more
+    return each
 
 
 def _times(amount: float, share: float) -> int:
@@ -144,14 +175,14 @@ def _times(amount: float, share: float) -> int:
 
 
 def _fit(cpus: list[int], each: int) -> int:
-    """How many workers of ``each`` CPUs the nodes have room for."""
+    """Number of workers with ``each`` CPUs for which the nodes have room."""
     return sum(count // each for count in cpus)
 
 
 def worker_environment(
     cluster: ClusterConfig, *, threads: int, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Environment variables of the workers: the user's own, and allocator and threads where nothing is said of them."""
+    """Environment variables of the workers: the user's own, and allocator and thread defaults if they are not set."""
     return with_defaults(
         cluster.env,
         {

@@ -1,7 +1,7 @@
-"""A run looked at before it starts, on a CPU and without reading weights: what it is, what it needs, what is wrong.
+"""Plans a run before it starts, on a CPU and without loading weights: what it is, what it needs, its problems.
 
-Everything is found that can be found: a problem in one part does not hide those of another. A run would start exactly
-when its plan has no problems and nothing was left unchecked; only an offline plan leaves something unchecked.
+All problems are found at once: one part's do not hide another's. A run would start exactly if its plan has no problems
+and no skipped checks; only an offline plan skips any.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from finray.planning.strategy import StrategyChoice
 from finray.results import Result
 
 _HERE = "this machine"
-# How `datasets` says that it has no network.
+# Messages of `datasets` without a network.
 _UNREACHABLE = ("couldn't reach", "offline", "couldn't connect", "connection error", "couldn't find cache")
 
 
@@ -57,7 +57,7 @@ Nodes = Sequence[Node]
 
 @dataclass(frozen=True, slots=True)
 class DataPlan:
-    """What is learned from."""
+    """The training data."""
 
     rows: int  # to train on
     tokens: int  # in them
@@ -76,7 +76,7 @@ class DataPlan:
 
 @dataclass(frozen=True, slots=True)
 class EarlierPlan:
-    """What the run directory holds already of this run."""
+    """The existing state of this run in the run directory."""
 
     run_dir: str
     step: int  # of the newest checkpoint; 0 where there is none
@@ -85,7 +85,7 @@ class EarlierPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """Where workers go, and what each of them gets."""
+    """Placement of the workers, and the resources of each."""
 
     cluster: str  # the address that was asked, or `this machine`
     nodes: int
@@ -101,7 +101,7 @@ class PlacementPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan(Result):
-    """What is known of a run; a part that could not be worked out is None, and the problems say why."""
+    """The plan of a run; a part that could not be determined is None, and the problems say why."""
 
     problems: tuple[Finding, ...] = ()  # what keeps it from starting
     warnings: tuple[Finding, ...] = ()
@@ -109,7 +109,7 @@ class Plan(Result):
     model: ModelPlan | None = None
     data: DataPlan | None = None
     resolved: Resolved | None = None
-    strategy: StrategyChoice | None = None  # what `auto` comes to, and why; None where a strategy is named
+    strategy: StrategyChoice | None = None  # the choice of `auto` and its reason; None if a strategy is set
     placement: PlacementPlan | None = None  # None where `--gpu` names GPUs that are not here
     memory: MemoryPlan | None = None
     speed: SpeedPlan | None = None  # on GPUs whose rate is known
@@ -117,7 +117,7 @@ class Plan(Result):
 
     @property
     def starts(self) -> bool | None:
-        """Whether the run would start; None where nothing speaks against it and not everything was checked."""
+        """Whether the run would start; None if there are no problems but some checks were skipped."""
         return False if self.problems else None if self.unchecked else True
 
     def plain(self) -> dict[str, Any]:
@@ -130,8 +130,8 @@ class Plan(Result):
 
 
 def no_cluster(config: Config) -> Nodes:
-    """Nobody is there to ask Ray."""
-    raise ClusterError("a plan without Ray cannot look at a cluster", where=f"cluster.address={config.cluster.address}")
+    """Used without Ray: there is no cluster to ask."""
+    raise ClusterError("a plan without Ray cannot check a cluster", where=f"cluster.address={config.cluster.address}")
 
 
 def make_plan(
@@ -144,20 +144,20 @@ def make_plan(
     offline: bool = False,
     fresh: bool = False,
 ) -> Plan:
-    """Look at everything that a run needs.
+    """Check everything that a run needs.
 
     Args:
-        config: the run's configuration.
-        gpu: name of the GPUs that workers will have (see :data:`finray.planning.placement.GPUS`); None takes those of
-            the cluster, or of this machine.
-        examine: looks at the data.
-        ask: gives the resources of each living node of the configured cluster.
-        environ: environment variables, where tokens and the address of Ray are.
-        offline: what lies on a Hub that cannot be reached is listed as not checked, instead of as a problem.
-        fresh: as for training: an earlier run of this name would be moved aside, and is not looked at.
+        config: of the run.
+        gpu: name of the workers' GPUs (see :data:`finray.planning.placement.GPUS`); None uses those of the cluster, or
+            of this machine.
+        examine: examines the data.
+        ask: returns the resources of each living node of the configured cluster.
+        environ: environment variables, with tokens and the address of Ray.
+        offline: list what is on an unreachable Hub as not checked, instead of as a problem.
+        fresh: as for training: an earlier run of this name would be moved aside, and is ignored.
 
     Raises:
-        ConfigError: no GPU has that name.
+        ConfigError: the GPU name is unknown.
     """
     named = None if gpu is None else gpu_named(gpu)
     config = with_absolute_paths(config)
@@ -204,7 +204,9 @@ def make_plan(
     if model is not None and device is not None and placement is not None and resolved is not None:
         rows = Rows()
         if data is not None and report is not None:
-            rows = Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps)
+            # A continued run keeps the packs that it began with.
+            packs_of = report.pack_length if before is None else before.pack_length
+            rows = Rows(report.lengths, data.longest, data.supervised / max(1, data.tokens), data.steps, packs_of)
         # Of a number of workers that follows the cluster, the fewest have the largest shares.
         fewest = replace(resolved, world_size=placement.bounds[0])
         memory = plan_memory(config, fewest, model.shape, device, rows, found)
@@ -230,7 +232,9 @@ def _address(config: Config, environ: Mapping[str, str]) -> str | None:
 
 def _note_missing(found: Findings, gpu: Gpu) -> Callable[[ConfigError], None]:
     def note(error: ConfigError) -> None:
-        found.warn(f"{error.message} here: the machine with the {gpu.name} must have it", error.where, error.repair)
+        found.warn(
+            f"{error.message} on this machine: the machine with the {gpu.name} must have it", error.where, error.repair
+        )
 
     return note
 
@@ -238,7 +242,7 @@ def _note_missing(found: Findings, gpu: Gpu) -> Callable[[ConfigError], None]:
 def _check_push(config: Config, found: Findings, *, offline: bool) -> None:
     if offline:
         if config.export.push_to_hub is not None:
-            found.skip("whether the Hub takes what is to be pushed", "export.push_to_hub")
+            found.skip("whether the Hub accepts the push", "export.push_to_hub")
         return
     try:
         check_push(config)
@@ -259,12 +263,12 @@ def _report(config: Config, examine: Callable[[Config], DataReport], found: Find
         return examine(config)
     except OSError as error:
         # A full disk, say.
-        found.problem(DataError(f"the data cannot be looked at: {error.strerror or error}", where=error.filename))
+        found.problem(DataError(f"the data cannot be read: {error.strerror or error}", where=error.filename))
         return None
 
 
 def _labels(config: Config, report: DataReport | None, found: Findings, before: Resolved | None) -> LabelSet | None:
-    """What a classifier's head is for: by the run that is continued, by the data, or by the config alone."""
+    """The label set of a classifier's head: from the run that is continued, the data, or the config alone."""
     section = config.classification
     if not task_spec(config.model.task).reads_labels:
         return None
@@ -272,14 +276,14 @@ def _labels(config: Config, report: DataReport | None, found: Findings, before: 
         return before.label_set
     if report is not None and report.labels is not None:
         if not report.complete and section.labels is None and report.labels.names:
-            text = f"the head is counted with the {len(report.labels.names):,} classes of the rows that were read"
-            found.warn(text, "classification.labels", "name all classes there, where there are more")
+            text = f"the head is sized for the {len(report.labels.names):,} classes in the rows that were read"
+            found.warn(text, "classification.labels", "list all classes if there are more")
         return report.labels
     if section.problem == "regression":
         return LabelSet("regression", ())
     if section.labels is not None:
         return LabelSet(section.problem or "single_label", tuple(section.labels))
-    found.skip("how many classes the data have: the head is counted with 2", "classification.labels")
+    found.skip("the number of classes in the data: the head is sized for 2", "classification.labels")
     return None
 
 
@@ -383,7 +387,7 @@ def _place(
         return None, None if named is None else elsewhere(config.cluster), device
     if len(nodes) > 1:
         found.warn(
-            f"the cluster has {len(nodes)} nodes: this directory must be the same on all of them, such as one of NFS",
+            f"the cluster has {len(nodes)} nodes: this directory must be shared by all of them (such as NFS)",
             f"run.output_dir={config.run.output_dir}",
         )
     plan = PlacementPlan(
@@ -401,5 +405,5 @@ def _place(
     if device is None:
         device = device_of(placement, None if address is None else nodes)
         if device.kind == "cuda" and device.memory is None:
-            found.warn("the cluster does not say what its GPUs are: name them with --gpu to see whether the run fits")
+            found.warn("the cluster does not report its GPU type: give it with --gpu to check whether the run fits")
     return plan, placement, device

@@ -1,6 +1,6 @@
-"""What every ``auto`` of a config comes to: :func:`resolve` reads them all; ``placement.py`` has read ``use_gpu``.
+"""Resolves every ``auto`` in a config: :func:`resolve` reads all of them, except ``use_gpu`` in ``placement.py``.
 
-How large a step is and how often the data are passed over follows from the data, which are prepared later:
+Batch size and number of epochs depend on the data, which are prepared later:
 ``steps.py``.
 
 Imports no torch, except for ``parallel.strategy: auto`` with several workers, which needs an estimate of the model's
@@ -51,19 +51,20 @@ def resolve(
     """Decide everything that a config leaves open.
 
     Args:
-        config: the run's, with absolute paths.
+        config: of the run, with absolute paths.
         placement: of its workers.
-        device: what each of them runs on.
-        packing: whether rows of the model may be packed; None where that is not known, which counts as yes.
+        device: device of a worker.
+        packing: whether rows of the model may be packed; None if unknown, which counts as yes.
         before: what the run began with, if it is continued. It keeps precision, bits, packing and attention, because
             others would change what is learned; its strategy changes where that no longer fits into memory.
         shape: of the model, whose memory is estimated where the strategy is ``auto``; None builds it.
-        packs: to train on; None where the data are not prepared yet.
-        chose: told what the strategy is and why, where it is ``auto``.
-        missing: told of a package that is needed and not installed here. What it returns from is taken to be there.
+        packs: number of packs to train on; None if the data are not prepared yet.
+        chose: called with the strategy and the reason, if it is ``auto``.
+        missing: called for a required package that is not installed here. If it returns, the package is assumed to
+            exist.
 
     Raises:
-        ConfigError: what is asked for, or what the run began with, cannot be had on this device.
+        ConfigError: what is requested, or what the run started with, is not possible on this device.
         ModelError: the model's configuration cannot be loaded.
     """
     precision = _precision(config, device, before)
@@ -95,7 +96,7 @@ def resolve(
     # fewest.
     fewest, most = placement.bounds
     if most == 1:
-        choice = StrategyChoice("ddp", "there is one worker, and nothing to share")
+        choice = StrategyChoice("ddp", "there is only one worker")
     else:
         choice = estimated_choice(
             config,
@@ -112,7 +113,7 @@ def resolve(
 
 
 def _precision(config: Config, device: Device, before: Resolved | None) -> Precision:
-    """Of the arithmetic."""
+    """Precision of the arithmetic."""
     if config.train.precision == "bf16-true":
         return "bf16"
     if config.train.precision != "auto":
@@ -131,7 +132,7 @@ def _base_bits(
     before: Resolved | None,
     missing: Callable[[ConfigError], None],
 ) -> Literal[4, 8] | None:
-    """Of the weights that an adapter stands on; None where they are not quantised."""
+    """Bits of an adapter's base weights; None if they are not quantised."""
     if config.model.quantization != "auto":
         return _BITS[config.model.quantization]
     if before is not None:
@@ -141,7 +142,7 @@ def _base_bits(
     if find_spec("bitsandbytes") is None:
         missing(
             ConfigError(
-                "on a single GPU `auto` is 8bit, which needs the package bitsandbytes, and that is not installed",
+                "on a single GPU `auto` means 8bit, which needs the package bitsandbytes, which is not installed",
                 where="model.quantization=auto",
                 repair="pip install 'finray[quantization]', or set model.quantization to none",
             )
@@ -150,12 +151,12 @@ def _base_bits(
 
 
 def require_whole_weights(config: Config, resolved: Resolved) -> None:
-    """See that every worker holds the model that it lets answer at evaluations.
+    """Check that every worker holds the whole model that answers prompts at evaluations.
 
-    Answers are of many lengths, and workers that share weights would have to take every step of them together.
+    Answers have different lengths, and workers with sharded weights would have to run every step together.
 
     Raises:
-        ConfigError: the strategy shares the weights out.
+        ConfigError: the strategy shards the weights.
     """
     asks = config.evaluation.generate_rows is not None and config.evaluation.mode == "inline"
     shares = resolved.strategy == "fsdp" or (
@@ -163,9 +164,9 @@ def require_whole_weights(config: Config, resolved: Resolved) -> None:
     )
     if asks and shares:
         raise ConfigError(
-            f"workers that share weights ({resolved.strategy}) cannot let the model answer prompts between two steps",
+            f"with sharded weights ({resolved.strategy}) the model cannot answer prompts between two steps",
             where="evaluation.generate_rows",
-            repair="set evaluation.mode to async, which answers with the whole model on resources of its own; or "
+            repair="set evaluation.mode to async, which loads the full model on its own resources, or "
             "parallel.strategy to ddp" + (", or parallel.zero_stage to 2" if resolved.strategy == "deepspeed" else ""),
         )
 
@@ -206,9 +207,9 @@ def _attention(
 
 def _lost(what: str, where: str, reason: str) -> ConfigError:
     return ConfigError(
-        f"the run began with {what}, and cannot go on with it: {reason}",
+        f"the run began with {what}, and cannot continue with it: {reason}",
         where=where,
-        repair="continue it on hardware and with libraries like those it began with, or start anew with --fresh",
+        repair="continue it with the hardware and libraries that it began with, or start over with --fresh",
     )
 
 
@@ -216,11 +217,11 @@ def _lost(what: str, where: str, reason: str) -> ConfigError:
 
 
 def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
-    """Whether rows of a model may be packed: as it was found before, else found out now, which imports torch.
+    """Whether rows of a model may be packed: from an earlier check, or checked now, which imports torch.
 
     Args:
         model: the model section.
-        folder: where findings are kept; None is ``finray/packing`` in the user's cache.
+        folder: where results are cached; None is ``finray/packing`` in the user's cache.
 
     Raises:
         ModelError: the model's configuration cannot be loaded.
@@ -241,7 +242,7 @@ def _packing_folder() -> Path:
 
 
 def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | None:
-    """What an earlier check of this model's configuration found; None where there was none. Imports no torch."""
+    """The result of an earlier check of this model's configuration; None if there was none. Imports no torch."""
     folder = folder or _packing_folder()
     key = _packing_key(model)
     if key is None:
@@ -256,7 +257,7 @@ def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | 
 
 
 def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:
-    """Keep what a check found, for :func:`cached_packing`. A folder that cannot be written to is no error."""
+    """Store the result of a check, for :func:`cached_packing`. An unwritable folder is not an error."""
     key = _packing_key(model)
     if key is None:
         return
@@ -270,10 +271,10 @@ def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:
 
 
 def _packing_key(model: ModelConfig) -> str | None:
-    """A digest of all that the check's answer depends on; None where that cannot be told without loading the model.
+    """A digest of everything that the result depends on; None if that is unknown without loading the model.
 
     That is: the model's configuration, the code of the check and of finray's attention, and the libraries. Code that
-    comes with a model (`trust_remote_code`) may import anything, so its answer is never kept.
+    comes with a model (`trust_remote_code`) may import anything, so its result is never cached.
     """
     if model.trust_remote_code:
         return None

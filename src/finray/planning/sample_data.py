@@ -1,4 +1,4 @@
-"""What is in a config's data, found out on this machine in seconds and without Ray: for `finray plan` and `inspect`."""
+"""A sample of a config's data, read on this machine in seconds and without Ray, for `finray plan` and `inspect`."""
 
 from __future__ import annotations
 

@@ -53,11 +53,11 @@ def show_plan(target: Console, result: Plan) -> None:
 
 def _goes_on(earlier: EarlierPlan, data: DataPlan | None) -> str:
     if earlier.is_finished:
-        return f"is finished already, in {earlier.run_dir}; --fresh begins anew"
+        return f"is finished already, in {earlier.run_dir}; --fresh starts over"
     if not earlier.step:
         return f"was begun in {earlier.run_dir}, and has no checkpoint yet"
     of = f" of {data.steps}" if data is not None and data.complete else ""
-    return f"goes on at step {earlier.step}{of}, in {earlier.run_dir}"
+    return f"continues at step {earlier.step}{of}, in {earlier.run_dir}"
 
 
 def memory_table(memory: MemoryPlan, *, box: Box | None) -> Table:

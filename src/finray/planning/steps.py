@@ -1,4 +1,4 @@
-"""How large a step is, and how often the data are passed over, where the config leaves that to finray."""
+"""Batch size, pack length and number of epochs, where the config leaves them to finray."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def step_warnings(
 
 
 def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator[tuple[str, str, str | None]]:
-    """Settings that can be had, and are hardly meant: what they come to, the field, and what would be usual.
+    """Settings that are valid, but probably not intended: the effect, the field, and the usual value.
 
     Args:
         config: the run's.
@@ -124,7 +124,7 @@ def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator
             "train.learning_rate=2e-5" + (_ANOTHER if continued else ""),
         )
     for where, at, what in (
-        ("train.warmup_steps", train.warmup_steps, "the learning rate never comes to its peak"),
+        ("train.warmup_steps", train.warmup_steps, "the learning rate never reaches its peak"),
         ("evaluation.every_steps", evaluation.every_steps, "it is evaluated at the end only"),
         ("train.profile", None if train.profile is None else train.profile.steps[1], "not all of them are profiled"),
     ):
@@ -135,7 +135,7 @@ def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator
         yield "nothing is held out to evaluate on", "evaluation.max_rows", "set data.eval_ratio, or leave it out"
     if config.adapter.start_from is not None and (base := _other_base(config)) is not None:
         yield (
-            f"the adapter to go on from was trained on {base}: on the weights of another model it means nothing",
+            f"the adapter to continue from was trained on {base}: on the weights of another model it means nothing",
             "model.name",
             f"{base}, unless this is a copy of it",
         )
@@ -149,7 +149,7 @@ def unlikely(config: Config, steps: int, *, continued: bool = False) -> Iterator
 
 
 def _other_base(config: Config) -> str | None:
-    """The model of the adapter to go on from, where its name is none of this model; copies have the last part alike."""
+    """The base model named by the adapter to continue from, if it is another one (copies share the last part)."""
     folder, names = Path(str(config.adapter.start_from)), set()
     try:
         names = {read_settings(folder).base_model_name_or_path, read_notes(folder).get("base_model")} - {None, ""}
@@ -168,7 +168,7 @@ def require_prompts(config: Config, kind: str) -> None:
     """
     if config.evaluation.generate_rows is not None and kind not in ("chat", "completion"):
         raise DataError(
-            f"the rows are {kind}: they are learned as a whole, and have no prompts to answer",
+            f"the rows are {kind}, which has no prompts to answer",
             where="evaluation.generate_rows",
             repair="leave it out, or give rows with prompts and answers",
         )
@@ -182,7 +182,7 @@ def longest_of(split: PreparedSplit | None) -> int:
 def beyond_positions(positions: int, longest: int) -> ModelError:
     """What to say of rows with more tokens than the model has learned positions."""
     return ModelError(
-        f"the longest row has {longest:,} tokens, the model has positions for {positions:,}",
+        f"the longest row has {longest:,} tokens, but the model has {positions:,} positions",
         where="data.max_length",
         repair=f"data.max_length={positions}",
     )
@@ -196,4 +196,5 @@ def step_note(train: TrainConfig, size: int, epochs: float, *, pack_length: int 
     usual, once = batch_and_epochs(train, packs=None)
     if not chosen or (size == usual and (epochs == once or train.max_steps is not None)):
         return None
-    return f"there is little data, so finray chose {' and '.join(chosen)}; set them to choose yourself"
+    told = "it" if len(chosen) == 1 else "them"
+    return f"there is little data, so finray chose {' and '.join(chosen).rstrip(',')}; set {told} to choose yourself"

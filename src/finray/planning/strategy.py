@@ -1,4 +1,4 @@
-"""What ``parallel.strategy: auto`` comes to. Imports no torch before it estimates memory."""
+"""Resolves ``parallel.strategy: auto``. Imports torch only to estimate memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Peak bytes of a worker, estimated."""
+    """Estimated peak bytes of a worker."""
 
     replicated: int  # with all weights on every worker
     sharded: int  # with weights, gradients and optimizer state shared between the workers
@@ -26,31 +26,31 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """A strategy and why it was taken."""
+    """A strategy and the reason for it."""
 
     strategy: Literal["ddp", "fsdp"]
     reason: str
 
     @property
     def note(self) -> str:
-        """What to tell the user."""
+        """A message for the user."""
         return f"parallel.strategy: auto is {self.strategy}: {self.reason}"
 
 
 def choose_strategy(needs: Needs, *, workers: int, available: int | None, before: str | None = None) -> StrategyChoice:
-    """The strategy of a run.
+    """Choose the strategy of a run.
 
-    Whole copies are taken where they fit: they communicate least. A run that goes on keeps its strategy while that
-    fits, because another one sums in another order, and its steps would agree to rounding only.
+    Without sharding if it fits: that communicates least. A continued run keeps its strategy while that fits, because
+    another one sums in a different order, so its steps would only agree up to rounding.
 
     Args:
-        needs: what a worker would need.
+        needs: estimated needs of a worker.
         workers: training workers.
-        available: bytes that a worker may have, or None where that is not known.
-        before: the strategy with which the run began, if it goes on.
+        available: bytes available to a worker, or None if not known.
+        before: the strategy with which the run started, if it continues.
     """
     if workers == 1:
-        return StrategyChoice("ddp", "there is one worker, and nothing to share")
+        return StrategyChoice("ddp", "there is only one worker")
     whole, shared = f"{needs.replicated / GIB:.1f} GiB", f"{needs.sharded / GIB:.1f} GiB"
     if available is None:
         if before in ("ddp", "fsdp"):
@@ -80,17 +80,17 @@ def estimated_choice(
     before: str | None,
     may_grow: bool = False,
 ) -> StrategyChoice:
-    """The strategy of a run with several workers, and why.
+    """Choose the strategy of a run with several workers, with the reason.
 
-    The estimate is that of full rows, all of them learned, so that it does not depend on how much of the data is known.
+    The estimate assumes full rows with targets everywhere, so that it does not depend on how much of the data is known.
 
     Args:
-        config: whose strategy is ``auto``.
-        resolved: the rest of what is decided.
-        device: what a worker runs on.
+        config: with strategy ``auto``.
+        resolved: the other resolved values.
+        device: device of a worker.
         shape: of the model with its adapter; None builds it.
-        before: the strategy with which the run began, if it goes on.
-        may_grow: whether there may be more workers later, for which the strategy serves, too.
+        before: the strategy with which the run started, if it continues.
+        may_grow: whether there may be more workers later, for which the strategy must also work.
 
     Raises:
         ModelError: the model's configuration cannot be loaded.

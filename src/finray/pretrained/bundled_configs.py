@@ -1,4 +1,4 @@
-"""Configurations of the presets' models, which come with finray: for plans where the Hub is out of reach."""
+"""Bundled configs of the presets' models, for plans without access to the Hub."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Whether the Hugging Face Hub answers: asked once, for seconds. Its client would try for minutes, and say so in many
-lines; where the Hub does not answer, it is told to take what is in its cache."""
+"""Checks once, within seconds, whether the Hugging Face Hub answers.
+
+Its client would try for minutes and log many lines; if the Hub does not answer, the client is told to use its cache.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,25 @@ import threading
 TIMEOUT_S = 6.0
 _VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _lock = threading.Lock()
-_asked: list[str | None] = []
+_refusals: list[str | None] = []
 
 
 def refusal() -> str | None:
-    """Why the Hub cannot be reached, in words for a message; None where it can, or where nobody wants it to be.
+    """Why the Hub cannot be reached, in words for a message; None if it can, or if it is not needed.
 
     Where it cannot, this process works offline from then on, and so do those that it starts.
     """
     with _lock:
-        if not _asked:
-            _asked.append(None if os.environ.get(_VARIABLES[0], "").upper() in ("1", "ON", "YES", "TRUE") else _ask())
-            if _asked[0] is not None:
+        if not _refusals:
+            _refusals.append(
+                None if os.environ.get(_VARIABLES[0], "").upper() in ("1", "ON", "YES", "TRUE") else _probe()
+            )
+            if _refusals[0] is not None:
                 _go_offline()
-        return _asked[0]
+        return _refusals[0]
 
 
-def _ask() -> str | None:
+def _probe() -> str | None:
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     reason = unreachable(endpoint)
     return None if reason is None else f"the Hub was tried at {endpoint}: {reason}"
@@ -40,7 +44,7 @@ def unreachable(url: str) -> str | None:
 
     outcome: list[str | None] = [no_answer()]
 
-    def ask() -> None:
+    def probe() -> None:
         try:
             request = urllib.request.Request(url, method="HEAD", headers={"User-Agent": "finray"})
             urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
@@ -54,14 +58,14 @@ def unreachable(url: str) -> str | None:
         outcome[0] = None
 
     # Looking a name up knows no limit of time.
-    thread = threading.Thread(target=ask, name="finray-hub", daemon=True)
+    thread = threading.Thread(target=probe, name="finray-hub", daemon=True)
     thread.start()
     thread.join(TIMEOUT_S)
     return outcome[0]
 
 
 def no_answer() -> str:
-    """What is said of a server that lets one wait."""
+    """The message about a server that does not answer in time."""
     return f"no answer within {TIMEOUT_S:g} s"
 
 

@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
 _TEMPLATES = FileKind(
     ModelError, repair="model.chat_template names a Jinja template, a text file in UTF-8", limit=2**20
 )
-_CONFIGS = FileKind(ModelError, repair="fetch the model again")
+_CONFIGS = FileKind(ModelError, repair="download the model again")
 # Numbers in a model's configuration that memory and time follow from, with the largest that one would believe.
 _SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000),
@@ -59,9 +59,9 @@ def check_sizes(content: Mapping[str, Any], where: str) -> None:
                 continue
             if not isinstance(one, int) or isinstance(one, bool) or not 1 <= one <= most:
                 raise ModelError(
-                    f"`{name}` is {shown(one)}, which no model has: a whole number from 1 to {most:,} is expected",
+                    f"`{name}` is {shown(one)}; it must be a whole number from 1 to {most:,}",
                     where=where,
-                    repair="fetch the model's config.json again",
+                    repair="download the model's config.json again",
                 )
 
 
@@ -111,7 +111,7 @@ def check_exists(name: str) -> None:
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(
-            "the directory holds no `config.json`", where=f"model.name={name}", repair="name a model directory"
+            "the directory holds no `config.json`", where=f"model.name={name}", repair="give a model directory"
         )
     if path.is_dir():
         check_sizes(_CONFIGS.json(path / "config.json", dict[str, Any]), str(path / "config.json"))
@@ -141,19 +141,21 @@ def source_options(model: ModelConfig) -> dict[str, Any]:
 def not_loaded(what: str, model: ModelConfig, error: Exception) -> ModelError:
     """The error of a model or tokenizer that Transformers could not load."""
     text = str(error).strip().splitlines()
-    repair = "name a model directory, a .gguf file, or a Hugging Face id you can reach (HF_TOKEN for gated models)"
+    repair = "give a model directory, a .gguf file, or a Hub id that you have access to (HF_TOKEN for gated models)"
     if not Path(model.name).expanduser().exists() and (refused := hub.refusal()) is not None:
         return ModelError(
             f"the {what} is not in the local cache, and the Hub cannot be reached",
             where=f"model.name={model.name}",
-            repair=f"{refused}; when it answers, run the command again, or name a model directory (`finray plan "
-            "--offline` plans without the Hub)",
+            repair=f"{refused}; run the command again when it answers, or give a model directory (`finray plan "
+            f"--offline` plans without the Hub)",
         )
-    if Path(model.name).expanduser().is_dir():
-        repair = "fetch the model again, with all of its files: weights as `.safetensors`, settings, tokenizer"
+    if not Path(model.name).expanduser().exists():
+        repair = f"there is no directory {model.name} here, and so it was read as a Hub id: check the path, or {repair}"
+    elif Path(model.name).expanduser().is_dir():
+        repair = "download the model again, with all of its files: weights as `.safetensors`, settings, tokenizer"
     if text and text[0].startswith("Weights only load failed"):
-        # Torch goes on with how to load it nevertheless.
-        text = ["its pickled weights hold more than tensors"]
+        # Torch continues with how to load it nevertheless.
+        text = ["its pickled weights contain more than tensors"]
     if "trust_remote_code" in str(error):
         repair = "read the code that comes with the model; if you trust it, set model.trust_remote_code to true"
     return ModelError(
@@ -204,9 +206,9 @@ def add_tokens(tokenizer: Any, model: ModelConfig) -> NewTokens | None:
     there = [word for word in model.new_tokens if word in tokenizer.get_vocab()]
     if there:
         raise ModelError(
-            f"the tokenizer has {', '.join(f'`{word}`' for word in there)} already",
+            f"the tokenizer already has {', '.join(f'`{word}`' for word in there)}",
             where="model.new_tokens",
-            repair="leave out the words that are tokens",
+            repair="leave out the existing tokens",
         )
     tokenizer.add_tokens(list(model.new_tokens))
     return NewTokens(tuple(tokenizer.convert_tokens_to_ids(word) for word in model.new_tokens), known)
@@ -248,7 +250,7 @@ def _template_file(model: ModelConfig) -> Path | None:
         raise DataError(
             "the chat template does not exist",
             where=f"model.chat_template={model.chat_template}",
-            repair="name a file with a Jinja template, or leave it out: the tokenizer's own is then taken",
+            repair="give a file with a Jinja template, or leave it out to use the tokenizer's own",
         )
     return path
 

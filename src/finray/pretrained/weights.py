@@ -109,9 +109,9 @@ def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] 
         missing = [path.name for path in paths if not there(path.relative_to(folder).as_posix())]
         if missing:
             raise ModelError(
-                f"{len(missing)} of {len(paths)} files of weights are missing, such as {missing[0]}",
+                f"{len(missing)} of {len(paths)} weight files are missing, such as {missing[0]}",
                 where=f"model.name={folder}",
-                repair="fetch the model again, with all of its `.safetensors` files",
+                repair="download the model again, with all of its `.safetensors` files",
             )
         return paths
 
@@ -122,8 +122,8 @@ def stored_weights(folder: Path, stem: str = "model", *, files: Collection[str] 
         raise ModelError(
             "the directory holds no weights",
             where=f"model.name={folder}",
-            repair="fetch the model's `.safetensors` files as well, by the names that they have on the Hub"
-            + ("; a GGUF file is named itself" if any(folder.glob("*.gguf")) else ""),
+            repair="download the model's `.safetensors` files as well, with their names from the Hub"
+            + ("; for a GGUF file, give the file itself" if any(folder.glob("*.gguf")) else ""),
         )
     tensors: dict[str, StoredTensor] = {}
     for path in paths:

@@ -1,1 +1,1 @@
-"""Handing a finished model on: to the Hub, with a card."""
+"""The publishing package: pushes a finished model to the Hub, with a model card."""

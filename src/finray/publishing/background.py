@@ -1,4 +1,4 @@
-"""Checkpoints that are pushed while the training goes on: the newest alone, and none that the Hub does not take."""
+"""Pushes checkpoints during training: only the newest, and none that the Hub refuses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from finray.publishing.hub import Commit, Target
 
 FOLDER = "last-checkpoint"
 _SCRATCH = ".tmp-push-"
-# What DeepSpeed alone reads: as large as the training state, which is there.
+# Only read by DeepSpeed: as large as the training state, which is pushed.
 _LEFT_OUT = ("deepspeed",)
 
 
@@ -32,14 +32,14 @@ class Uploads(Protocol):
 
 
 class CheckpointPusher:
-    """Pushes checkpoints from a thread of rank 0; nothing that it does stops the training or makes it wait.
+    """Pushes checkpoints from a thread of rank 0, without stopping or delaying the training.
 
     Args:
-        login: who speaks with the Hub; called in the thread, with what sleeps and says whether nothing is to be tried
-            any more.
-        target: that was checked when the run was started.
-        base: the name of the base model on the Hub, written into an adapter's files; None leaves what is there.
-        warn: told, with the step, of a checkpoint that was not pushed.
+        login: creates the Hub connection; called in the thread, with a function that sleeps and returns whether retries
+            must stop.
+        target: checked when the run was started.
+        base: the name of the base model on the Hub, written into an adapter's files; None leaves them unchanged.
+        warn: called with message and step if a checkpoint was not pushed.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class CheckpointPusher:
         self._login, self._target, self._base, self._warn = login, target, base, warn
         self._changed = threading.Condition()
         self._next: Path | None = None
-        # First: no more will come, and nothing is tried again. Then: nobody waits any more.
+        # First: no more checkpoints will come, and nothing is retried. Second: stop waiting.
         self._ended, self._left = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="finray-push", daemon=True)
         self._thread.start()
 
     def offer(self, checkpoint: Path) -> None:
-        """Have a checkpoint pushed, in the place of one that waits; its files may be deleted afterwards."""
+        """Queue a checkpoint, replacing one that waits; its files may be deleted afterwards."""
         try:
             linked = self._linked(checkpoint)
         except OSError as error:
@@ -72,19 +72,19 @@ class CheckpointPusher:
             shutil.rmtree(superseded, ignore_errors=True)
 
     def close(self, *, wait_s: float) -> None:
-        """End the work: what is being sent, and the checkpoint that waits, may take so long; nothing is tried again."""
+        """Stop; the current push and a waiting checkpoint may take this long; nothing is retried."""
         with self._changed:
             self._ended.set()
             self._changed.notify()
         self._thread.join(wait_s)
         self._left.set()
-        # What is still being sent ends with the process, and is no commit.
+        # An unfinished upload ends with the process, and is never committed.
         with suppress(OSError):
             for rest in [self._next] if self._next is not None else []:
                 shutil.rmtree(rest)
 
     def _linked(self, checkpoint: Path) -> Path:
-        """The files of a checkpoint under another name, because retention may delete it: links, which cost nothing."""
+        """Hard links to the files of a checkpoint, because retention may delete it."""
         scratch = checkpoint.with_name(f"{_SCRATCH}{checkpoint.name}")
         shutil.rmtree(scratch, ignore_errors=True)
         for one in sorted(checkpoint.rglob("*")):
@@ -110,12 +110,14 @@ class CheckpointPusher:
                 hub.push(self._target, files, message=f"Checkpoint of step {step}", folder=FOLDER, only=True)
                 self._target = replace(self._target, exists=True)
             except Exception as error:
-                # Whatever it is: the training goes on.
-                said = error.message if isinstance(error, FinrayError) else f"{type(error).__name__}: {error}"
+                # Training continues after any error.
+                detail = error.message if isinstance(error, FinrayError) else f"{type(error).__name__}: {error}"
                 where = f" ({error.where})" if isinstance(error, HubError) else ""
-                # At the end the model itself is pushed, and what is wrong then is said there.
+                # At the end the model itself is pushed, and errors are reported there.
                 if not self._ended.is_set():
-                    self._warn(f"the checkpoint of step {step} is not pushed: {said}{where}; training goes on", step)
+                    self._warn(
+                        f"the checkpoint of step {step} is not pushed: {detail}{where}; training continues", step
+                    )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -125,17 +127,17 @@ def _step(folder: Path) -> int:
 
 
 def _files(folder: Path, base: str | None) -> dict[str, Path | bytes]:
-    """What is pushed of a checkpoint: all of it, with the base model's public name, and a manifest that says so."""
+    """The files to push of a checkpoint: all, with the base model's public name, and a matching manifest."""
     content = manifest.read(folder)
     listed = [one for one in content["files"] if Path(one["path"]).parts[0] not in _LEFT_OUT]
     for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
         if base is None or not (folder / name).is_file():
             continue
-        said = json.loads((folder / name).read_text(encoding="utf-8"))
-        if said.get(key) != base:
-            # A link: the checkpoint has the same file, and keeps it.
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        if content.get(key) != base:
+            # A hard link: the checkpoint keeps the file.
             (folder / name).unlink()
-            (folder / name).write_text(json.dumps({**said, key: base}, indent=2) + "\n", encoding="utf-8")
+            (folder / name).write_text(json.dumps({**content, key: base}, indent=2) + "\n", encoding="utf-8")
             listed = [one if one["path"] != name else manifest.entry(folder, folder / name) for one in listed]
     if listed != content["files"]:
         (folder / manifest.NAME).unlink()

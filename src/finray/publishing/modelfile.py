@@ -1,9 +1,9 @@
-"""A `Modelfile` for Ollama, whose template follows from the chat template that was trained, and is checked against it.
+"""A `Modelfile` for Ollama, whose template is derived from the chat template used in training, and checked against it.
 
-Ollama's templates are Go's. Not every Jinja template can be written as one; what can is what most chat models have:
-each message between two fixed texts of its role, a default system message at most, and a fixed text before an answer.
-That form is read off the rendered conversations, and then compared with them on others. Where it does not hold, the
-file says so and has no template.
+Ollama's templates are Go's. Not every Jinja template can be converted; those of most chat models can: each message is
+enclosed by two fixed texts of its role, with an optional default system message, and a fixed text before an answer.
+This form is inferred from rendered conversations, and then verified on others. If verification fails, the file says so
+and has no template.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _MARK = "finray-marks-this"
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a chat template puts around messages.
+    """The text that a chat template puts around messages.
 
     Attributes:
-        begin: before all of them.
-        default: after that, where the first message is no system message.
+        begin: before all messages.
+        default: after that, if the first message is not a system message.
         around: by role, the texts before and after a message.
         answer: after the last message, before an answer.
     """
@@ -33,7 +33,7 @@ class Frame:
     answer: str
 
     def render(self, messages: Messages) -> str:
-        """A conversation, as the template would have it if that is all that it does."""
+        """Render a conversation with this frame."""
         parts = [self.begin]
         if not messages or messages[0]["role"] != "system":
             parts.append(self.default)
@@ -43,7 +43,7 @@ class Frame:
         return "".join([*parts, self.answer])
 
     def go(self) -> str:
-        """The same in Go's template language, as Ollama runs it."""
+        """The same in Go's template language, for Ollama."""
         (s0, s1), (u0, u1), (a0, a1) = (self.around[role] for role in ("system", "user", "assistant"))
         head = _go(self.begin)
         if self.default:
@@ -62,7 +62,7 @@ class Frame:
 
 
 def _go(text: str) -> str:
-    """A literal text: as a string of Go's, so that no space around it is trimmed and no brace is read."""
+    """Literal text as a Go string, so that white space is not trimmed and braces are not parsed."""
     quoted = (
         text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
     )
@@ -70,13 +70,13 @@ def _go(text: str) -> str:
 
 
 def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, bos: str = "") -> tuple[str, str | None]:
-    """The text of a ``Modelfile``, and why it has no template; None where it has one, or the model has none.
+    """The text of a ``Modelfile``, and why it has no template; None if it has one, or the model has none.
 
     Args:
-        tokenizer: with the chat template that was trained.
+        tokenizer: with the chat template used in training.
         file: name of the GGUF file.
-        notes: of finray, which lie beside the weights.
-        bos: token that the runner itself puts before the rendered text.
+        notes: finray's metadata next to the weights.
+        bos: token that the runner itself prepends.
     """
     lines = [f"FROM ./{file}"]
     refused = None
@@ -87,7 +87,7 @@ def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, bos: str =
             text: str = tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **arguments
             )
-            # Else it would be there twice.
+            # Otherwise it would be there twice.
             return text.removeprefix(bos)
 
         found = frame_of(render)
@@ -104,21 +104,21 @@ def modelfile(tokenizer: Any, file: str, notes: Mapping[str, Any], *, bos: str =
 
 
 def frame_of(render: Any) -> Frame | str:
-    """The frame of a chat template, or why it has none that holds.
+    """The frame of a chat template, or why there is none.
 
     Args:
-        render: a conversation as text, with what comes before an answer.
+        render: renders a conversation, including the generation prompt.
     """
     marks = {role: f"{_MARK}-{role}" for role in ("system", "user", "assistant")}
 
-    def said(*roles: str) -> list[Mapping[str, str]]:
+    def conversation(*roles: str) -> list[Mapping[str, str]]:
         return [{"role": role, "content": marks[role]} for role in roles]
 
     try:
-        one = render(said("user"))
-        with_system = render(said("system", "user"))
-        three = render(said("user", "assistant", "user"))
-        five = render(said("user", "assistant", "user", "assistant", "user"))
+        one = render(conversation("user"))
+        with_system = render(conversation("system", "user"))
+        three = render(conversation("user", "assistant", "user"))
+        five = render(conversation("user", "assistant", "user", "assistant", "user"))
     except Exception as error:
         return f"it does not render a system message or several turns ({type(error).__name__})"
     user, assistant, system = marks["user"], marks["assistant"], marks["system"]
@@ -126,7 +126,7 @@ def frame_of(render: Any) -> Frame | str:
     counts = (one.count(user), with_system.count(system), three.count(user), three.count(assistant), five.count(user))
     if counts != (1, 1, 2, 1, 3):
         return "a message is not there once"
-    # Between two user messages: the end of the first, the answer in its frame, the begin of the second.
+    # Between two user messages: the end of the first, the answer in its frame, the start of the second.
     middle, tail = parts[1], parts[2]
     head = parts[0]
     front, back = middle.split(assistant)
@@ -137,11 +137,11 @@ def frame_of(render: Any) -> Frame | str:
     if not rest.endswith(tail) or user not in rest:
         return "what follows a system message differs"
     between = rest[: rest.index(user)]
-    # The begin of a user message is what all that stands before one has in common.
+    # The start of a user message is the common suffix of everything before user messages.
     begin = _common_end([head, back, between])
     after = head[: len(head) - len(begin)]
     opening = _common_begin([before, after]) if after else ""
-    # The end of a user message is what comes before an answer, in both places.
+    # The end of a user message is the common prefix before an answer.
     end = _common_begin([front, tail])
     end = end[: end.rindex("\n") + 1] if "\n" in end else end
     found = Frame(
@@ -155,10 +155,10 @@ def frame_of(render: Any) -> Frame | str:
         tail[len(end) :],
     )
     samples: list[Messages] = [
-        said("user"),
-        said("system", "user"),
-        said("user", "assistant", "user"),
-        said("system", "user", "assistant", "user", "assistant", "user"),
+        conversation("user"),
+        conversation("system", "user"),
+        conversation("user", "assistant", "user"),
+        conversation("system", "user", "assistant", "user", "assistant", "user"),
         [{"role": "user", "content": 'Two\n\nlines, {{ braces }} and "quotes".'}],
         [
             {"role": "system", "content": "Short."},

@@ -27,8 +27,8 @@ from finray.publishing.card import Facts, card, scores_of
 from finray.publishing.hub import MARK, Hub, Target, public_name
 from finray.results import Result
 
-Say = Callable[[str], None]
-# What a model directory is made of. All else that lies there, of which nobody knows what it is, stays.
+Notify = Callable[[str], None]
+# The files of a model directory. All other files in it are not pushed.
 PUSHED = (
     *("*.safetensors", "*.safetensors.index.json", "*.gguf", "config.json", "generation_config.json", SETTINGS, NOTES),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.jinja"),
@@ -38,16 +38,16 @@ PUSHED = (
 
 @dataclass(frozen=True, slots=True)
 class Pushed(Result):
-    """What was pushed.
+    """The result of a push.
 
     Attributes:
         url: of the model.
         repo: its name, ``OWNER/NAME``.
         commit: that it is in.
-        private: whether others see it.
-        merged: whether an adapter was merged for it.
+        private: whether the model is private.
+        merged: whether an adapter was merged first.
         files: number of files.
-        bytes: of them all.
+        bytes: total size.
     """
 
     url: str
@@ -79,24 +79,24 @@ def push(
     public: bool | None = None,
     dtype: str = "bf16",
     base: str | None = None,
-    say: Say = lambda text: None,
+    notify: Notify = lambda text: None,
     login: Callable[[], Hub] = Hub.login,
 ) -> Pushed:
-    """Push the weights that a directory stands for, with a card. The same call finishes one that was killed.
+    """Push the weights of a directory, with a model card. The same call finishes a push that was killed.
 
     Args:
         path: a run, checkpoint or model directory.
-        to: name of the model on the Hub; without an owner it is the user. None takes ``export.push_to_hub``, else the
-            name of the run or directory.
-        merged: fold an adapter into its base; None is as ``export.merged`` says.
-        public: let others see it; None is as ``export.public`` says.
-        dtype: of merged weights, fp32 or bf16.
-        base: the base model's name on the Hub, or where it is now; None takes ``export.base_model``.
-        say: told what is being done.
-        login: who speaks with the Hub.
+        to: name of the model on the Hub; without an owner, the user's. None uses ``export.push_to_hub``, else the name
+            of the run or directory.
+        merged: merge an adapter into its base; None uses ``export.merged``.
+        public: make the model public; None uses ``export.public``.
+        dtype: dtype of merged weights, fp32 or bf16.
+        base: the base model's name on the Hub, or its directory if it has moved; None uses ``export.base_model``.
+        notify: called with progress messages.
+        login: creates the Hub connection.
 
     Raises:
-        FinrayError: the Hub does not allow it, which is found before anything is merged or sent; or it does not answer.
+        FinrayError: the Hub does not allow the push (checked before anything is merged or sent), or does not answer.
     """
     folder = Path(path).expanduser()
     artifact = find_artifact(folder)
@@ -109,17 +109,17 @@ def push(
     try:
         hub_id(name)
     except ValueError as error:
-        raise HubError(str(error), where="--to" if to else name, repair="name it with --to OWNER/NAME") from None
+        raise HubError(str(error), where="--to" if to else name, repair="give the name with --to OWNER/NAME") from None
     known = base_name(artifact, base or (None if export is None else export.base_model), merged=merged)
     hub = login()
     target = hub.check(name, public=public)
     if public and target.is_private:
-        say(f"{target.repo} is private on the Hub, and stays so; its settings there make it public")
+        notify(f"{target.repo} is private on the Hub and stays private; make it public in its settings there")
     facts = _facts(artifact, config, target, merged=merged, base=known, hub=hub)
     whole, files = None, model_files(artifact.folder)
     if merged:
         local = base if base is not None and Path(base).expanduser().is_dir() else None
-        whole = _merged(artifact, dtype=dtype, base=local, say=say)
+        whole = _merged(artifact, dtype=dtype, base=local, notify=notify)
         files = model_files(whole)
     elif artifact.base is not None and known is not None:
         files |= renamed(artifact, known)
@@ -127,7 +127,7 @@ def push(
     if "README.md" not in files or config is not None:
         files["README.md"] = card(facts).encode()
     size = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for one in files.values())
-    say(f"pushing {len(files)} files ({size / 1e6:,.1f} MB) to {hub.endpoint}/{target.repo}")
+    notify(f"pushing {len(files)} files ({size / 1e6:,.1f} MB) to {hub.endpoint}/{target.repo}")
     step = "" if facts.step is None else f" of step {facts.step}"
     commit = hub.push(
         target, files, message=f"{'Merged model' if merged else 'Model'}{step} from finray {version('finray')}"
@@ -138,7 +138,7 @@ def push(
 
 
 def base_name(artifact: Artifact, named: str | None, *, merged: bool) -> str | None:
-    """The name of an adapter's base on the Hub; None where it is a local directory, and nobody needs it.
+    """The Hub name of an adapter's base; None if it is a local directory and no name is needed.
 
     Raises:
         ModelError: the adapter alone would be pushed, and nobody could load it.
@@ -147,13 +147,13 @@ def base_name(artifact: Artifact, named: str | None, *, merged: bool) -> str | N
 
 
 def model_files(folder: Path) -> dict[str, Path | bytes]:
-    """The files of a model directory that are pushed, by their names in it."""
+    """The files of a model directory to push, by name."""
     found = {one for pattern in PUSHED for one in folder.glob(pattern) if one.is_file()}
     return {one.relative_to(folder).as_posix(): one for one in sorted(found)}
 
 
 def renamed(artifact: Artifact, base: str) -> dict[str, Path | bytes]:
-    """The files of an adapter that name its base, with the name that it has on the Hub."""
+    """The files of an adapter that name its base, with the base's name on the Hub."""
     changed: dict[str, Path | bytes] = {}
     for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
         if (file := artifact.folder / name).is_file():
@@ -164,7 +164,7 @@ def renamed(artifact: Artifact, base: str) -> dict[str, Path | bytes]:
 
 
 def _config_of(weights: Path) -> Config | None:
-    """The config of the run that weights are of; None where they are of none."""
+    """The config of the run that weights belong to; None if there is none."""
     run = RunDir(weights.parent)
     is_of_a_run = run.config_file.is_file() and (weights / manifest.NAME).is_file()
     return saved_config(run) if is_of_a_run else None
@@ -199,8 +199,8 @@ def _facts(
     )
 
 
-def _merged(artifact: Artifact, *, dtype: str, base: str | None, say: Say) -> Path:
-    """The model that is pushed with ``--merged``. It is kept until it is pushed: after a kill it is not made again."""
+def _merged(artifact: Artifact, *, dtype: str, base: str | None, notify: Notify) -> Path:
+    """The model for ``--merged``. It is kept until it is pushed: after a kill it is not merged again."""
     name = artifact.folder.name
     if artifact.base is not None:
         # Another adapter, or another base, is another model.
@@ -208,10 +208,10 @@ def _merged(artifact: Artifact, *, dtype: str, base: str | None, say: Say) -> Pa
         name = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
     output = artifact.folder.parent / f".push-{name}-{dtype}"
     if artifact.is_adapter and output.is_dir():
-        say(f"the merged model of an earlier push is in {output}")
+        notify(f"the merged model of an earlier push is in {output}")
         return output
     shutil.rmtree(output, ignore_errors=True)
     require_writable(output.parent)
-    say("merging the adapter into its base" if artifact.is_adapter else f"writing the weights in {dtype}")
+    notify("merging the adapter into its base" if artifact.is_adapter else f"writing the weights in {dtype}")
     export_model(artifact.folder, output, dtype=dtype, base=base)
     return output

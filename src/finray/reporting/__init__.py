@@ -1,1 +1,1 @@
-"""What people look at: results that show themselves, and pages for a browser with plots that can be zoomed."""
+"""The reporting package: displays of results, and HTML pages with interactive plots."""

@@ -80,7 +80,7 @@
     const made = make("div", `answer ${className}`);
     const head = make("div", "small quiet", label);
     if (values) head.append(make("span", "values", values));
-    made.append(head, make("div", "said", at >= 0 ? texts[at] || "(nothing)" : "(no answer)"));
+    made.append(head, make("div", "said", at >= 0 ? texts[at] || "(empty)" : "(no answer)"));
     return made;
   }
 
@@ -95,7 +95,7 @@
     head.append(make("h3", "mono", texts[row[0]]));
     if (found != null) head.append(make("span", `mark ${found > 0 ? "ok" : found < 0 ? "problem" : "note"}`, found > 0 ? "win" : found < 0 ? "loss" : "same"));
     const pair = make("div", "pair");
-    pair.append(block("prompt", row[1], "prompt"), block("expected", row[2], "expected"));
+    pair.append(block("Prompt", row[1], "prompt"), block("Expected", row[2], "expected"));
     if (a !== b) pair.append(block(models[a], row[3][a] ?? -1, "", values(row, a)));
     pair.append(block(models[b], row[3][b] ?? -1, "", values(row, b)));
     made.append(head, pair);
@@ -107,6 +107,10 @@
     page = Math.min(Math.max(page, 0), pages - 1);
     const first = page * PAGE, rows = shown.slice(first, first + PAGE);
     list.replaceChildren(...rows.map(article));
+    /* A long text scrolls, also from the keyboard. */
+    for (const said of list.querySelectorAll(".said")) {
+      if (said.scrollHeight > said.clientHeight) Object.assign(said, { tabIndex: 0, role: "group", ariaLabel: said.previousSibling.firstChild.textContent });
+    }
     status.textContent = rows.length ? `${(first + 1).toLocaleString("en-US")} to ${(first + rows.length).toLocaleString("en-US")} of ${shown.length.toLocaleString("en-US")} rows` : "no rows";
     part("previous").disabled = page === 0;
     part("next").disabled = page === pages - 1;

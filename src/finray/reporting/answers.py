@@ -1,6 +1,7 @@
-"""Answers of all runs of a page, as ``answers.js`` reads them: one list of rows, and what each model said to them.
+"""Answers of all runs of a page, for ``answers.js``: one list of rows, with each model's answers.
 
-Texts are kept once, because the base model says the same in each run; and a page must stay small enough to be opened.
+Texts are stored once, because the base model gives the same answers in each run; and a page must stay small enough to
+open.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from finray.config.tasks import less_is_better
 from finray.limits import cut
 from finray.reporting.scored import Answered, Evaluation
 
-# Characters of all texts of a page, escaped; with the curves of 20 runs it stays under 15 MB.
+# Maximum total length of texts on a page, escaped; with the curves of 20 runs it stays under 15 MB.
 BUDGET = 7_000_000
-# Characters of a text: what is tried, one after the other.
+# Maximum length of a text: tried in this order.
 _LIMITS = (4000, 2000, 1000, 500, 250, 120)
 
 
 @dataclass(frozen=True, slots=True)
 class Explorer:
-    """What is to be paged through.
+    """The data of the explorer of answers.
 
     Attributes:
         data: JSON types.
-        rows: rows that are there, and how many there were.
-        limit: characters to which longer texts were cut; None where none was.
+        rows: number of rows included, and in total.
+        limit: length to which longer texts were truncated; None if none was.
     """
 
     data: Mapping[str, Any]
@@ -36,11 +37,11 @@ class Explorer:
 
 
 def explorer(runs: Sequence[tuple[str, Sequence[Evaluation]]], *, budget: int = BUDGET) -> Explorer | None:
-    """The answers of runs; None where there are none.
+    """The answers of runs; None if there are none.
 
     Args:
-        runs: names, each with the run's evaluations. Evaluations of one name are put side by side, row by row.
-        budget: characters that all texts may have, escaped. Long texts are cut first, then rows left out, evenly.
+        runs: names, each with the run's evaluations. Evaluations of the same name are merged row by row.
+        budget: maximum total length of texts, escaped. Long texts are truncated first, then rows are dropped evenly.
     """
     several = len(runs) > 1
     models = list(
@@ -83,7 +84,7 @@ class _Row:
 
 
 class _Set:
-    """The rows of evaluations of one name, over all runs."""
+    """The rows of evaluations of the same name, over all runs."""
 
     def __init__(
         self, name: str, runs: Sequence[tuple[str, Sequence[Evaluation]]], models: Sequence[str], *, several: bool
@@ -99,7 +100,7 @@ class _Set:
                 used |= dict.fromkeys(own.values())
                 for answered in one.answered:
                     row = rows.setdefault(answered.key, _Row(answered))
-                    row.answers |= {own[model]: said for model, said in answered.answers.items() if model in own}
+                    row.answers |= {own[model]: texts for model, texts in answered.answers.items() if model in own}
                     row.scores |= {own[model]: kept for model, kept in answered.scores.items() if model in own}
                     scores |= dict.fromkeys(score for kept in answered.scores.values() for score in kept)
         self.rows, self.scores, self.models = list(rows.values()), list(scores), sorted(used)
@@ -128,12 +129,12 @@ class _Set:
 
 
 def _short(value: float | None) -> float | None:
-    """A score with so many digits as are shown, so that thousands of them are small."""
+    """Round a score to the displayed digits, to keep thousands of them small."""
     if value is None:
         return None
     return int(value) if value == int(value) else float(f"{value:.6g}")
 
 
 def _size(texts: Iterable[str], limit: int) -> int:
-    """Characters of texts as a page holds them."""
+    """Length of texts on a page."""
     return sum(len(json.dumps(text[:limit])) + 5 * sum(map(text[:limit].count, "<>&'")) for text in texts)

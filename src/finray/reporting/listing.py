@@ -1,4 +1,4 @@
-"""Runs in a terminal: a list of them, what tells two apart, and one that is followed while it goes on."""
+"""Runs in a terminal: a list, a comparison of two, and following one in progress."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Listed(Result):
-    """Runs of a directory, the one that was changed last first; ``now`` is seconds since 1970."""
+    """Runs of a directory, most recently changed first; ``now`` is seconds since 1970."""
 
     folder: str | Path
     runs: tuple[RecordedRun, ...]
@@ -68,13 +68,13 @@ class Listed(Result):
 
 @dataclass(frozen=True, slots=True)
 class RunsCompared(Result):
-    """Two runs: fields of their configs that differ, and their results."""
+    """Two runs: differing fields of their configs, and their results."""
 
     runs: tuple[RecordedRun, RecordedRun]
 
     @property
     def results(self) -> dict[str, tuple[float | None, float | None]]:
-        """Results by name, of each run."""
+        """Results of both runs by name."""
         found: dict[str, list[float | None]] = {}
         for at, run in enumerate(self.runs):
             for name, value in _results(run).items():
@@ -115,13 +115,13 @@ def list_runs(folder: str | Path, *, now: float) -> Listed:
     """The runs of a directory, or behind a URL.
 
     Raises:
-        DataError: it is not there.
-        StorageError: the storage cannot be asked.
+        DataError: the directory does not exist.
+        StorageError: the storage cannot be reached.
     """
     places: Sequence[str | Path]
     if is_url(str(folder)):
         objects = Objects(str(folder))
-        # Behind a URL what makes a run of a folder is its config.
+        # Behind a URL, a folder with a config is a run.
         names = [one for one in objects.folders() if objects.read(f"{one}/{CONFIG_FILE}") is not None]
         places = [objects.at(name) for name in names]
     else:
@@ -131,10 +131,10 @@ def list_runs(folder: str | Path, *, now: float) -> Listed:
 
 
 def compare_runs(first: str | Path, second: str | Path) -> RunsCompared:
-    """Two runs beside each other.
+    """Compare two runs.
 
     Raises:
-        DataError: one of them is no run.
+        DataError: one of them is not a run.
     """
     return RunsCompared((read_run(first, with_answers=False), read_run(second, with_answers=False)))
 
@@ -157,7 +157,7 @@ def _results(run: RecordedRun) -> dict[str, float]:
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
@@ -166,7 +166,7 @@ def size(count: float) -> str:
 
 
 def age(seconds: float) -> str:
-    """A time that has passed, in its largest unit."""
+    """Format an elapsed time, in its largest unit."""
     return f"{seconds / 86_400:.0f}d" if seconds >= 2 * 86_400 else duration(max(0.0, seconds))
 
 
@@ -174,10 +174,10 @@ def age(seconds: float) -> str:
 
 
 class Follower:
-    """New lines of a run's records, each time it is asked.
+    """Returns new lines of a run's records on each call.
 
-    A start of the workers replaces the file by one that ends where the run goes on: what was told of it is not told
-    again.
+    A start of the workers replaces the file by one that ends where the run continues; records that were already
+    returned are not repeated.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -189,7 +189,7 @@ class Follower:
         self._told: set[int] = set()
 
     def new(self) -> Iterator[Record]:
-        """What was not told yet: starts of the workers, and records."""
+        """New starts of the workers, and new records."""
         try:
             starts = read_starts(self._run_dir)
         except OSError:
@@ -206,7 +206,7 @@ class Follower:
                 content = stream.read()
         except OSError:
             return
-        # A line that is being written has no end yet.
+        # A line that is being written has no line end yet.
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
@@ -221,7 +221,7 @@ class Follower:
 
 @dataclass(frozen=True, slots=True)
 class Watched(Result):
-    """How a run stood when it was no longer watched."""
+    """The state of a run when watching ended."""
 
     run: RecordedRun
 
@@ -237,7 +237,7 @@ class Watched(Result):
         chosen = f", best {best.metric.replace('_', ' ')} {best.value:.4g} at step {best.step}" if best else ""
         console.print(f"{run.name}: {run.state} at step {run.step:,}{total}{loss}{chosen}", highlight=False)
         if run.state == "stopped" and run.failure:
-            console.print(f"its last error: {run.failure}", highlight=False, soft_wrap=True)
+            console.print(f"last error: {run.failure}", highlight=False, soft_wrap=True)
 
 
 def watch(
@@ -250,10 +250,10 @@ def watch(
     """Show a run until no process works on it.
 
     Args:
-        place: the run directory, or its URL: of a run on another machine no more is known than where it stands.
-        view: shows what comes.
-        sleep: waits so many seconds.
-        held: whether a process works on the run.
+        place: the run directory, or its URL: for a run on another machine only its current state is shown.
+        view: shows the records.
+        sleep: sleeps for the given seconds.
+        held: whether a process is working on the run.
 
     Raises:
         DataError: there is no run.
@@ -261,7 +261,7 @@ def watch(
     run_dir = read_run(place, with_answers=False).path
     follower = Follower(run_dir)
     while True:
-        # Asked before the records are read: what is written until then is shown.
+        # Checked before the records are read, so that everything written until then is shown.
         goes_on = held(run_dir)
         for record in latest(list(follower.new())):
             view.handle(record)
@@ -271,8 +271,8 @@ def watch(
 
 
 def latest(records: list[Record], most: int = 50) -> list[Record]:
-    """Of many training records the last ones, and the last header, so that who comes late need not read them all; and
-    all else."""
+    """Drop all but the last training records and the last header, for viewers that start late; everything else is
+    kept."""
     passed = {at for at, one in enumerate(records) if isinstance(one, TrainRecord)}
     passed -= set(sorted(passed)[-most:])
     passed |= set([at for at, one in enumerate(records) if isinstance(one, RunHeader)][:-1])

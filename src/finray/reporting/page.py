@@ -1,4 +1,4 @@
-"""The shell of a page: one HTML file with style, script and data in it, that asks the network for nothing."""
+"""The frame of a page: one self-contained HTML file with style, script and data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
 
     Args:
         template: Jinja source that extends ``shell.html.j2`` and fills its blocks ``title``, ``style`` and ``body``.
-            Values are escaped. It has the filters ``number`` (1,234) and ``percent``, ``figure(plot)`` and
-            ``data(name, value)``, and may import what ``parts.html.j2`` has.
-        scripts: files of this package that are run beside that of the plots.
+            Values are escaped. Available are the filters ``number`` (1,234) and ``percent``, ``figure(plot)`` and
+            ``data(name, value)``, and the macros of ``parts.html.j2``.
+        scripts: files of this package to run besides that of the plots.
         values: variables of the template.
     """
     here = resources.files("finray.reporting")
@@ -43,7 +43,7 @@ def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(number=lambda value: f"{value:,}", percent=percent)
-    # With this policy a browser runs our script alone and loads nothing, whatever text of the data gets into the page.
+    # With this policy a browser only runs our script and loads nothing, whatever the data injects into the page.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment.globals.update(
         data=data,
@@ -56,8 +56,8 @@ def render(template: str, *, scripts: Sequence[str] = (), **values: Any) -> str:
 
 
 def data(name: str, value: Any) -> Markup:
-    """JSON types for the script of a page, as an element with an id."""
-    # Without spaces and with other letters than ASCII escaped, so that its size is that of the text.
+    """JSON data for the script of a page, as an element with an id."""
+    # Compact, and with only ASCII characters, so that its length is its size.
     text = htmlsafe_json_dumps(value, separators=(",", ":"))
     return Markup('<script type="application/json" id="{}">{}</script>').format(name, text)
 
@@ -69,14 +69,14 @@ def write(html: str, file: Path) -> None:
         DataError: the file cannot be written.
     """
     try:
-        # Half of a surrogate pair may come from a row; it is shown by its code point.
+        # A row may contain half of a surrogate pair; it is shown as an escape.
         file.write_text(html, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise DataError(f"the page cannot be written: {error.strerror}", where=str(file)) from None
 
 
 def figure(plot: Plot, caption: str = "") -> Markup:
-    """A plot as an element; ``caption`` stands beside its title."""
+    """A plot as an element; ``caption`` is shown next to its title."""
     return Markup(
         '<figure class="plot"><figcaption><h3>{}</h3><span class="small quiet">{}</span></figcaption>'
         '<noscript>This plot needs JavaScript.</noscript><script type="application/json">{}</script></figure>'

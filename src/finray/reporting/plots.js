@@ -1,6 +1,7 @@
 "use strict";
 /* Draws the JSON of every <figure class="plot"> (see plots.py) with uPlot: drag or press the buttons to zoom, and read
-   values off with the pointer or, when a plot has the focus, with the arrow keys. */
+   values off with the pointer or, when a plot has the focus, with the arrow keys. The page is shown before its plots:
+   they are drawn one at a time, those in view first, so that a page of many long curves responds meanwhile. */
 (() => {
   const plots = [];
   const incrs = [...Array(13).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
@@ -109,18 +110,25 @@
 
   function show(figure) {
     const spec = JSON.parse(figure.querySelector("script").textContent);
-    const data = uPlot.join(spec.series.map(({ x, y }) => [x, y]));
     const area = document.createElement("div");
-    const one = { group: spec.group, ends: [data[0][0], data[0].at(-1)] };
+    const one = { figure, group: spec.group, ends: [Math.min(...spec.series.map(({ x }) => x[0])), Math.max(...spec.series.map(({ x }) => x.at(-1)))] };
+    let data;
     area.className = "area";
     area.tabIndex = 0;
     area.setAttribute("role", "group");
     area.ariaLabel = `Plot of ${spec.y_label} by ${spec.x_label}. Arrow keys read values, plus and minus zoom, 0 shows all.`;
     figure.append(area);
+    figure.ariaBusy = "true";
 
     const build = () => {
+      data ??= uPlot.join(spec.series.map(({ x, y }) => [x, y]));
+      /* The range that the user has zoomed to, if any; a plot made in this moment has none yet. */
+      const { min, max } = [one, ...together()].map(({ plot }) => plot?.scales.x).find((scale) => scale?.min != null) ?? {};
       one.plot?.destroy();
       figure.plot = one.plot = new uPlot(options(spec, area.clientWidth), data, area);
+      if (min == null) all();
+      else one.plot.setScale("x", { min, max });
+      figure.ariaBusy = null;
       one.plot.root.querySelector(".u-legend").ariaLive = "polite";
       if (spec.series.length < 2) return;
       /* Of several curves each is hidden and shown again by its name, also from the keyboard. */
@@ -137,16 +145,19 @@
         name.title = "Hide or show this curve";
       });
     };
+    one.draw = () => one.plot ?? build();
     const together = () => plots.filter((other) => other === one || (one.group && other.group === one.group));
-    const zoomTo = (low, high) => together().forEach(({ plot }) => plot.setScale("x", { min: low, max: high }));
+    const zoomTo = (low, high) => together().forEach(({ plot }) => plot?.setScale("x", { min: low, max: high }));
     const all = () => zoomTo(Math.min(...together().map(({ ends }) => ends[0])), Math.max(...together().map(({ ends }) => ends[1])));
     const zoom = (factor) => {
+      one.draw();
       const { min, max } = one.plot.scales.x;
       const middle = one.plot.cursor.left >= 0 ? one.plot.posToVal(one.plot.cursor.left, "x") : (min + max) / 2;
       const half = ((max - min) * factor) / 2;
       zoomTo(Math.max(middle - half, one.ends[0]), Math.min(middle + half, one.ends[1]));
     };
     const move = (step) => {
+      one.draw();
       const { cursor, series } = one.plot, bar = spec.kind === "bars";
       const [first, last] = series[0].idxs;
       const at = between(cursor.left >= 0 ? cursor.idxs[0] + step : step > 0 ? first : last - bar, first, last - bar);
@@ -173,12 +184,22 @@
     figure.querySelector("figcaption").append(buttons);
 
     plots.push(one);
-    build();
     /* The legend keeps its colours from when it was made. */
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => [build(), all()]);
-    new ResizeObserver(() => one.plot.setSize({ width: area.clientWidth, height: 240 })).observe(area);
-    return all;
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => one.plot && build());
+    new ResizeObserver(() => {
+      if (one.plot && one.plot.width !== area.clientWidth) one.plot.setSize({ width: area.clientWidth, height: 240 });
+    }).observe(area);
   }
 
-  [...document.querySelectorAll("figure.plot")].map(show).forEach((all) => all());
+  function drawNext() {
+    const left = plots.filter(({ plot }) => !plot);
+    if (!left.length) return;
+    const inView = ({ figure }) => (({ top, bottom }) => bottom > 0 && top < innerHeight)(figure.getBoundingClientRect());
+    (left.find(inView) ?? left[0]).draw();
+    setTimeout(drawNext);
+  }
+
+  document.querySelectorAll("figure.plot").forEach(show);
+  addEventListener("beforeprint", () => plots.forEach(({ draw }) => draw()));
+  setTimeout(drawNext);
 })();

@@ -1,7 +1,7 @@
-"""Interactive plots of a page. What they look like and how they behave is in ``plots.js``, which draws with uPlot.
+"""Interactive plots of a page, drawn by ``plots.js`` with uPlot.
 
-uPlot is vendored because a page stays small enough to be mailed: 51 kB of script, where plotly's smallest bundle has
-1.1 MB and its Python package 4.8 MB. It zooms, links the cursors of several plots, and draws a million points.
+uPlot is vendored to keep pages small enough for mail: 51 kB of script, while plotly's smallest bundle has 1.1 MB and
+its Python package 4.8 MB. It zooms, links the cursors of several plots, and draws a million points.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values by x, ascending in x. A value that is None or not finite is a gap in the curve.
+    """Values by x, ascending in x. None or a non-finite value is a gap in the curve.
 
     Attributes:
-        colour: number of the colour; None for the place among the series of the plot.
+        colour: index of the colour; None means the index of the series in the plot.
     """
 
     label: str
@@ -28,10 +28,10 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line: something happened at this x.
+    """A vertical line that marks an event at this x.
 
     Attributes:
-        colour: number of the colour of the series that it belongs to; None for one of its own.
+        colour: index of the colour of its series; None for a separate colour.
     """
 
     x: float
@@ -41,12 +41,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A plot, as :func:`histogram` and :func:`curves` make it and templates show it: ``{{ figure(plot) }}``.
+    """A plot, created by :func:`histogram` or :func:`curves` and shown by templates: ``{{ figure(plot) }}``.
 
     Attributes:
-        limit: place and label of a vertical line.
-        group: plots of one group share their x axis: cursor and zoom.
-        marks: further vertical lines.
+        limit: position and label of a vertical line.
+        group: plots of a group share cursor and zoom of the x axis.
+        marks: more vertical lines.
     """
 
     kind: Literal["bars", "lines"]
@@ -93,12 +93,12 @@ def histogram(
     """A bar for each count.
 
     Args:
-        counts: bar *i* stands for values from ``i * width + 1`` to ``(i + 1) * width``.
+        counts: bar *i* is the number of values from ``i * width + 1`` to ``(i + 1) * width``.
         width: values per bar.
-        limit: place and label of a vertical line; it is left out where the bars do not reach it.
+        limit: position and label of a vertical line; omitted if it is beyond the bars.
     """
     edges = [number * width for number in range(len(counts) + 1)]
-    # The last edge closes the last bar and has none of its own.
+    # The last edge closes the last bar.
     series = Series(y_label, edges, [*counts, None])
     shown = limit if limit is not None and limit[0] <= edges[-1] else None
     return Plot(kind="bars", title=title, x_label=x_label, y_label=y_label, series=(series,), limit=shown)
@@ -117,9 +117,9 @@ def curves(
     """A line for each series, all with the same axes.
 
     Args:
-        series: the lines; each has its own x values, so runs of different length and interval go together.
+        series: the lines; each has its own x values, so runs of different length and interval can be combined.
         group: plots of one group share cursor and zoom.
-        log: whether the y axis is logarithmic; values that are not positive are gaps then.
+        log: whether the y axis is logarithmic; non-positive values become gaps.
         marks: vertical lines.
     """
     if log:
@@ -137,13 +137,13 @@ def curves(
 
 
 def thinned(series: Series, most: int) -> Series:
-    """A curve of at most so many points that looks the same: the least and the largest value of each stretch are kept.
+    """A curve of at most ``most`` points that looks the same: the minimum and maximum of each interval are kept.
 
-    First and last point are, too. Gaps stay only where a whole stretch is one.
+    The first and last point are kept, too. Gaps are kept only if a whole interval is empty.
 
     Args:
         series: the curve.
-        most: points; at least 4.
+        most: maximum number of points; at least 4.
     """
     count = len(series.x)
     if count <= most:

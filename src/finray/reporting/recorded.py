@@ -1,7 +1,6 @@
-"""What a run directory says of its run, whole or half-written, finished or still going: read once, typed, for all who
-show runs.
+"""Reads a run directory, complete or partial, finished or in progress, into typed records for all displays of runs.
 
-Nothing here raises because of one file: what cannot be read is left out, and named in ``problems``.
+A broken file raises no error: it is skipped, and named in ``problems``.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from finray.tracking.starts import Start, read_starts
 T = TypeVar("T")
 State = Literal["running", "finished", "stopped", "not started"]
 EVALUATION = "evaluation"
-# What tells a run directory from any other; each may be missing from a run that was cut off.
+# Files that identify a run directory; an interrupted run may lack any of them.
 _MARKS = (CONFIG_FILE, RECORDS, STARTS, "summary.json", RESOLVED_FILE)
 _FILES = FileKind(DataError)
 _NUMBERS = frozenset(one.name for one in fields(TrainRecord)) - {"samples_digest", "samples"}
@@ -45,7 +44,7 @@ _MAY_LACK = frozenset(("grad_norm", "loss_scale", "skipped"))
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value of the metric that chooses checkpoints."""
+    """The best value of the metric that selects checkpoints."""
 
     metric: str
     value: float
@@ -54,25 +53,25 @@ class Best:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What is known of a run.
+    """The records of a run.
 
     Attributes:
-        path: the directory; of a run behind a URL that of its copy on this machine.
+        path: the directory; for a run behind a URL the local copy.
         place: the directory, or the URL.
-        config: sections with their fields, as ``config.yaml`` has them; empty where that cannot be read.
-        resolved: what every ``auto`` came to.
-        starts: of the workers, in order; none in runs of versions that did not keep them.
+        config: sections with their fields, as in ``config.yaml``; empty if it cannot be read.
+        resolved: the values of every ``auto``.
+        starts: of the workers, in order; empty for versions that did not record them.
         train, evals, notes, system: records, in order.
         summary: of a finished run.
-        chosen_step: the checkpoint that became ``final/``.
-        failure: the last error that the last start kept, where the run did not end well.
-        checkpoints: steps.
+        chosen_step: step of the checkpoint that became ``final/``.
+        failure: the last error of the last start, if the run failed.
+        checkpoints: their steps.
         content: the manifest of ``final/``, else of the newest checkpoint; and its name.
-        data: digest of the prepared rows, as checkpoints hold it.
-        evaluations: what ``finray evaluate`` wrote, the run's own held-out rows first.
-        size: bytes on disk; files with several names count once.
-        changed: seconds since 1970 at which something was last written.
-        problems: files that cannot be read, each in a sentence.
+        data: digest of the prepared rows, from the checkpoints.
+        evaluations: results of ``finray evaluate``, the run's own held-out rows first.
+        size: bytes on disk; hard links count once.
+        changed: time of the last write, in seconds since 1970.
+        problems: one sentence for each unreadable file.
     """
 
     path: Path
@@ -104,13 +103,13 @@ class RecordedRun:
 
     @property
     def step(self) -> int:
-        """Optimizer steps that are known to be done."""
+        """Optimizer steps known to be done."""
         done = [record.step for record in self.train[-1:]] + list(self.checkpoints[-1:])
         return max([*done, self.summary.step if self.summary else 0])
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run, where that is known."""
+        """Steps of the whole run, if known."""
         if self.summary is not None:
             return self.summary.total_steps
         if self.starts:
@@ -120,7 +119,7 @@ class RecordedRun:
 
     @property
     def best(self) -> Best | None:
-        """The best value so far of the metric that chooses checkpoints; None where nothing was evaluated."""
+        """The best value so far of the metric that selects checkpoints; None without evaluations."""
         section = self.config.get("evaluation", {})
         metric = (self.summary.best_metric if self.summary else None) or section.get("metric") or "eval_loss"
         mode = section.get("metric_mode") or ("min" if less_is_better(metric) else "max")
@@ -133,7 +132,7 @@ class RecordedRun:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by phase: of the last start of a finished run, else what the records tell."""
+        """Seconds by phase: from the last start of a finished run, else from the records."""
         if self.summary is not None and self.summary.phases:
             return dict(self.summary.phases)
         train = self.train[-1].seconds if self.train else 0.0
@@ -145,7 +144,7 @@ class RecordedRun:
         return {name: seconds for name, seconds in found.items() if seconds > 0}
 
     def plain(self) -> dict[str, Any]:
-        """In short, as JSON types."""
+        """A summary, as JSON types."""
         best = self.best
         return {
             "name": self.name,
@@ -164,7 +163,7 @@ class RecordedRun:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a directory holds a run, or what is left of one."""
+    """Whether a directory holds a run, even an incomplete one."""
     try:
         return path.is_dir() and (
             any((path / name).is_file() for name in _MARKS) or bool(CheckpointStore(path).steps())
@@ -174,23 +173,23 @@ def is_run(path: Path) -> bool:
 
 
 def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
-    """Read a run directory as it stands.
+    """Read a run directory in its current state.
 
     Args:
         place: the directory, or its URL.
-        with_answers: read what models said to held-out rows, too.
+        with_answers: also read the answers to held-out rows.
 
     Raises:
-        DataError: it holds no run.
-        CheckpointError: nor does the URL.
-        StorageError: the storage cannot be asked.
+        DataError: the directory holds no run.
+        CheckpointError: the URL holds no run.
+        StorageError: the storage cannot be reached.
     """
     place = str(place).rstrip("/") if is_url(str(place)) else place
     path = Path(local_copy(place, weights=False)).expanduser().absolute()
     if not is_run(path):
         what = "holds no run" if path.is_dir() else "is no directory" if path.exists() else "does not exist"
         raise DataError(
-            what, where=str(path), repair="name a run directory, such as runs/my-run; `finray runs` lists them"
+            what, where=str(path), repair="give a run directory, such as runs/my-run; `finray runs` lists them"
         )
     problems: list[str] = []
 
@@ -246,25 +245,25 @@ def read_run(place: str | Path, *, with_answers: bool = True) -> RecordedRun:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """Directories of runs below a directory, by name; the directory itself if it is one.
+    """Run directories below a directory, by name; the directory itself if it is one.
 
     Raises:
-        DataError: it is not there, or cannot be read.
+        DataError: it does not exist, or cannot be read.
     """
     folder = folder.expanduser()
     if is_run(folder):
         return [folder]
-    with FileKind(DataError, repair="name the directory that run.output_dir names").reading(folder):
+    with FileKind(DataError, repair="give the directory that run.output_dir names").reading(folder):
         return sorted(path for path in folder.iterdir() if not path.name.startswith(".") and is_run(path))
 
 
 def state_of(*, is_held: bool, is_finished: bool, is_begun: bool) -> State:
-    """Where a run stands.
+    """The state of a run.
 
     Args:
-        is_held: a `finray train` works on it.
-        is_finished: it has its summary.
-        is_begun: something of it was recorded.
+        is_held: a `finray train` is working on it.
+        is_finished: it has a summary.
+        is_begun: it has any records.
     """
     if is_held:
         return "running"
@@ -272,10 +271,10 @@ def state_of(*, is_held: bool, is_finished: bool, is_begun: bool) -> State:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Whether a process on this machine works on a run: it holds the lock beside the directory."""
+    """Whether a process on this machine is working on a run: it holds the lock next to the directory."""
     try:
         with run_dir.with_name(f".{run_dir.name}.lock").open("rb") as stream:
-            # Shared, and for no time: a start that comes just now waits a moment for it.
+            # A shared lock, released at once: a start at this moment waits only briefly.
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -285,7 +284,7 @@ def is_held(run_dir: Path) -> bool:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a directory; one with several names counts once."""
+    """Total size of all files below a directory; hard links count once."""
     seen: dict[tuple[int, int], int] = {}
     for place, _, names in os.walk(folder):
         for name in names:
@@ -342,13 +341,13 @@ def _data(store: CheckpointStore, steps: Sequence[int]) -> str | None:
 
 
 def _evaluations(run_dir: Path) -> Iterator[Path]:
-    """Files of scores, the one of the run's own held-out rows first."""
+    """Score files, that of the run's own held-out rows first."""
     root = run_dir / EVALUATION
     return iter(sorted((*root.glob(METRICS_FILE), *root.glob(f"*/{METRICS_FILE}"), *root.glob(f"*/*/{METRICS_FILE}"))))
 
 
 def train_of(plain: Mapping[str, Any]) -> TrainRecord | None:
-    """A training record; None of what is none. Thousands of them are read, so it is done by hand."""
+    """A training record; None if it is not one. Parsed by hand, because there may be thousands."""
     if plain.get("kind") != "train" or not isinstance(plain.get("samples_digest", ""), str):
         return None
     found: dict[str, Any] = {"samples_digest": plain.get("samples_digest", "")}
@@ -362,7 +361,7 @@ def train_of(plain: Mapping[str, Any]) -> TrainRecord | None:
 
 
 def eval_of(plain: Mapping[str, Any]) -> EvalRecord | None:
-    """An evaluation's record; None of what is none."""
+    """An evaluation record; None if it is not one."""
     if plain.get("kind") != "eval":
         return None
     numbers = {name: float(one) for name, one in plain.items() if type(one) in (int, float)}
@@ -371,14 +370,14 @@ def eval_of(plain: Mapping[str, Any]) -> EvalRecord | None:
 
 
 def note_of(plain: Mapping[str, Any]) -> Note | None:
-    """A note; None of what is none."""
+    """A note; None if it is not one."""
     if plain.get("kind") not in ("note", "warning") or not isinstance(plain.get("message"), str):
         return None
     return Note(plain["message"], plain["step"], plain["kind"])
 
 
 def system_of(plain: Mapping[str, Any]) -> SystemRecord | None:
-    """A record of the machine; None of what is none."""
+    """A system record; None if it is not one."""
     if plain.get("kind") != "system" or type(plain.get("time")) not in (int, float):
         return None
     others = ("kind", "step", "time")

@@ -1,4 +1,4 @@
-"""The page of ``finray report``: one run, or several side by side, in one HTML file that needs no network."""
+"""The page of ``finray report``: one run, or several side by side, in one HTML file that works offline."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from finray.reporting.scored import Evaluation, Scored
 from finray.results import Result
 from finray.tracking.console import duration
 
-# Points of all curves of a plot together; of each curve at least, and at most.
+# Points of all curves of a plot in total; minimum and maximum per curve.
 _POINTS, _FEWEST, _MOST = 16_000, 600, 16_000
-# Classes of a confusion matrix that are shown, the largest first.
+# Maximum number of classes in a confusion matrix, the largest first.
 _CLASSES = 30
-# Files whose checksums are listed.
+# Maximum number of files with checksums.
 _FILES = 60
 _LEVELS = {"finished": "ok", "running": "note", "stopped": "warning", "not started": "note"}
 _PHASES = (
@@ -51,7 +51,7 @@ _PHASES = (
     ("prepare", "preparing data"),
     ("start_ray", "starting Ray"),
 )
-# What a curve shows: title, axis, and the value of a record.
+# The curves: title, axis, and the value of a record.
 _CURVES: tuple[tuple[str, str, Callable[[TrainRecord], float | None]], ...] = (
     ("Loss", "loss", lambda record: record.loss),
     ("Learning rate", "learning rate", lambda record: record.lr),
@@ -59,12 +59,12 @@ _CURVES: tuple[tuple[str, str, Callable[[TrainRecord], float | None]], ...] = (
     ("Throughput", "tokens/s", lambda record: record.tokens_per_s),
     ("Peak memory of rank 0", "GiB", lambda record: record.peak_memory_bytes / 2**30),
 )
-# What the machine of rank 0 did: title, axis, pattern of the numbers' names, what they come to together, and the unit.
+# System metrics of rank 0's machine: title, axis, pattern of the names, aggregation, and unit.
 _MACHINE: tuple[tuple[str, str, str, Callable[[list[float]], float], float], ...] = (
-    ("CPU, all cores together", "%", r"cpu_percent", max, 1),
+    ("CPU, all cores", "%", r"cpu_percent", max, 1),
     ("Memory of rank 0's process", "GiB", r"rss_bytes", max, 2**30),
-    ("GPUs at work, mean", "%", r"gpu\d+_percent", fmean, 1),
-    ("GPU memory, the fullest", "GiB", r"gpu\d+_memory_bytes", max, 2**30),
+    ("GPU utilization, mean", "%", r"gpu\d+_percent", fmean, 1),
+    ("GPU memory, largest", "GiB", r"gpu\d+_memory_bytes", max, 2**30),
     ("Power of all GPUs", "W", r"gpu\d+_power_watts", sum, 1),
     ("Network, sent and received", "MiB/s", r"network_\w+_bytes_per_s", sum, 2**20),
     ("Disk, read and written", "MiB/s", r"disk_\w+_bytes_per_s", sum, 2**20),
@@ -73,7 +73,7 @@ _MACHINE: tuple[tuple[str, str, str, Callable[[list[float]], float], float], ...
 
 @dataclass(frozen=True, slots=True)
 class Reported(Result):
-    """A page that was written: where, its bytes, and the runs on it."""
+    """A written page: its path, size, and runs."""
 
     output: str
     size: int
@@ -84,7 +84,7 @@ class Reported(Result):
         return {"output": self.output, "bytes": self.size, "runs": [run.plain() for run in self.runs]}
 
     def print(self, console: Console) -> None:
-        """What could not be read, and where the page is."""
+        """Problems with files, and the path of the page."""
         lines = [f"{run.name}: {problem}" for run in self.runs for problem in run.problems]
         lines.append(f"wrote {self.output} ({self.size / 2**20:.1f} MiB)")
         console.print("\n".join(lines), highlight=False, soft_wrap=True)
@@ -95,16 +95,16 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Repo
 
     Args:
         runs: run directories, or their URLs; at least one.
-        output: the file; None for ``report.html`` in the run, and in the working directory for several runs.
+        output: the file; None means ``report.html`` in the run, or in the working directory for several runs.
 
     Raises:
         FinrayError: there is no such run, or the file cannot be written.
     """
     if not runs:
-        raise DataError("no run is named", where="finray.report", repair="name a run directory, such as runs/my-run")
+        raise DataError("no run is given", where="finray.report", repair="give a run directory, such as runs/my-run")
     given = None if output is None else Path(output).expanduser()
     if given is not None and given.is_dir():
-        raise DataError("is a directory", where=f"--output {given}", repair="name a file in it")
+        raise DataError("is a directory", where=f"--output {given}", repair="give a file in it")
     if given is not None:
         require_writable(given.parent)
     found = tuple(read_run(place) for place in runs)
@@ -119,14 +119,14 @@ def report(runs: Sequence[str | Path], output: str | Path | None = None) -> Repo
 
 
 def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
-    """The whole page.
+    """The complete page.
 
     Args:
         runs: at least one.
-        now: when it is made; None for the clock.
+        now: time of creation; None means the current time.
     """
     names = labels(runs)
-    said = explorer([(name, run.evaluations) for name, run in zip(names, runs, strict=True)])
+    explored = explorer([(name, run.evaluations) for name, run in zip(names, runs, strict=True)])
     return render(
         resources.files("finray.reporting").joinpath("report.html.j2").read_text(encoding="utf-8"),
         scripts=("answers.js",),
@@ -144,7 +144,7 @@ def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
             for one in run.evaluations
             for model in one.confusion
         ],
-        explorer=said,
+        explorer=explored,
         parts=[(name, phase_parts(run.phases)) for name, run in zip(names, runs, strict=True) if run.phases],
         starts=[(name, starts_of(run)) for name, run in zip(names, runs, strict=True) if run.starts],
         differences=config_differences(runs),
@@ -156,7 +156,7 @@ def page(runs: Sequence[RecordedRun], *, now: datetime | None = None) -> str:
 
 
 def labels(runs: Sequence[RecordedRun]) -> list[str]:
-    """A name for each run: that of its directory, with as many of those above it as tell it from the others."""
+    """A name for each run: that of its directory, with as many parents as needed to make it unique."""
     parts, depth = [run.path.parts for run in runs], 1
     while len({one[-depth:] for one in parts}) < len(set(parts)):
         depth += 1
@@ -170,7 +170,7 @@ def labels(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def facts(run: RecordedRun) -> list[tuple[str, str]]:
-    """What was trained on what, as names and values."""
+    """The setup of a run, as names and values."""
     config, start = run.config, run.starts[-1].header if run.starts else None
     found = [
         ("Model", _place(config.get("model", {}).get("name", "") or (start.model if start else ""))),
@@ -181,14 +181,14 @@ def facts(run: RecordedRun) -> list[tuple[str, str]]:
         found += [
             ("Trained", f"{start.trainable / 1e6:,.2f} M of {start.parameters / 1e6:,.1f} M parameters"),
             ("Rows", f"{start.rows:,}" + (f", {start.held_out:,} more held out" if start.held_out else "")),
-            ("Batch", f"{start.global_batch_size:,} {'packs' if start.packing else 'rows'} a step"),
+            ("Batch", f"{start.global_batch_size:,} {'packs' if start.packing else 'rows'} per step"),
             ("Workers", f"{start.world_size} × {start.device}, {start.precision}"),
         ]
     return [(name, value) for name, value in found if value]
 
 
 def overview(run: RecordedRun) -> dict[str, str]:
-    """The numbers of a run in a few words each; empty where they are not known."""
+    """The key numbers of a run; empty if they are not known."""
     first, last, best, total = run.train[:1], run.train[-1:], run.best, run.total_steps
     memory = run.summary.peak_memory_bytes if run.summary else tuple(one.peak_memory_bytes for one in last)
     seconds = run.summary.train_seconds if run.summary else sum(one.seconds for one in last)
@@ -212,7 +212,7 @@ Points = Sequence[tuple[int, float | None]]
 
 
 def plots(runs: Sequence[RecordedRun]) -> list[Plot]:
-    """The curves of the training, all with the same steps."""
+    """The training curves, with a common x axis."""
     found = []
     for title, y_label, value in _CURVES:
         found += _curve(runs, title, y_label, [[(one.step, value(one)) for one in run.train] for run in runs])
@@ -228,7 +228,7 @@ def plots(runs: Sequence[RecordedRun]) -> list[Plot]:
 
 
 def machine_plots(runs: Sequence[RecordedRun]) -> list[Plot]:
-    """What rank 0's machine did, by the steps at which it was told of; of several samples the mean."""
+    """System metrics of rank 0's machine by step; the mean of several samples."""
     found = []
     for title, y_label, pattern, together, unit in _MACHINE:
         names = {name for run in runs for one in run.system for name in one.numbers if re.fullmatch(pattern, name)}
@@ -244,7 +244,7 @@ def machine_plots(runs: Sequence[RecordedRun]) -> list[Plot]:
 
 
 def _curve(runs: Sequence[RecordedRun], title: str, y_label: str, points: Sequence[Points]) -> list[Plot]:
-    """A plot with a curve for each run, which has the same colour in all plots; none where no run has a value."""
+    """A plot with a curve for each run, whose colour is the same in all plots; empty if no run has a value."""
     most = min(_MOST, max(_FEWEST, _POINTS // len(runs)))
     series = [
         thinned(Series(name, [x for x, _ in own], [_short(y) for _, y in own], at), most)
@@ -258,12 +258,12 @@ def _curve(runs: Sequence[RecordedRun], title: str, y_label: str, points: Sequen
 
 
 def marks_of(run: RecordedRun, colour: int | None = None) -> list[Mark]:
-    """Where workers were started again, and where their number changed."""
+    """The steps of restarts, and of changes of the number of workers."""
     found: list[Mark] = []
     for before, after in zip(run.starts, run.starts[1:], strict=False):
         step, was, now = after.header.step, before.header.world_size, after.header.world_size
         label = "restart" if was == now else f"{was} → {now} workers"
-        # Several starts from one step are one line; a change of the workers is what is said of them.
+        # Several starts from one step are one line; a change of the number of workers takes precedence.
         if found and found[-1].x == step:
             label = label if was != now else found.pop().label
             found = [one for one in found if one.x != step]
@@ -272,7 +272,7 @@ def marks_of(run: RecordedRun, colour: int | None = None) -> list[Mark]:
 
 
 def starts_of(run: RecordedRun) -> list[dict[str, str]]:
-    """Each start of the workers in words."""
+    """A description of each start of the workers."""
     return [
         {
             "when": when(one.time),
@@ -287,7 +287,7 @@ def starts_of(run: RecordedRun) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class ScoreTable:
-    """Models down, scores across; ``spans`` places each interval between the least and the largest number."""
+    """Models as rows, scores as columns; ``spans`` scales the intervals between the smallest and the largest number."""
 
     title: str
     rows: int
@@ -299,7 +299,7 @@ class ScoreTable:
 
 
 def tables(runs: Sequence[RecordedRun]) -> list[ScoreTable]:
-    """Evaluations of one name side by side, whatever run they are of."""
+    """Evaluations of the same name side by side, for all runs."""
     names, found = labels(runs), []
     for title in dict.fromkeys(one.name for run in runs for one in run.evaluations):
         own = [
@@ -366,7 +366,7 @@ def _span(scores: Sequence[Scored]) -> tuple[float, float]:
 
 
 def _placed(score: Scored, span: tuple[float, float]) -> tuple[float, float, float] | None:
-    """Percent from the left of the interval's ends and of the value; None where there is nothing to be placed."""
+    """Positions of the interval's ends and of the value in percent; None if there is nothing to place."""
     low, high = span
     if score.low is None or score.high is None or high <= low:
         return None
@@ -375,7 +375,7 @@ def _placed(score: Scored, span: tuple[float, float]) -> tuple[float, float, flo
 
 
 def matrix_rows(one: Evaluation, model: str) -> dict[str, Any]:
-    """A confusion matrix: names of the classes, and of each its rows by prediction with their share of the class."""
+    """A confusion matrix: class names, and for each class its rows by prediction with their share."""
     matrix = one.confusion[model]
     order = sorted(range(len(matrix)), key=lambda at: -sum(matrix[at]))[:_CLASSES]
     order = sorted(order)
@@ -390,7 +390,7 @@ Part = tuple[str, str, str, float]
 
 
 def phase_parts(phases: Mapping[str, float]) -> list[Part]:
-    """Where the time went, as CSS class, label, time and share."""
+    """Time by phase, as CSS class, label, time and share."""
     seconds = dict(phases)
     total = seconds.pop("total", 0.0)
     seconds["train"] = max(0.0, seconds.get("train", 0.0) - seconds.get("data_wait", 0.0))
@@ -405,7 +405,7 @@ def phase_parts(phases: Mapping[str, float]) -> list[Part]:
 
 
 def config_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Fields in which configs differ: of each run the value, and whether it differs from that of the first."""
+    """Fields in which configs differ: the value of each run, and whether it differs from the first."""
     if len(runs) < 2:
         return []
     flat = [flatten({section: dict(values) for section, values in run.config.items()}) for run in runs]
@@ -420,7 +420,7 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[tupl
 
 
 def changed_fields(run: RecordedRun) -> list[tuple[str, str, str]]:
-    """Fields that are not what they are by default: path, value, default."""
+    """Fields with non-default values: path, value, default."""
     found = []
     for name, info in Config.model_fields.items():
         kind = info.annotation
@@ -447,7 +447,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MadeBy:
-    """What a run follows from, and how it is made again.
+    """What a run depends on, and how to reproduce it.
 
     Attributes:
         versions: of Python and packages, of the last start.
@@ -464,7 +464,7 @@ class MadeBy:
 
 
 def made_by(run: RecordedRun) -> MadeBy:
-    """What a run follows from."""
+    """Collect what a run depends on."""
     versions = dict(run.starts[-1].versions) if run.starts else {}
     for one in run.evaluations:
         known = one.made_by.get("versions")
@@ -477,8 +477,8 @@ def made_by(run: RecordedRun) -> MadeBy:
         ("run id", run.run_id or ""),
         ("model revision", str(revision or "")),
         ("seed", str(run.config.get("run", {}).get("seed", ""))),
-        ("prepared rows, SHA-256", run.data or ""),
-        ("final/ is of step", str(run.chosen_step) if run.chosen_step is not None else ""),
+        ("prepared data, SHA-256", run.data or ""),
+        ("step of final/", str(run.chosen_step) if run.chosen_step is not None else ""),
     )
     return MadeBy(
         command=f"finray train {run.path / 'config.yaml'}" if run.config else "",
@@ -510,11 +510,12 @@ def _sources(data: Mapping[str, Any]) -> str:
 
 
 def _place(name: object) -> str:
-    """What a model or a source is called: of a local path the last two parts; the config on the page has all of it."""
+    """Short name of a model or source: of a local path the last two components; the config on the page has all of
+    it."""
     path = Path(str(name))
     return str(Path(*path.parts[-2:])) if path.is_absolute() else str(name)
 
 
 def _short(value: float | None) -> float | None:
-    """Seven digits, which is more than a screen shows."""
+    """Seven digits, more than a screen shows."""
     return None if value is None else float(f"{value:.7g}")

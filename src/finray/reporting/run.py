@@ -1,4 +1,4 @@
-"""What a training or a preparation came to, as a result that shows itself on a terminal, in a notebook or as JSON."""
+"""Results of a training or a preparation, displayed on a terminal, in a notebook or as JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TrainResult(Result):
     Attributes:
         run_dir: the run directory.
         final: the finished model.
-        chosen_step: the checkpoint that became final.
+        chosen_step: step of the checkpoint that became final.
         summary: losses, seconds by phase, tokens/s, peak memory.
     """
 
@@ -39,14 +39,14 @@ class TrainResult(Result):
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """A row for each step that was recorded: loss, learning rate, tokens/s, and the evaluations beside them."""
+        """One row per recorded step: loss, learning rate, tokens/s, and evaluations as additional columns."""
         return metrics_table(self.run_dir)
 
     def model(self) -> tuple[Any, Any]:
-        """The tuned model, on the GPU if there is one, and its tokenizer, as plain Transformers or PEFT have them.
+        """The trained model, on the GPU if there is one, and its tokenizer, as plain Transformers or PEFT objects.
 
         Raises:
-            FinrayError: it is gone or damaged.
+            FinrayError: the model is missing or damaged.
         """
         from finray.evaluation.artifacts import load_trained
 
@@ -58,7 +58,7 @@ class TrainResult(Result):
         return {**paths, "chosen_step": self.chosen_step, "summary": self.summary.json()}
 
     def print(self, console: Console) -> None:
-        """What came out, how long each phase took, and what to do next."""
+        """The results, the duration of each phase, and next steps."""
         numbers = self.summary
         phases = numbers.phases
         table = Table(title="run finished", show_header=False, title_justify="left")
@@ -83,7 +83,7 @@ class TrainResult(Result):
         console.print(table)
         config = saved_config(RunDir(self.run_dir))
         holds_out = numbers.best is not None or config.data.test_split or config.data.test_ratio
-        # What only answers prompts and scores text knows no other task.
+        # The commands that answer prompts and score text do not support other tasks.
         answers = config.model.task in SPECS and not SPECS[config.model.task].reads_labels
         for line, works in (
             (f'generate {self.run_dir} "your prompt"', answers),
@@ -96,7 +96,7 @@ class TrainResult(Result):
 
 @dataclass(frozen=True, slots=True)
 class PreparedData(Result):
-    """A prepared dataset: the directory or URL where it is, and what is said of it."""
+    """A prepared dataset: its directory or URL, and the report about it."""
 
     location: str
     splits: Mapping[str, Mapping[str, int]]

@@ -1,4 +1,4 @@
-"""What ``finray evaluate`` left in a run: scores with intervals, comparisons, and what models said to each row."""
+"""Reads the results of ``finray evaluate`` in a run: scores with intervals, comparisons, and answers per row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Metrics(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score of a model, with the ends of its 95 % interval where it has one."""
+    """A score of a model, with its 95 % interval, if there is one."""
 
     value: float
     low: float | None = None
@@ -39,7 +39,7 @@ class Scored:
     is_share: bool = False
 
     def text(self, value: float | None = None) -> str:
-        """The score, or a value of its kind, for people."""
+        """Format the score, or a value of its kind."""
         value = self.value if value is None else value
         if self.is_share:
             return f"{100 * value:.1f}%"
@@ -60,11 +60,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A row, and what each model said to it.
+    """A row, and each model's answer.
 
     Attributes:
         key: the same for the same row in another run.
-        answers: by model; of several answers the first.
+        answers: by model; the first of several.
         scores: by model and score.
     """
 
@@ -107,15 +107,15 @@ class Evaluation:
 
 
 def read_evaluation(file: Path, root: Path, *, with_answers: bool = True) -> Evaluation:
-    """Read an evaluation from its ``metrics.json`` and what lies beside it.
+    """Read an evaluation from its ``metrics.json`` and the files next to it.
 
     Args:
         file: ``metrics.json``.
         root: the directory ``evaluation`` of the run.
-        with_answers: read the answers, too.
+        with_answers: also read the answers.
 
     Raises:
-        DataError: it is damaged.
+        DataError: a file is damaged.
     """
     plain = _FILES.json(file, _Metrics)
     classes = tuple(plain.get("classes", ()))
@@ -158,7 +158,7 @@ def _difference(plain: Mapping[str, Any]) -> Difference | None:
 
 
 def _answered(file: Path) -> Iterator[Answered]:
-    """Rows of a file of predictions; lines that are damaged or unfinished are passed over."""
+    """Rows of a predictions file; damaged or unfinished lines are skipped."""
     seen: dict[tuple[str, str], int] = {}
     with _FILES.reading(file), file.open("rb") as stream:
         for line in stream:
@@ -171,14 +171,14 @@ def _answered(file: Path) -> Iterator[Answered]:
             ):
                 continue
             where, reference = str(plain.get("where", "")), str(plain.get("reference", ""))
-            # A row of the source may be there several times, and two files may have rows of the same name.
+            # A source row may occur several times, and two files may have rows with the same name.
             count = seen[where, reference] = seen.get((where, reference), -1) + 1
             yield Answered(
                 (where, f"{count} {reference}"),
                 where,
                 str(plain.get("prompt", "")),
                 reference,
-                {str(name): _first(said) for name, said in plain["answers"].items()},
+                {str(name): _first(texts) for name, texts in plain["answers"].items()},
                 {
                     str(name): {score: one for score, value in own.items() if (one := _number(value)) is not None}
                     for name, own in plain["scores"].items()
@@ -187,8 +187,8 @@ def _answered(file: Path) -> Iterator[Answered]:
             )
 
 
-def _first(said: Any) -> str:
-    return str(said[0] if isinstance(said, list) and said else said)
+def _first(texts: Any) -> str:
+    return str(texts[0] if isinstance(texts, list) and texts else texts)
 
 
 def _number(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Sends a run's records to a service, whether or not its config asked for that: ``finray sync``."""
+"""``finray sync``: sends a run's records to a tracker, even if the run's config has none."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from finray.tracking.access import require_access
 from finray.tracking.follow import Followed, Sending, Service
 
 RUN_ID = "run_id"
-# Seconds that a service may take without having taken a batch.
+# Seconds without a batch sent after which a service counts as unreachable.
 PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Synced(Result):
-    """What was sent to one service, and where it can be looked at."""
+    """What was sent to one service, and its web page."""
 
     tracker: str
     sent: int
@@ -44,36 +44,38 @@ class Synced(Result):
 
 
 def sync_run(run_dir: Path, to: str | None = None, *, patience_s: float = PATIENCE_S) -> list[Synced]:
-    """Send what services lack of a run.
+    """Send the records of a run that services lack.
 
     Args:
-        run_dir: of a run that was started; it may be finished.
-        to: one service; None for those in the run's config.
-        patience_s: how long a service may take for a batch.
+        run_dir: of a started run; it may be finished.
+        to: one service; None means those in the run's config.
+        patience_s: maximum time for a batch.
 
     Raises:
         FinrayError: there is no such run or service, or it cannot be reached.
     """
     run = RunDir(run_dir.resolve())
     if not run.config_file.is_file() or not (run.path / RUN_ID).is_file():
-        raise ConfigError("there is no run here that has begun to train", where=str(run_dir))
+        raise ConfigError("the directory holds no run that has started training", where=str(run_dir))
     config = saved_config(run)
     wanted = {name: load_named("finray.trackers", name, where="--to") for name in _names(config, to)}
     services = {name: one for name, one in wanted.items() if isinstance(one, type) and issubclass(one, Service)}
     if to is not None and not services:
-        raise ConfigError(f"`{to}` is no service that a run is sent to", where="--to", repair="use mlflow or wandb")
+        raise ConfigError(f"unknown tracker `{to}`", where="--to", repair="use mlflow or wandb")
     if not services:
         raise ConfigError(
-            "the run's config names no service", where=f"{run_dir}: tracking.trackers", repair="say which: --to mlflow"
+            "the run's config has no tracker to send to",
+            where=f"{run_dir}: tracking.trackers",
+            repair="choose one: --to mlflow",
         )
     changes: dict[str, Any] = {"trackers": list(services)}
     if config.tracking.wandb_mode == "offline":
-        # Who asks for this has files of W&B's own already.
+        # The user already has wandb's offline files.
         changes["wandb_mode"] = "online"
     config = config.model_copy(update={"tracking": config.tracking.model_copy(update=changes)})
     for message in require_access(config.tracking):
-        raise TrainingError(message, where=str(run_dir), repair="try again when it answers")
-    run_id = FileKind(TrainingError, repair="delete the file: services then see a new run").text(run.path / RUN_ID)
+        raise TrainingError(message, where=str(run_dir), repair="try again when the server answers")
+    run_id = FileKind(TrainingError, repair="delete the file: trackers then see a new run").text(run.path / RUN_ID)
     followed = Followed(run_id, run.path, redact(config.plain()))
     complete = run.finished() is not None
     return [_sync(Sending(name, one(), followed), complete, patience_s) for name, one in services.items()]
@@ -95,7 +97,7 @@ def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:
 
     try:
         with sending.lock().acquire(timeout=0):
-            # In a thread, because a library that waits for a service cannot be asked to stop.
+            # In a thread, because a library that waits for a service cannot be interrupted.
             thread = threading.Thread(target=work, name=f"finray-sync-{sending.name}", daemon=True)
             thread.start()
             before = -1
@@ -104,9 +106,9 @@ def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:
                 thread.join(patience_s)
     except Timeout:
         raise ConfigError(
-            f"another process sends this run to {sending.name}",
+            f"another process is already sending this run to {sending.name}",
             where=str(sending.run.run_dir),
-            repair="a training does that by itself; wait for it",
+            repair="a training in progress sends its own records; wait for it",
         ) from None
     if not failed and not thread.is_alive():
         return Synced(sending.name, sending.sent, sending.service.url())
@@ -120,7 +122,7 @@ def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:
         )
     why = f"{type(failed[0]).__name__}: {str(failed[0])[:300]}" if failed else f"no answer for {patience_s:.0f} s"
     raise TrainingError(
-        f"{sending.name} did not take the records: {redact_text(why)}",
+        f"{sending.name} did not accept the records: {redact_text(why)}",
         where=str(sending.run.run_dir),
-        repair="try again; what it has is not sent twice",
+        repair="try again; records that it has are not sent twice",
     )

@@ -1,1 +1,1 @@
-"""The runtime room: the only one that imports Ray. Driver, worker, preparation, resources, the run directory."""
+"""The runtime package, the only one that imports Ray: driver, worker, preparation, resources, the run directory."""

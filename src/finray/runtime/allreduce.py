@@ -1,4 +1,4 @@
-"""One rank of a real all-reduce, as a process of its own, so that one that hangs can be ended: `finray doctor`."""
+"""One rank of a real all-reduce for `finray doctor`, in its own process, so that it can be killed if it hangs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _TIMES = 4
 
 
 def main(rank: int, world_size: int, host: str, port: int, backend: str, device: int, own: str) -> None:
-    """Meet the other ranks, reduce a tensor of ones a few times, and print what came of it.
+    """Join the other ranks, all-reduce a tensor of ones a few times, and print the result.
 
     Args:
         rank: of this process.
         world_size: number of processes.
-        host, port: where rank 0 is met.
+        host, port: address at which rank 0 listens.
         backend: ``nccl`` or ``gloo``.
         device: of this machine, for NCCL.
         own: address of this machine.
@@ -33,7 +33,7 @@ def main(rank: int, world_size: int, host: str, port: int, backend: str, device:
     torch.set_num_threads(1)
     where = torch.device("cuda", device) if backend == "nccl" else torch.device("cpu")
     timeout = timedelta(seconds=60)
-    # At this address alone: left to itself, the store would listen on every interface, and it asks nobody for a token.
+    # Only at this address: by default the store would listen on every interface, and it has no authentication.
     listening = listen(host, port) if rank == 0 else None
     store = meet((host, port), listening, world_size=world_size, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

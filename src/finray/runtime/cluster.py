@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from finray.planning.plan import Plan
 
 OBJECT_STORE_BYTES = 256 * 2**20
-# Together less than the 15 s after which a cluster that does not answer is an error.
+# In total less than the 15 s after which an unresponsive cluster is an error.
 _CONNECT_S, _ANSWER_S = 4.0, 8.0
 _END_S = 2.0
 
-# A Ray of our own on this machine: a token is asked for, nothing is reported to anybody, what only a dashboard would
-# read is not collected, and nobody watches for a machine that is taken away. Workers are not made to yield to Ray's own
-# processes: a step of several threads waits for the one that was interrupted.
+# For a Ray of our own on this machine: authentication by token, no usage reports, no collection of what only a
+# dashboard reads, and no watch for preemption. Workers do not yield to Ray's own processes: a step of several threads
+# waits for the slowest one.
 LOCAL_RAY = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -37,7 +37,7 @@ LOCAL_RAY = {
     "RAY_worker_niceness": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    # Processes are started by `start_worker_processes`, with the environment that they are wanted with.
+    # `start_worker_processes` starts processes, with the environment that they need.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_preload_python_modules": "finray.runtime.preload",
 }
@@ -56,9 +56,9 @@ def starts_one(cluster: ClusterConfig) -> bool:
 
 @contextmanager
 def connected(cluster: ClusterConfig) -> Iterator[Any]:
-    """Ray, connected to the configured cluster or started on this machine; left as it was found.
+    """Ray, connected to the configured cluster or started on this machine; disconnected or shut down afterwards.
 
-    A Ray that finray starts asks for a token and has no dashboard.
+    A Ray that finray starts requires a token and has no dashboard.
 
     Raises:
         ClusterError: the cluster cannot be reached.
@@ -70,18 +70,19 @@ def connected(cluster: ClusterConfig) -> Iterator[Any]:
 @contextmanager
 def _connected(cluster: ClusterConfig) -> Iterator[Any]:
     address = address_of(cluster)
-    # Ray forks to start its processes. Unless told, tokenizers would warn at each and leave threads off from then on.
+    # Ray forks to start its processes. By default tokenizers would warn at each fork and disable its threads from then
+    # on.
     set_default("TOKENIZERS_PARALLELISM", "true")
-    # Ray Train asks workers for news every two seconds by default, and a report waits for that.
+    # Ray Train polls workers every two seconds by default, and a report waits for that.
     set_default("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.25")
-    # Ray 2.60 warns about a change of defaults that does not concern us.
+    # Ray 2.60 warns about a change of defaults that does not affect us.
     set_default("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is None:
         for name, value in LOCAL_RAY.items():
             set_default(name, value)
         if os.environ["RAY_AUTH_MODE"] == "token":
             set_default("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # It would ask a notebook to install ipywidgets for what finray does not show.
+    # In a notebook it would ask to install ipywidgets for what finray does not show.
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
     import ray
 
@@ -108,16 +109,16 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
     finally:
         with _all_ended() if address is None else nullcontext():
             ray.shutdown()
-        # Its core leaves the default behind: SIGTERM would end this process without a word.
+        # Ray's core leaves the default handler behind: SIGTERM would end this process silently.
         signals.take_back()
 
 
 @contextmanager
 def _without_handlers() -> Iterator[None]:
-    """Keep Ray from a handler of its own for SIGTERM, with which a start would end with exit code 15.
+    """Keep Ray from installing its SIGTERM handler, with which a start would end with exit code 15.
 
-    What its core sets in C++ would end this process by SIGABRT. Signals wait while the core starts, and for no longer:
-    a process that is started meanwhile would never hear them. The names are private in Ray 2.60.
+    The handler that its core sets in C++ would end this process by SIGABRT. Signals are blocked only while the core
+    starts: a process started meanwhile would inherit the mask. The names are private in Ray 2.60.
     """
     from ray._private import utils, worker
 
@@ -136,10 +137,10 @@ def _without_handlers() -> Iterator[None]:
 
 @contextmanager
 def _all_ended() -> Iterator[None]:
-    """See that what belongs to a Ray of our own has ended with it.
+    """Make sure that the processes of a Ray of our own have ended with it.
 
-    A start that was interrupted, or a head process that was lost, leaves agents behind for minutes, and now and then a
-    worker hangs for ever while it exits (Ray 2.60).
+    An interrupted start, or a lost head process, leaves agents behind for minutes, and now and then a worker hangs
+    forever while it exits (Ray 2.60).
     """
     import psutil
 
@@ -172,7 +173,7 @@ def _is_alive(process: Any) -> bool:
 
 
 def _where(cluster: ClusterConfig, address: str | None) -> str:
-    """Where an address comes from."""
+    """Where an address comes from, for messages."""
     return f"cluster.address={address}" if cluster.address is not None or address is None else f"RAY_ADDRESS={address}"
 
 
@@ -181,22 +182,22 @@ def _unreachable(why: str, *, where: str) -> ClusterError:
     return ClusterError(
         f"Ray cannot be reached: {why}",
         where=where,
-        repair="start the cluster with `finray cluster up` there, or name one that runs; without "
+        repair="start the cluster with `finray cluster up` there, or give the address of a running one; without "
         + ("the variable" if name == "RAY_ADDRESS" else name)
         + " Ray is started on this machine",
     )
 
 
 def require_alive(address: str, *, where: str) -> None:
-    """See that a cluster answers. Ray itself tries for minutes, and hears no signal meanwhile.
+    """Check that a cluster answers. Ray itself retries for minutes, and ignores signals meanwhile.
 
     Args:
-        address: as Ray takes it: ``host:port``, ``ray://host:port``, or ``auto``, which is the Ray that was last
-            started on this machine.
-        where: the address comes from.
+        address: as Ray takes it: ``host:port``, ``ray://host:port``, or ``auto``, the Ray that was last started on this
+            machine.
+        where: where the address comes from.
 
     Raises:
-        ClusterError: nobody listens there, or nobody answers as Ray's head process does.
+        ClusterError: nothing listens there, or the server is not a Ray head.
     """
     from ray._private.services import canonicalize_bootstrap_address
 
@@ -209,7 +210,7 @@ def require_alive(address: str, *, where: str) -> None:
         # `local`: Ray starts one.
         return
     if (refusal := watch.refusal(known, timeout=_CONNECT_S)) is not None:
-        raise _unreachable(f"nobody answers at {known}: {refusal}", where=where)
+        raise _unreachable(f"no answer at {known}: {refusal}", where=where)
     if client:
         return
     import grpc
@@ -223,17 +224,17 @@ def require_alive(address: str, *, where: str) -> None:
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
             raise _unreachable(
-                f"whoever listens at {known} does not answer as Ray's head process does ({error.code().name.lower()})",
+                f"the server at {known} is not a Ray head ({error.code().name.lower()})",
                 where=where,
             ) from None
         if not _use_token():
             mode = os.environ.get("RAY_AUTH_MODE")
-            shown = "the one that is shown is another" if mode == "token" else "none is shown"
+            shown = "the one that was sent is wrong" if mode == "token" else "none was sent"
             raise ClusterError(
-                f"the cluster at {known} asks for a token, and {shown}",
+                f"the cluster at {known} requires a token, and {shown}",
                 where=where,
-                repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with what ~/.ray/auth_token holds on the "
-                "machine where `finray cluster up` was run",
+                repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with the content of ~/.ray/auth_token on "
+                "the machine where `finray cluster up` was run",
             ) from None
         require_alive(address, where=where)
     finally:
@@ -241,10 +242,10 @@ def require_alive(address: str, *, where: str) -> None:
 
 
 def _use_token() -> bool:
-    """Show the token of this user to a cluster that asks for one, where the user has not said whether to.
+    """Send this user's token to a cluster that requires one, unless the user has set the authentication mode.
 
-    Ray's head asks for a token as soon as there is one in ~/.ray, which starting Ray once is enough for; a process that
-    joins by an address does not look there by itself.
+    Ray's head requires a token as soon as there is one in ~/.ray, which starting Ray once creates; a process that joins
+    by address does not look there by itself.
     """
     from ray._private.authentication import authentication_token_setup as setup
 
@@ -256,10 +257,10 @@ def _use_token() -> bool:
 
 @contextmanager
 def _without_observers() -> Iterator[None]:
-    """Let Ray start without processes that nobody looks at: the dashboard's server, which a start waits for, the log
-    monitor, and the monitor of an autoscaler.
+    """Start Ray without processes that nobody needs: the dashboard's server, which a start waits for, the log monitor,
+    and the autoscaler's monitor.
 
-    The names are private in Ray 2.60. One that another version does not have is not replaced, and a start takes longer.
+    The names are private in Ray 2.60. If another version lacks one, it is not replaced, and starting takes longer.
     """
     from ray._private import node, utils
 
@@ -281,11 +282,11 @@ def _without_observers() -> Iterator[None]:
 
 
 def start_worker_processes(ray: Any, env: Mapping[str, str], count: int) -> None:
-    """Start processes that Ray will take for workers with just this environment, of a Ray on this machine alone.
+    """Start processes that Ray will use as workers with exactly this environment, for a Ray on this machine only.
 
-    They import what :mod:`finray.runtime.preload` tells them to while the driver goes on. Ray takes a process whose
-    environment is the same *text*: that which its core writes. The call is private in Ray 2.60; where it fails, Ray
-    starts the processes when they are wanted, and a start takes longer.
+    They import what :mod:`finray.runtime.preload` tells them to while the driver continues. Ray reuses a process whose
+    environment is the same *text*, as its core writes it. The call is private in Ray 2.60; if it fails, Ray starts the
+    processes on demand, and starting takes longer.
     """
     with suppress(Exception):
         from ray._private.grpc_utils import init_grpc_channel
@@ -315,14 +316,14 @@ def ask(config: Config) -> list[dict[str, float]]:
     """The resources of each living node of the configured cluster.
 
     Raises:
-        ClusterError: it cannot be reached.
+        ClusterError: the cluster cannot be reached.
     """
     with connected(config.cluster) as ray:
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def plan(config: Config, *, gpu: str | None = None, offline: bool = False, fresh: bool = False) -> Plan:
-    """Look at everything that a run needs; see :func:`finray.planning.plan.make_plan`."""
+    """Plan a run; see :func:`finray.planning.plan.make_plan`."""
     from finray.planning.plan import make_plan
 
     return make_plan(config, gpu=gpu, offline=offline, fresh=fresh, ask=ask)

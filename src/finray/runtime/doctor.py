@@ -1,6 +1,6 @@
-"""`finray doctor`: whether one machine, or every node of a cluster, is fit for a training.
+"""`finray doctor`: checks one machine, or every node of a cluster.
 
-:mod:`finray.runtime.probe` asks, :func:`judged` and its like decide, and the rest brings both together.
+:mod:`finray.runtime.probe` collects facts, :func:`judged` and similar functions judge them, and the rest connects both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finray.runtime import nodes
 from finray.runtime.cluster import connected
 from finray.runtime.probe import Facts, Probe, folder_of
 
-# Ten gigabits a second between machines is what sharded training wants; storage, clocks and disks as said below.
+# Sharded training needs ten gigabits per second between machines.
 WANTED_GBIT, WANTED_DISK = 10.0, 20 * 2**30
 _SKEW_S = 1.0
 _ASK_S = 180.0
@@ -30,12 +30,12 @@ Level = Literal["good", "warning", "problem"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        level: how it is.
-        what: was looked at.
-        node: where; empty for all.
+        level: severity.
+        what: what was checked.
+        node: the machine; empty for all.
         text: what was found.
         repair: what to do about it.
     """
@@ -52,8 +52,8 @@ class Diagnosis(Result):
     """All findings.
 
     Attributes:
-        machines: names of those that were looked at.
-        findings: in the order of looking.
+        machines: names of the machines that were checked.
+        findings: in the order of the checks.
         facts: of each machine that answered.
     """
 
@@ -63,7 +63,7 @@ class Diagnosis(Result):
 
     @property
     def is_fit(self) -> bool:
-        """Nothing that was found keeps a training from running."""
+        """No finding prevents a training from running."""
         return all(one.level != "problem" for one in self.findings)
 
     def plain(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class Diagnosis(Result):
         return {"fit": self.is_fit, **asdict(self)}
 
     def print(self, console: Console) -> None:
-        """A line each, with the repair below it."""
+        """One line per finding, with the repair below it."""
         marks = {"good": ("ok", "green"), "warning": ("!", "yellow"), "problem": ("X", "red")}
         for one in self.findings:
             mark, style = marks[one.level]
@@ -81,15 +81,15 @@ class Diagnosis(Result):
             if one.repair:
                 console.print(f"      repair: {one.repair}", highlight=False, soft_wrap=True)
         bad = sum(one.level == "problem" for one in self.findings)
-        said = f"{bad} problems" if bad else "no problems"
-        console.print(f"looked at {', '.join(self.machines)}: {said}", highlight=False)
+        summary = f"{bad} problems" if bad else "no problems"
+        console.print(f"checked {', '.join(self.machines)}: {summary}", highlight=False)
 
 
 # --- decisions -------------------------------------------------------------------------------------------------------
 
 
 def judged(facts: Facts) -> list[Finding]:
-    """What a machine's facts come to."""
+    """The findings that follow from a machine's facts."""
     found: list[Finding] = []
 
     def add(level: Level, what: str, text: str, repair: str = "") -> None:
@@ -102,27 +102,34 @@ def judged(facts: Facts) -> list[Finding]:
         text = "no GPU" + ("" if facts.cuda is None else f", but torch is built for CUDA {facts.cuda}")
         add("good", "GPUs", f"{text}: training uses CPUs")
     elif facts.cuda is None:
-        add("problem", "GPUs", f"{len(facts.gpus)} GPUs, and a torch without CUDA", "install a CUDA build of torch")
+        add(
+            "problem",
+            "GPUs",
+            f"{len(facts.gpus)} GPUs, but torch is built without CUDA",
+            "install a CUDA build of torch",
+        )
     elif facts.usable_gpus < len(facts.gpus):
         text = f"torch (CUDA {facts.cuda}) can use {facts.usable_gpus} of {len(facts.gpus)}: {facts.gpus[0]}"
-        add("problem", "GPUs", text, "install a driver for that CUDA, or a torch for that driver")
+        add("problem", "GPUs", text, "install a driver for that CUDA version, or a torch build for that driver")
     else:
         add("good", "GPUs", f"{len(facts.gpus)} x {facts.gpus[0]}, torch for CUDA {facts.cuda}")
     for folder, free in facts.free_disk.items():
         low = free < (WANTED_DISK if folder != "/dev/shm" else 2**30)
-        repair = "free some: checkpoints of a large model need tens of GiB" if low and folder != "/dev/shm" else ""
+        repair = (
+            "free some space: checkpoints of a large model need tens of GiB" if low and folder != "/dev/shm" else ""
+        )
         repair = "give the container more shared memory (--shm-size)" if low and not repair else repair
         add("warning" if low else "good", "free disk", f"{free / 2**30:.1f} GiB in {folder}", repair)
     for one in facts.open_sockets:
-        repair = "start the cluster by `finray cluster up`, which asks for a token, or close the port to others"
+        repair = "start the cluster with `finray cluster up`, which requires a token, or close the port"
         add("problem", "open ports", f"{one} answers without a token", repair)
     if not facts.open_sockets:
-        add("good", "open ports", "none of this user's Ray answers without a token")
+        add("good", "open ports", "no Ray port of this user answers without a token")
     return found
 
 
 def judged_versions(known: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Whether nodes have the same versions as the first one."""
+    """Whether all nodes have the same versions as the first one."""
     first = next(iter(known.values()), {})
     bad = {name: other for name, found in known.items() if (other := nodes.differences(found, first))}
     repair = "install the same versions on all nodes"
@@ -132,20 +139,20 @@ def judged_versions(known: Mapping[str, Mapping[str, str]]) -> list[Finding]:
 
 
 def judged_clocks(samples: Mapping[str, Sequence[tuple[float, float, float]]]) -> list[Finding]:
-    """Whether clocks agree: for each node, when it was asked, what it said, and when the answer came.
+    """Whether clocks agree: for each node, when it was asked, its answer, and when the answer arrived.
 
-    The shortest round trip tells most. Half of it is what cannot be known.
+    The sample with the shortest round trip is the most accurate; half the round trip is the uncertainty.
     """
     skews = {}
-    for name, asked in samples.items():
-        before, said, after = min(asked, key=lambda one: one[2] - one[0])
-        off = said - (before + after) / 2
+    for name, readings in samples.items():
+        before, remote, after = min(readings, key=lambda one: one[2] - one[0])
+        off = remote - (before + after) / 2
         skews[name] = (off, (after - before) / 2)
     bad = {name: off for name, (off, unsure) in skews.items() if abs(off) - unsure > _SKEW_S}
     if not bad:
         worst = max((abs(off) + unsure for off, unsure in skews.values()), default=0.0)
         return [Finding("good", "clocks", "", f"within {worst:.3f} s of this machine's")]
-    repair = "let a time service (chrony, systemd-timesyncd) set it: storage and leases compare times"
+    repair = "synchronise it with a time service (chrony, systemd-timesyncd): storage and leases compare times"
     return [
         Finding("problem", "clocks", name, f"{off:+.1f} s from this machine's", repair) for name, off in bad.items()
     ]
@@ -156,21 +163,26 @@ def judged_bandwidth(links: Mapping[tuple[str, str], float]) -> list[Finding]:
     found = []
     for (one, other), speed in links.items():
         slow = speed < WANTED_GBIT
-        text = f"{speed:.1f} Gbit/s to {other}" + (f", {WANTED_GBIT:g} are wanted" if slow else "")
-        repair = "adapters (LoRA) send little; full fine-tuning and sharding wait for this network" if slow else ""
+        text = f"{speed:.1f} Gbit/s to {other}" + (f", {WANTED_GBIT:g} are recommended" if slow else "")
+        repair = (
+            "adapters (LoRA) send little; full fine-tuning and sharding are limited by this network" if slow else ""
+        )
         found.append(Finding("warning" if slow else "good", "bandwidth", one, text, repair))
     return found
 
 
 def judged_reduce(backend: str, ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    """What an all-reduce came to."""
+    """The result of an all-reduce."""
     failed = [str(one["error"]) for one in ranks if "error" in one]
     what = f"all-reduce ({backend})"
     if failed:
-        repair = "see that all ports are open between the nodes; NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME chooses"
+        repair = (
+            "check that all ports are open between the nodes; NCCL_DEBUG=INFO prints details, and NCCL_SOCKET_IFNAME "
+            "selects the network interface"
+        )
         return Finding("problem", what, "", f"{len(failed)} of {len(ranks)} ranks failed: {failed[0]}", repair)
     if not all(one["good"] for one in ranks):
-        return Finding("problem", what, "", "the sum is wrong", "look for damaged memory or a wrong driver")
+        return Finding("problem", what, "", "the sum is wrong", "check for faulty memory or a wrong driver")
     speed = median(float(one["gbit_per_s"]) for one in ranks)
     return Finding("good", what, "", f"{len(ranks)} ranks, {speed:.1f} Gbit/s")
 
@@ -178,16 +190,16 @@ def judged_reduce(backend: str, ranks: Sequence[Mapping[str, Any]]) -> Finding:
 def judged_storage(
     storage: str, failed: Mapping[str, str | None], unseen: Mapping[str, Sequence[str]]
 ) -> list[Finding]:
-    """Whether each node writes to the storage and reads what the others wrote."""
+    """Whether each node can write to the storage and read what the others wrote."""
     found = []
     for name, why in failed.items():
         if why is not None:
-            repair = "mount it there, or give this user the right to write; run.output_dir may be a bucket"
+            repair = "mount it there, or give this user write permission; run.output_dir may also be a bucket"
             found.append(Finding("problem", "storage", name, f"{storage} cannot be written: {why}", repair))
     written = [name for name, why in failed.items() if why is None]
     for name, missing in unseen.items():
         if others := [one for one in missing if one in written]:
-            repair = "the directory must be the same on all nodes, such as one of NFS, or a bucket"
+            repair = "the directory must be shared by all nodes (such as NFS), or be a bucket"
             text = f"does not see in {storage} what {', '.join(others)} wrote"
             found.append(Finding("problem", "storage", name, text, repair))
     every = f"written and read by {'all ' if len(failed) > 1 else ''}{len(failed)} node{'s' * (len(failed) > 1)}"
@@ -198,7 +210,7 @@ def judged_storage(
 
 
 def machine(storage: str) -> Diagnosis:
-    """Look at this machine.
+    """Check this machine.
 
     Args:
         storage: where runs are written: a directory or a URL.
@@ -218,16 +230,16 @@ def machine(storage: str) -> Diagnosis:
     return Diagnosis([facts.name], findings, [facts])
 
 
-def cluster(storage: str, config: Any, *, tell: Callable[[str], None] = lambda text: None) -> Diagnosis:
-    """Look at all nodes of a cluster at once.
+def cluster(storage: str, config: Any, *, notify: Callable[[str], None] = lambda text: None) -> Diagnosis:
+    """Check all nodes of a cluster at once.
 
     Args:
         storage: where runs are written: a directory that all nodes see, or a URL.
         config: of the cluster.
-        tell: what is at work.
+        notify: called with the current activity.
 
     Raises:
-        ClusterError: it cannot be reached.
+        ClusterError: the cluster cannot be reached.
     """
     with connected(config) as ray:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
@@ -242,12 +254,12 @@ def cluster(storage: str, config: Any, *, tell: Callable[[str], None] = lambda t
             for name, node in zip(ips, alive, strict=True)
         }
 
-        def ask(method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-            """Call a method on nodes at once; those that answer in time."""
-            asked = {name: getattr(probes[name], method).remote(*given) for name, given in arguments.items()}
-            ray.wait([*asked.values()], num_returns=len(asked), timeout=_ASK_S)
+        def call(method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+            """Call a method on nodes in parallel; returns the answers that arrive in time."""
+            pending = {name: getattr(probes[name], method).remote(*given) for name, given in arguments.items()}
+            ray.wait([*pending.values()], num_returns=len(pending), timeout=_ASK_S)
             found = {}
-            for name, answer in asked.items():
+            for name, answer in pending.items():
                 try:
                     found[name] = ray.get(answer, timeout=0.1)
                 except Exception as error:
@@ -256,57 +268,57 @@ def cluster(storage: str, config: Any, *, tell: Callable[[str], None] = lambda t
 
         lost: dict[str, str] = {}
         try:
-            return _look(storage, ips, ask, lost, tell)
+            return _diagnose(storage, ips, call, lost, notify)
         finally:
             for probe in probes.values():
                 ray.kill(probe)
 
 
-def _look(
+def _diagnose(
     storage: str,
     ips: Mapping[str, str],
-    ask: Callable[[str, Mapping[str, tuple[Any, ...]]], dict[str, Any]],
+    call: Callable[[str, Mapping[str, tuple[Any, ...]]], dict[str, Any]],
     lost: dict[str, str],
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Diagnosis:
-    """Ask the nodes one thing after the other; those that are lost on the way are asked no more."""
+    """Run the checks one after the other; nodes that are lost on the way are not asked again."""
 
     def each(*given: Any) -> dict[str, tuple[Any, ...]]:
         return {name: given for name in ips if name not in lost}
 
-    tell(f"asking {len(ips)} nodes what they are")
-    facts: dict[str, Facts] = ask("facts", each([] if is_url(storage) else [folder_of(storage)]))
+    notify(f"asking {len(ips)} nodes for their state")
+    facts: dict[str, Facts] = call("facts", each([] if is_url(storage) else [folder_of(storage)]))
     findings = [one for found in facts.values() for one in judged(found)]
     findings += judged_versions({name: found.versions for name, found in facts.items()})
     samples: dict[str, list[tuple[float, float, float]]] = {}
     for name in each():
         for _ in range(3):
             before = time.time()
-            said = ask("clock", {name: ()})
-            if name in said:
-                samples.setdefault(name, []).append((before, said[name], time.time()))
+            clocks = call("clock", {name: ()})
+            if name in clocks:
+                samples.setdefault(name, []).append((before, clocks[name], time.time()))
     findings += judged_clocks(samples)
-    tell("writing to the storage and reading from it")
+    notify("writing to the storage and reading from it")
     mark = os.urandom(4).hex()
-    failed = ask("write", {name: (storage, f"{mark}-{name}") for name in each()})
-    unseen = ask("read", each(storage, [f"{mark}-{name}" for name in failed]))
-    ask("remove", {name: (storage, f"{mark}-{name}") for name in each()})
+    failed = call("write", {name: (storage, f"{mark}-{name}") for name in each()})
+    unseen = call("read", each(storage, [f"{mark}-{name}" for name in failed]))
+    call("remove", {name: (storage, f"{mark}-{name}") for name in each()})
     seen = {name: [one.removeprefix(f"{mark}-") for one in missing] for name, missing in unseen.items()}
     findings += judged_storage(storage, failed, seen)
     if len(each()) > 1:
-        tell("measuring the network")
+        notify("measuring the network")
         ring = [*each()]
-        ports = ask("listen", {name: (ips[name],) for name in ring})
+        ports = call("listen", {name: (ips[name],) for name in ring})
         links: dict[tuple[str, str], float] = {}
         for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
             if one not in lost and other in ports:
-                for speed in ask("send", {one: (ips[other], ports[other])}).values():
+                for speed in call("send", {one: (ips[other], ports[other])}).values():
                     links[one, other] = speed
         findings += judged_bandwidth(links)
-    tell("reducing")
-    findings.append(_reduce([*each()], facts, ips, ask))
+    notify("reducing")
+    findings.append(_reduce([*each()], facts, ips, call))
     for name, why in lost.items():
-        repair = "see that the node is alive (finray cluster status) and its ports are open"
+        repair = "check that the node is alive (finray cluster status) and its ports are open"
         findings.append(Finding("problem", "node", name, f"did not answer ({why})", repair))
     return Diagnosis([*ips], findings, [*facts.values()])
 
@@ -315,28 +327,28 @@ def _reduce(
     known: Sequence[str],
     facts: Mapping[str, Facts],
     ips: Mapping[str, str],
-    ask: Callable[[str, Mapping[str, tuple[Any, ...]]], dict[str, Any]],
+    call: Callable[[str, Mapping[str, tuple[Any, ...]]], dict[str, Any]],
 ) -> Finding:
-    """An all-reduce over all GPUs of all nodes; over CPUs, a rank a node, where a node has none."""
+    """An all-reduce over all GPUs of all nodes; over CPUs, with one rank per node, if a node has no GPU."""
     gpus = [facts[name].usable_gpus if name in facts else 0 for name in known]
     backend = "nccl" if gpus and all(gpus) and sum(gpus) > 1 else "gloo"
     counts = gpus if backend == "nccl" else [1 if len(known) > 1 else 2] * len(known)
     if not known:
         return Finding("problem", "all-reduce", "", "no node answers")
     host = ips[known[0]]
-    port = ask("free_port", {known[0]: (host,)}).get(known[0], 0)
+    port = call("free_port", {known[0]: (host,)}).get(known[0], 0)
     first = [sum(counts[:number]) for number in range(len(counts))]
-    asked = {
+    arguments = {
         name: ([*range(start, start + count)], sum(counts), host, port, backend, ips[name])
         for name, start, count in zip(known, first, counts, strict=True)
     }
-    answers = ask("all_reduce", asked)
+    answers = call("all_reduce", arguments)
     ranks = [one for found in answers.values() for one in found]
     ranks += [{"error": "no answer"}] * (sum(counts) - len(ranks))
     return judged_reduce(backend, ranks)
 
 
 def _twice(node: Mapping[str, Any], alive: Sequence[Mapping[str, Any]]) -> str:
-    """What tells a node from another one of the same name."""
+    """A suffix that distinguishes a node from another one of the same name."""
     same = [one for one in alive if one["NodeManagerHostname"] == node["NodeManagerHostname"]]
     return f" ({node['NodeManagerAddress']} {node['NodeID'][:4]})" if len(same) > 1 else ""

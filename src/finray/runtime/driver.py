@@ -1,8 +1,8 @@
 """A run from the outside: begin to prepare the data, connect to Ray, fit, finish.
 
-Each part takes the results of those before it, so that whoever runs many fits (a search, a restart at another size)
-calls the same parts: :func:`connect` joins a Ray that is there already, and :func:`fit` takes a preparation that has
-ended as well as one that is at work.
+Each part takes the results of those before it, so that code that runs many fits (a search, a restart at another size)
+calls the same parts: :func:`connect` joins a running Ray, and :func:`fit` takes a preparation that has ended or is
+still running.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from finray.runtime.trainer import Trainer
     from finray.runtime.worker import Outcome
 
-# How long Ray's head process may be gone. Nobody starts one of our own again; that of a cluster may come back.
+# How long Ray's head process may be unreachable. Nobody restarts our own; that of a cluster may come back.
 _OWN_HEAD_S, _HEAD_S = 4.0, 40.0
 
 Handle = Callable[[Record], None]
@@ -76,18 +76,18 @@ Handle = Callable[[Record], None]
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """Ray, and what a run gets of it.
+    """A connected Ray, and what the run uses of it.
 
     Attributes:
         ray: the module, connected.
-        is_own: it was started on this machine for the run, and ends with it.
+        is_own: Ray was started on this machine for the run, and ends with it.
         placement: of the workers.
-        resolved: what every ``auto`` of the config comes to there, but for what the data decide.
-        env: environment variables of whoever works for the run.
+        resolved: the value of every ``auto`` in the config, except for those that depend on the data.
+        env: environment variables of the run's processes.
         worker_env: those of the training workers.
         started: ``time.perf_counter()`` before it was connected.
-        seconds: that connecting took.
-        positions: most tokens of a row, where the model has learned a vector for each position.
+        seconds: time that connecting took.
+        positions: most tokens per row, if the model has learned position embeddings.
     """
 
     ray: Any
@@ -103,7 +103,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Rank 0's summary, the seconds that all of :func:`fit` took, and those until the data were there."""
+    """Rank 0's summary, the seconds that :func:`fit` took, and those until the data were ready."""
 
     summary: RunSummary
     seconds: float
@@ -118,12 +118,12 @@ def train(
     Args:
         config: the run's configuration.
         fresh: move an earlier run of this name aside first.
-        handle: shown records (notes, header, metrics, warnings) as they come.
-        hide_torch: load the tokenizer without torch where nothing in this process will need it; see
+        handle: called with each record (notes, header, metrics, warnings).
+        hide_torch: load the tokenizer without torch if nothing in this process needs it; see
             :func:`finray.data.dataset.prepare.start_preparation`.
 
     Raises:
-        FinrayError: with what happened, where, and the repair.
+        FinrayError: says what happened, where, and the repair.
     """
     config = with_absolute_paths(config)
     require_startable(config)
@@ -131,11 +131,11 @@ def train(
         handle(Note(message, level="warning"))
     target = check_push(config) if fresh or _to_push(config, RunDir.of(config)) is not None else None
     with (
-        open_run(config, fresh=fresh, say=lambda message: handle(Note(message))) as run,
+        open_run(config, fresh=fresh, notify=lambda message: handle(Note(message))) as run,
         _saying_what_is_saved(run, config),
     ):
         if (done := run.finished()) is not None:
-            handle(Note("the run is finished already; --fresh (in Python fresh=True) begins anew"))
+            handle(Note("the run is already finished; --fresh (in Python fresh=True) starts over"))
             run.pull(final=True)
             chosen = run.mend_final(best=_best(config), warn=lambda message: handle(Note(message, level="warning")))
             if chosen not in (None, done.chosen_step):
@@ -143,7 +143,7 @@ def train(
             _push(config, run, handle)
             return TrainResult(run.path, run.final, chosen or done.chosen_step, done.summary)
         failures.forget(run.path)
-        # A converter may want a model, the check of packing and the choice of a strategy build one, and torch tells of
+        # A converter may want a model, the check of packing and the choice of a strategy build one, and torch reports
         # GPUs.
         hide_torch &= not Path("/proc/driver/nvidia").exists()
         hide_torch &= config.data.converter is None and cached_packing(config.model) is not None
@@ -159,7 +159,7 @@ def train(
 
 
 def _to_push(config: Config, run: RunDir) -> dict[str, Any] | None:
-    """What ``pushed.json`` will say of the finished model; None where nothing is to be pushed, or was already."""
+    """The contents of ``pushed.json`` for the finished model; None if nothing is to be pushed, or it was already."""
     file = run.final / manifest.NAME
     if (name := config.export.push_to_hub) is None:
         return None
@@ -168,17 +168,17 @@ def _to_push(config: Config, run: RunDir) -> dict[str, Any] | None:
 
 
 def _push(config: Config, run: RunDir, handle: Handle) -> None:
-    """Push the finished model where the config says so.
+    """Push the finished model if the config asks for it.
 
     Raises:
-        FinrayError: it is not pushed; the run is finished all the same.
+        FinrayError: the push failed; the run is finished nevertheless.
     """
     if (wanted := _to_push(config, run)) is None:
         return
     from finray.publishing.push import push
 
     try:
-        done = push(run.final, say=lambda text: handle(Note(text)))
+        done = push(run.final, notify=lambda text: handle(Note(text)))
     except FinrayError as error:
         error.message += f"; the run is finished, and its model is in {run.final}"
         raise
@@ -196,18 +196,18 @@ def _saying_what_is_saved(run: RunDir, config: Config) -> Iterator[None]:
         try:
             steps = run.store().steps()
         except FinrayError:
-            # Storage that fails must not take the exit code away.
+            # A storage failure must not change the exit code.
             raise stop from None
-        stop.add_note(f"checkpoint-{steps[-1]:06d} is saved" if steps else "no checkpoint is saved yet")
+        stop.add_note(f"checkpoint-{steps[-1]:06d} is saved" if steps else "no checkpoint has been saved yet")
         raise
 
 
 @contextmanager
 def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
-    """Connect to Ray, see that the workers can be placed, and decide what the config leaves open, but for steps.
+    """Connect to Ray, check that the workers can be placed, and decide what the config leaves open, except for steps.
 
     Raises:
-        FinrayError: the cluster cannot be reached, or what is asked for cannot be had there.
+        FinrayError: the cluster cannot be reached, or lacks what is asked for.
     """
     started = time.perf_counter()
     is_own = clusters.starts_one(config.cluster)
@@ -220,7 +220,7 @@ def connect(config: Config, run: RunDir, handle: Handle) -> Iterator[Connected]:
         env = worker_environment(config.cluster, threads=placement.cpus_per_worker)
         worker_env = env
         if is_own and not placement.use_gpu:
-            # A library that looks for GPUs while it is imported would see them all, and go on to.
+            # A library that looks for GPUs on import would see all of them, and keep doing so.
             worker_env = {**_early(config), **env}
             clusters.start_worker_processes(ray, worker_env, placement.num_workers + placement.evaluator)
         packing = packing_of(config.model)
@@ -265,28 +265,20 @@ def fit(
     handle: Handle,
     target: Target | None = None,
 ) -> Fitted:
-    """Train under Ray Train on what a preparation comes to, from the run's newest checkpoint if there is one.
+    """Train with Ray Train on the prepared data, from the run's newest checkpoint if there is one.
 
-    With ``export.push_every_checkpoint`` each is pushed to ``target``.
+    With ``export.push_every_checkpoint`` each checkpoint is pushed to ``target``.
 
-    On a Ray of the run's own, workers without GPUs start and load the model while the data are prepared. No GPU is held
-    before it is known that the data are right, and nothing of a cluster that others could use.
+    On a Ray of the run's own, workers without GPUs start and load the model while the data are prepared. GPUs, and
+    anything of a shared cluster, are only taken once the data are known to be right.
 
     Raises:
-        FinrayError: the data are not right, or the training failed, and another attempt would fail alike.
+        FinrayError: the data are not right, or training failed and a retry would fail in the same way.
     """
-    from ray.exceptions import RayError
-    from ray.train.v2.api.exceptions import TrainingFailedError
-
-    from finray.runtime.trainer import remove_groups
-
     started = time.perf_counter()
     handle = _one_at_a_time(handle)
-    # DeepSpeed's engine is made with the size of a step, which the data may decide.
-    is_early = connected.is_own and not connected.placement.use_gpu and connected.resolved.strategy != "deepspeed"
-    # A classifier's last layer is made for the classes that the data have.
-    is_early = is_early and not task_spec(config.model.task).reads_labels
-    # No other run's begins alike, also where many are at work in this process.
+    is_early = _loads_while_data_are_prepared(connected, config)
+    # Unique among all runs, even if several are running in this process.
     group = f"finray {run.path.name} {uuid4().hex[:8]}"
     prepared_at = 0.0
 
@@ -342,25 +334,7 @@ def fit(
         )
         handle(Note(f"starting {watch.workers}"))
         with listener:
-            outcome: Outcome | None = None
-            restarts_left = config.cluster.max_failures
-            while outcome is None:
-                try:
-                    outcome = trainer.fit().return_value
-                except (TrainingFailedError, RayError) as error:
-                    watch.end_if_due()
-                    reason = _explain(error, run)
-                    if isinstance(reason, failures.OutOfMemory):
-                        reason = _relieved(reason, connected, config)
-                    # Ray Train restarts workers, and nobody its controller, which may have been ended beside them.
-                    if isinstance(error, TrainingFailedError) or not restarts_left:
-                        raise reason from None
-                    restarts_left -= 1
-                    handle(Note(f"{reason.message}; starting again", level="warning"))
-                finally:
-                    # Without a head process, the question would end this one.
-                    if not watch.is_lost:
-                        remove_groups(group)
+            outcome = _attempts(trainer, watch, connected, config, run, group=group, handle=handle)
         if outcome.failure is not None:
             raise from_dict(outcome.failure)
         if outcome.summary is None:
@@ -369,9 +343,50 @@ def fit(
     return Fitted(outcome.summary, time.perf_counter() - started, prepared_at - started)
 
 
+def _loads_while_data_are_prepared(connected: Connected, config: Config) -> bool:
+    """Whether workers start, and load the model, before the data are ready."""
+    if not connected.is_own or connected.placement.use_gpu:
+        return False
+    # DeepSpeed's engine is made with the size of a step, and a classifier's last layer with the number of classes:
+    # both may come from the data.
+    return connected.resolved.strategy != "deepspeed" and not task_spec(config.model.task).reads_labels
+
+
+def _attempts(
+    trainer: Trainer, watch: Watch, connected: Connected, config: Config, run: RunDir, *, group: str, handle: Handle
+) -> Outcome:
+    """Run Ray's trainer; again if its controller was lost, up to ``cluster.max_failures`` times.
+
+    Ray Train itself restarts workers; nobody restarts its controller.
+    """
+    from ray.exceptions import RayError
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    from finray.runtime.trainer import remove_groups
+
+    restarts_left = config.cluster.max_failures
+    while True:
+        try:
+            outcome: Outcome = trainer.fit().return_value
+            return outcome
+        except (TrainingFailedError, RayError) as error:
+            watch.end_if_due()
+            reason = _explain(error, run)
+            if isinstance(reason, failures.OutOfMemory):
+                reason = _relieved(reason, connected, config)
+            if isinstance(error, TrainingFailedError) or not restarts_left:
+                raise reason from None
+            restarts_left -= 1
+            handle(Note(f"{reason.message}; restarting", level="warning"))
+        finally:
+            # Without a head process, this call would end the driver.
+            if not watch.is_lost:
+                remove_groups(group)
+
+
 def _note_size(run: RunDir, handle: Handle, header: RunHeader) -> None:
-    """Write with how many workers the run goes on; behind a URL in a thread, because storage may fail for a while, and
-    whoever hears the workers must not wait. Only the next size is lost by that."""
+    """Record the number of workers of the run; for a URL in a thread, because storage may fail for a while, and the
+    thread that receives records must not wait. If it fails, only the next start's size is lost."""
     if (kept := run.resolved()) is None or kept.world_size == header.world_size:
         return
     decided = replace(kept, world_size=header.world_size)
@@ -380,7 +395,7 @@ def _note_size(run: RunDir, handle: Handle, header: RunHeader) -> None:
         try:
             run.keep_resolved(decided)
         except (FinrayError, OSError) as error:
-            handle(Note(f"the number of workers could not be noted: {error}", header.step, "warning"))
+            handle(Note(f"the number of workers could not be recorded: {error}", header.step, "warning"))
 
     if run.url is None:
         keep()
@@ -389,7 +404,7 @@ def _note_size(run: RunDir, handle: Handle, header: RunHeader) -> None:
 
 
 def _one_at_a_time(handle: Handle) -> Handle:
-    """The handler, for this thread and the listener's, which both have records to show."""
+    """The handler under a lock: this thread and the listener's both have records to show."""
     lock = threading.RLock()
 
     def shown(record: Record) -> None:
@@ -414,12 +429,12 @@ def _trainer(
 
     Args:
         connected: to Ray.
-        known: what was settled; None where the data are still prepared, and the workers ask for it.
-        config: the run's.
-        run: its directory.
-        group: begin of the name of its placement group.
-        look: called again and again while it is at work.
-        listener: where its workers send records, and ask.
+        known: what was settled; None while the data are prepared, and the workers ask for it.
+        config: of the run.
+        run: the run directory.
+        group: prefix of the name of its placement group.
+        look: called repeatedly while it runs.
+        listener: where its workers send records and questions.
         target: where checkpoints are pushed.
     """
     from ray.train import FailureConfig, LoggingConfig, RunConfig, ScalingConfig
@@ -471,11 +486,11 @@ def _trainer(
 def settle(
     resolved: Resolved, location: str, config: Config, run: RunDir, handle: Handle, positions: int | None = None
 ) -> Settled:
-    """Decide what the prepared data decide: the size of a step, and epochs; say so, and what is odd about it or them.
+    """Decide what depends on the prepared data: the size of a step, and epochs. Report these and anything odd.
 
     Raises:
         DataError: the data are damaged, too few to hold some out, or their labels are not right.
-        ModelError: a row has more tokens than the model has learned ``positions``.
+        ModelError: a row has more tokens than the model has position embeddings (``positions``).
     """
     for line in preparation_report(location, local_dir=local_dir_of(config)):
         is_warning = line.startswith("warning: ")
@@ -513,7 +528,7 @@ def settle(
 
 
 def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, handle: Handle) -> TrainResult:
-    """Make ``final/`` from a checkpoint, and write the summary, which marks the run as finished.
+    """Create ``final/`` from a checkpoint, and write the summary, which marks the run as finished.
 
     Raises:
         CheckpointError: every checkpoint is damaged.
@@ -529,7 +544,7 @@ def finish(connected: Connected, fitted: Fitted, config: Config, run: RunDir, ha
     phases = {
         "start_ray": connected.seconds,
         "prepare": fitted.prepare_seconds,
-        # On a Ray of the run's own, some of it passes while the data are prepared.
+        # On a Ray of the run's own, part of this overlaps with preparing the data.
         "start_workers": max(0.0, fitted.seconds - fitted.prepare_seconds - working),
         **inside,
         "total": time.perf_counter() - connected.started,
@@ -545,7 +560,7 @@ def _best(config: Config) -> tuple[str, str] | None:
 
 
 def _relieved(error: failures.OutOfMemory, connected: Connected, config: Config) -> failures.OutOfMemory:
-    """The same error with the smallest change that would have left as much memory as was missing."""
+    """The same error with the smallest change that would have freed as much memory as was missing."""
     from finray.planning.memory import relief
 
     changes: tuple[str, ...] = ()
@@ -554,12 +569,12 @@ def _relieved(error: failures.OutOfMemory, connected: Connected, config: Config)
         changes = relief(config, connected.resolved, device, less=failures.bytes_missing(error.message))
     if not changes:
         return error
-    repair = f"the smallest change with which it should fit: {' '.join(changes)}; `finray plan` shows what needs memory"
+    repair = f"the smallest change that should make it fit: {' '.join(changes)}; `finray plan` shows what needs memory"
     return failures.OutOfMemory(error.message, where=changes[0].partition("=")[0], repair=repair)
 
 
 def _explain(error: Exception, run: RunDir) -> FinrayError:
-    """The cause of a failed run: finray's own error where there is one, else the first worker's."""
+    """The cause of a failed run: finray's own error if there is one, else the first worker's."""
     by_rank = dict(getattr(error, "worker_failures", {})) or {0: error}
     worker_failures = list(by_rank.values())
     for failure in worker_failures:
@@ -567,13 +582,13 @@ def _explain(error: Exception, run: RunDir) -> FinrayError:
             if isinstance(cause, FinrayError):
                 return cause
     for rank, failure in by_rank.items():
-        # What the others say is that one is gone.
+        # The other ranks only report that one is gone.
         if (lost := failures.lost_process(str(failure))) is not None:
             last = tuple(tail(run.path / failures.LOGS / failures.log_name(rank)))
-            said = (f"the last that rank {rank} printed:", *last) if last else ()
-            return TrainingError(lost[0], where=str(run.path), repair=lost[1], problems=said)
+            output = (f"last output of rank {rank}:", *last) if last else ()
+            return TrainingError(lost[0], where=str(run.path), repair=lost[1], problems=output)
     return TrainingError(
         f"the workers failed: {failures.last_line(str(worker_failures[0])) or type(worker_failures[0]).__name__}",
         where=str(run.path),
-        repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on from the last checkpoint",
+        repair="FINRAY_VERBOSE=1 shows the workers' output; the same command continues from the last checkpoint",
     )

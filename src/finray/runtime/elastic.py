@@ -1,9 +1,9 @@
-"""What Ray Train's controller decides for a run: with how many workers it starts, and which failures count.
+"""Decisions of Ray Train's controller: the number of workers at a start, and which failures count.
 
-Ray's own elastic policy (2.60) learns of nodes from an actor that looks every 20 s and that takes what others hold for
-free; and it ends the workers of a group that is to grow where they stand. Here the free resources are read when they
-are wanted, and a group that is to grow is asked for a checkpoint first: its workers end with :class:`Resize`, which is
-no failure. Ray's policy is the base, because it asks the autoscaler for nodes where there is one.
+Ray's own elastic policy (2.60) learns of nodes from an actor that polls every 20 s and counts resources held by others
+as free; and to grow a group it ends the workers without a checkpoint. Here the free resources are read when they are
+needed, and a group that is to grow is first asked for a checkpoint: its workers end with :class:`Resize`, which is not
+a failure. Ray's policy is the base class, because it asks the autoscaler for nodes if there is one.
 
 The methods and attributes that begin with an underscore are private in Ray 2.60.
 """
@@ -26,23 +26,23 @@ from finray.planning.placement import room
 from finray.runtime.failures import OutOfMemory
 from finray.runtime.progress import Address, resize_to
 
-# How long resources that workers have left may take to be free again, before fewer workers start.
+# How long the resources of ended workers may take to become free, before fewer workers start.
 SETTLE_S = 10.0
 _PAUSE_S = 0.2
 
 
 class Resize(Exception):
-    """Ends every worker of a group that has saved a checkpoint, so that another number of them goes on."""
+    """Ends every worker of a group that has saved a checkpoint, so that another number of workers continues."""
 
 
 def workers_to_start(possible: int, *, fewest: int, expected: int, waited_s: float) -> int | None:
-    """With how many workers to start; None to wait.
+    """The number of workers to start; None to wait.
 
     Args:
-        possible: workers for which there is room now, at most the most that are wanted.
-        fewest: that are wanted.
-        expected: that there is soon room for, as far as is known.
-        waited_s: since the workers before ended.
+        possible: workers for which there is room now, up to the maximum.
+        fewest: the minimum.
+        expected: workers for which there is soon room, as far as is known.
+        waited_s: seconds since the previous workers ended.
     """
     if possible < fewest or (possible < expected and waited_s < SETTLE_S):
         return None
@@ -54,11 +54,11 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
 
     Args:
         scaling_config: with both bounds.
-        group: begin of the name of the run's placement groups, whose resources are its own.
-        listener: where the driver is told that there is room for more.
+        group: prefix of the name of the run's placement groups, whose resources belong to the run.
+        listener: address at which the driver is told that there is room for more.
         expected: workers at the first start.
-        evaluator: one worker's resources are left to an evaluator.
-        autoscaled: there may be an autoscaler, which is asked for nodes.
+        evaluator: leave one worker's resources to an evaluator.
+        autoscaled: there may be an autoscaler to ask for nodes.
         clock: seconds, monotonic.
     """
 
@@ -81,7 +81,7 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
         self._looked_at = clock()
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Ask the autoscaler for what the most workers need."""
+        """Ask the autoscaler for resources for the maximum number of workers."""
         if self._autoscaled:
             super().after_controller_start(train_run_context)
 
@@ -90,7 +90,7 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
             super()._maybe_send_resource_request()
 
     def make_decision_for_non_running_worker_group(self) -> Any:
-        """Start with as many as there is room for, or wait."""
+        """Start as many as there is room for, or wait."""
         self._maybe_send_resource_request()
         now = self._clock()
         if self._waiting_since is None:
@@ -108,14 +108,14 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
             waited_s=now - self._waiting_since,
         )
         if count is None:
-            # The controller asks again at once.
+            # The controller asks again immediately.
             time.sleep(_PAUSE_S)
             return NoopDecision()
         self._waiting_since, self._expected, self._looked_at = None, count, now
         return self._get_resize_decision(count)
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:  # noqa: ARG002
-        """Have the workers save a checkpoint and end where there is room for more of them."""
+        """If there is room for more workers, have the current ones save a checkpoint and end."""
         self._maybe_send_resource_request()
         now = self._clock()
         if now - self._looked_at >= self.scaling_config.elastic_resize_monitor_interval_s:
@@ -132,13 +132,13 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
 
 
 def room_for(each: Mapping[str, float], *, group: str, most: int, kept: int) -> int:
-    """How many workers of a run the cluster has room for, those that it has included.
+    """How many workers of a run the cluster has room for, including the current ones.
 
     Args:
-        each: what one takes.
-        group: begin of the name of the run's placement groups.
-        most: workers.
-        kept: as many as would fit besides are left to others.
+        each: resources of one worker.
+        group: prefix of the name of the run's placement groups.
+        most: maximum number of workers.
+        kept: room for this many workers is left to others.
     """
     state = ray._private.state.state
     draining = set(state.get_draining_nodes())
@@ -157,14 +157,15 @@ def room_for(each: Mapping[str, float], *, group: str, most: int, kept: int) -> 
 
 
 class Failures(DefaultFailurePolicy):  # type: ignore[misc]
-    """Counts failures of the workers without progress between them; one that makes room for more of them is none.
+    """Counts failures of the workers without progress in between; ending to make room for more workers is not a
+    failure.
 
-    Progress is a start from a later step than the one before: wherever checkpoints are kept, on a disk that this
-    process does not see or in memory, the driver has heard of it.
+    Progress is a start from a later step than the last: wherever checkpoints are kept, on a disk that this process does
+    not see or in memory, the driver is told.
 
     Args:
-        failure_config: how many there may be.
-        progress: the step that the workers last started from.
+        failure_config: the maximum number of failures.
+        progress: returns the step that the workers last started from.
     """
 
     def __init__(self, failure_config: FailureConfig, progress: Callable[[], int]) -> None:
@@ -185,5 +186,5 @@ class Failures(DefaultFailurePolicy):  # type: ignore[misc]
 
 
 def caused_by(error: BaseException, kind: type[BaseException]) -> bool:
-    """Whether a worker ended by an error of this kind, which Ray has wrapped."""
+    """Whether a worker ended by an exception of this type, which Ray wraps."""
     return any(isinstance(one, kind) for one in (error, getattr(error, "_original_exception", None), error.__cause__))

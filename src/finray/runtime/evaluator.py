@@ -1,10 +1,10 @@
-"""Evaluates checkpoints as Ray tasks beside the training, one after the other; made and asked by rank 0.
+"""Evaluates checkpoints during training as Ray tasks, one at a time; created and polled by rank 0.
 
-Not by Ray Train's ``ValidationConfig`` (Ray 2.60), which begins a task for a checkpoint that is reported, too. Its
-results stay in Ray's list of checkpoints, which finray does not believe and no worker hears of; and an evaluator that
-is killed (``WorkerCrashedError``) ends its controller, and with it the run.
+We do not use Ray Train's ``ValidationConfig`` (Ray 2.60): it also starts a task for a checkpoint that is only reported,
+its results stay in Ray's list of checkpoints, which finray does not rely on and no worker sees, and an evaluator that
+is killed (``WorkerCrashedError``) ends the controller, and with it the run.
 
-The worker owns its tasks: where it ends, Ray ends them with it, and the next start has them done again.
+The worker owns its tasks: when it exits, Ray cancels them, and the next start submits them again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from finray.runtime.worker import WorkerSpec
     from finray.training.evaluator import Evaluated
 
-# How often one that ended without a word is begun.
+# How often a task whose process died is started.
 TRIES = 3
 
 
@@ -48,8 +48,8 @@ class RayEvaluator:
         begin: starts the evaluation of a checkpoint of a step, and returns a reference to its result.
         ended: whether a reference's task has ended, without waiting.
         fetch: the result, or the error of its task.
-        cancel: ends a task.
-        tell: told of evaluations that are repeated.
+        cancel: cancels a task.
+        notify: called with a note when an evaluation is repeated.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class RayEvaluator:
         ended: Callable[[Any], bool],
         fetch: Callable[[Any], Any],
         cancel: Callable[[Any], None],
-        tell: Callable[[Record], None],
+        notify: Callable[[Record], None],
     ) -> None:
-        self._begin, self._ended, self._fetch, self._cancel, self._tell = begin, ended, fetch, cancel, tell
+        self._begin, self._ended, self._fetch, self._cancel, self._notify = begin, ended, fetch, cancel, notify
         self._queue: deque[_Job] = deque()
         self._running: tuple[_Job, Any] | None = None
 
     @classmethod
     def of(
-        cls, spec: WorkerSpec, resources: Mapping[str, float], known: Settled, tell: Callable[[Record], None]
+        cls, spec: WorkerSpec, resources: Mapping[str, float], known: Settled, notify: Callable[[Record], None]
     ) -> RayEvaluator:
-        """On resources of a cluster that Ray is connected to, beside those of this worker."""
+        """On resources of the connected cluster, next to those of this worker."""
         import ray
 
         task = ray.remote(_evaluate).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
-            # Ray itself would repeat one for ever that memory is lacking for.
+            # Ray itself would retry a task that runs out of memory forever.
             max_retries=0,
-            # Not in the placement group of the workers, which has no room.
+            # Not in the workers' placement group, which is full.
             scheduling_strategy="DEFAULT",
             name="finray evaluation",
         )
@@ -86,16 +86,16 @@ class RayEvaluator:
             ended=lambda running: bool(ray.wait([running], timeout=0)[0]),
             fetch=ray.get,
             cancel=lambda running: ray.cancel(running, force=True),
-            tell=tell,
+            notify=notify,
         )
 
     def submit(self, step: int, checkpoint: Path | None) -> None:
-        """Evaluate a checkpoint after those before it; None is the model that training starts from."""
+        """Queue the evaluation of a checkpoint; None means the model that training starts from."""
         self._queue.append(_Job(step, checkpoint))
         self._go_on()
 
     def results(self) -> Sequence[Evaluated]:
-        """What has come since the last call, in the order of submission."""
+        """Results since the last call, in the order of submission."""
         come = []
         while self._running is not None and self._ended(self._running[1]):
             (job, running), self._running = self._running, None
@@ -105,7 +105,7 @@ class RayEvaluator:
         return come
 
     def close(self) -> None:
-        """Give up what is out."""
+        """Cancel all pending evaluations."""
         if self._running is not None:
             self._cancel(self._running[1])
         self._queue.clear()
@@ -117,7 +117,7 @@ class RayEvaluator:
             self._running = job, self._begin(job.step, job.checkpoint)
 
     def _result(self, job: _Job, running: Any) -> Evaluated | None:
-        """What came of a task; None where it is begun again."""
+        """The result of a task; None if it is started again."""
         from ray.exceptions import RayTaskError
 
         from finray.training.evaluator import Evaluated
@@ -129,24 +129,24 @@ class RayEvaluator:
             cause = failures.describe(error.cause) if isinstance(error.cause, Exception) else first_line(error)
             return Evaluated(job.step, failure=cause)
         except Exception as error:
-            # Ray has several errors for a process that was killed, and for a machine that was lost.
+            # Ray has several errors for a killed process and a lost machine.
             lost = failures.lost_process(str(error))
             why = lost[0] if lost is not None else failures.describe(error)
             if job.tries == TRIES:
                 return Evaluated(job.step, failure=f"{why}; it was tried {TRIES} times")
-            self._tell(Note(f"the evaluation of step {job.step} is begun again: {why}", job.step))
+            self._notify(Note(f"restarting the evaluation of step {job.step}: {why}", job.step))
             self._queue.appendleft(_Job(job.step, job.checkpoint, job.tries + 1))
             return None
 
 
 @cache
 def step_back() -> None:
-    """Let the training have a CPU first that both want; once, because a process of Ray's serves several tasks."""
+    """Give training priority for the CPU; only once, because a Ray process runs several tasks."""
     os.nice(5)
 
 
 def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | None) -> Evaluated:
-    """The Ray task; an error that another try would meet again is a result."""
+    """The Ray task. An error that a retry would hit again is returned as a result."""
     import torch
 
     from finray.evaluation.during import Answers
@@ -160,7 +160,7 @@ def _evaluate(spec: WorkerSpec, known: Settled, step: int, checkpoint: str | Non
     device = torch.device("cuda" if known.resolved.use_gpu else "cpu")
     try:
         if checkpoint is not None and (run := RunDir.of(config)).url is not None:
-            # This task may be on another machine than the one that wrote it.
+            # This task may run on another machine than the one that wrote the checkpoint.
             run.store().verify(step)
             checkpoint = str(run.store().path_of(step))
         return evaluate_checkpoint(

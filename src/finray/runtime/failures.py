@@ -1,9 +1,9 @@
-"""Telling a bug from bad luck: a run that fails twice from the same step is not tried a third time.
+"""Tells a bug from bad luck: a run that fails twice from the same step is not restarted.
 
-Ray restarts workers that die, which is right for a lost machine and useless for a mistake in a model or in the code.
-The file is in the run directory, because workers on any machine write it; where they share no disk, each machine has
-its own, and the ranks tell each other. Only failures of the same ``finray train`` count, and none from before an
-attempt knew its step.
+Ray restarts workers that die, which is right for a lost machine and useless for a bug in a model or in the code. The
+file is in the run directory, because workers on any machine write it; without a shared disk each machine has its own,
+and the ranks exchange them. Only failures of the same ``finray train`` count, and none from before an attempt knew its
+step.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from finray.files import typed
 
 FILE = "failures.jsonl"
 TRIES = 2
-# Where what the workers print is kept, in the run directory.
+# Directory of the workers' logs, in the run directory.
 LOGS = "logs"
 _TRACEBACK_LINES = 6
-# Stands for the step in failures that came before it was known.
+# Stands for the step in failures before it was known.
 LOADING = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that ended an attempt: the step it had resumed from, and the error's type and first line; the rank
-    that had it, its machine, and the end of its traceback.
+    """An exception that ended an attempt: the step it had resumed from, the error's type and first line, the rank and
+    its machine, and the end of the traceback.
 
     Attributes:
-        start: names the ``finray train`` that the attempt belongs to.
+        start: identifies the ``finray train`` that the attempt belongs to.
         time: seconds since the epoch.
         printed: the last lines of the rank's log.
     """
@@ -57,7 +57,7 @@ def log_name(rank: int) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Type and first line of an exception, secrets masked."""
+    """Type and first line of an exception, with secrets masked."""
     lines = redact_text(str(error)).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -68,59 +68,59 @@ _ENDED = re.compile(r"\n\tpid: (\d+).*?\n\tip: (\S+)", re.DOTALL)
 
 
 def lost_process(text: str) -> tuple[str, str] | None:
-    """What became of a process that Ray lost, and the repair; None where a text of Ray's tells of none.
+    """What happened to a process that Ray lost, and the repair; None if Ray's message is about something else.
 
-    Ray's texts (2.60) are long, and end with advice on Ray.
+    Ray's messages (2.60) are long, and end with advice on Ray.
     """
-    again = "the same command goes on from the last checkpoint"
+    again = "the same command continues from the last checkpoint"
     if "low on memory" in text:
         where = _NO_MEMORY.search(text)
-        used = "no memory was left"
+        used = "out of memory"
         if where is not None:
             used = f"node {where[1]} ran out of memory ({where[2]} of {where[3]} GB used)"
         found = _LARGEST.findall(text)[:3]
         largest = [f"{command[:60].strip()} (pid {pid}, {size} GB)" for pid, size, command in found]
-        most = f"; the most is used by {', '.join(largest)}" if largest else ""
-        repair = f"end what else needs memory there, or see with `finray plan` what the run needs; {again}"
-        return f"{used}, and Ray ended processes of the run{most}", repair
+        most = f"; the largest are {', '.join(largest)}" if largest else ""
+        repair = f"stop other programs that use memory there, or check with `finray plan` what the run needs; {again}"
+        return f"{used}, and Ray killed processes of the run{most}", repair
     if "node has died" in text or "node was terminated" in text:
-        return "a machine of the cluster was lost", f"see that it is back or that others have room; {again}"
+        return "a machine of the cluster was lost", f"check that it is back, or that other machines have room; {again}"
     if "worker process has died" in text or "worker died unexpectedly" in text:
         who = _ENDED.search(text)
         which = f" (pid {who[1]} on {who[2]})" if who else ""
         return (
-            f"a worker's process{which} ended without a word: it was killed, by the kernel for lack of memory or by "
-            "somebody, or crashed in a library",
-            f"look into the kernel's log (`dmesg`) of that machine; {again}",
+            f"a worker's process{which} ended without an error message: it was killed (by the kernel for lack of "
+            f"memory, or by a user), or a library crashed",
+            f"check the kernel log (`dmesg`) of that machine; {again}",
         )
     return None
 
 
 class OutOfMemory(TrainingError):
-    """A worker asked for more memory than there is; the same settings would meet it again."""
+    """A worker asked for more memory than there is; a retry with the same settings would hit it again."""
 
 
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(GiB|MiB|KiB|bytes)")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(GiB|MiB|KiB|bytes)")
 _FREE = re.compile(r"of which ([\d.]+) (GiB|MiB|KiB|bytes) is free")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def out_of_memory(error: BaseException, who: str, step: int) -> OutOfMemory | None:
-    """An error of torch's allocators in words: who asked for how much; None where it is another error."""
+    """Converts an error of torch's allocators: who asked for how much. None for any other error."""
     text = str(error)
-    asked = _ASKED.search(text)
-    if asked is None or not (type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text):
+    requested = _REQUESTED.search(text)
+    if requested is None or not (type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text):
         return None
     free = _FREE.search(text)
     has = f", and {free[1]} {free[2]} were free" if free else ""
     return OutOfMemory(
-        f"{who} ran out of memory after step {step}: it asked for {asked[1]} {asked[2]} more{has}",
+        f"{who} ran out of memory after step {step}: it asked for {requested[1]} {requested[2]} more{has}",
         repair="`finray plan` shows what needs it",
     )
 
 
 def bytes_missing(message: str) -> int:
-    """How much was asked for beyond what was free, by a message of :func:`out_of_memory`."""
+    """How many bytes were missing, parsed from a message of :func:`out_of_memory`."""
     found = re.search(r"asked for ([\d.]+) (\w+) more(?:, and ([\d.]+) (\w+) were free)?", message)
     if found is None:
         return 0
@@ -135,32 +135,32 @@ def end_of(error: BaseException) -> str:
 
 
 def last_line(text: str) -> str:
-    """The line of an error's text that names the exception, which is the last."""
+    """The last line of an error's text, which names the exception."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 
 def record(run_dir: Path, failure: Failure) -> None:
-    """Note a failure, whichever rank had it."""
+    """Record a failure of any rank."""
     with (run_dir / FILE).open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(asdict(failure)) + "\n")
 
 
 def forget(run_dir: Path) -> None:
-    """Begin to count anew: a person has started the run again."""
+    """Reset the count: the user has started the run again."""
     (run_dir / FILE).unlink(missing_ok=True)
 
 
-# What the others say when one of them is gone: it is no cause.
+# What the other ranks report when one is gone: not a cause.
 _COLLATERAL = re.compile(
     r"connection (closed|reset|refused)|ConnectionError|broken pipe|gloo|nccl|socket", re.IGNORECASE
 )
 
 
 def first_of(failures: list[Failure], from_step: int) -> Failure | None:
-    """The first error of ``TRIES`` different attempts that ended at this very step; None where there were fewer.
+    """The first error, if ``TRIES`` different attempts ended at this very step; else None.
 
-    Attempts in which the others lost one that was killed do not count, unless they end alike.
+    Attempts that only lost a killed rank do not count, unless they end in the same way.
     """
     here = [one for one in failures if one.from_step == from_step]
     own = [one for one in here if not _COLLATERAL.search(one.error)]
@@ -173,29 +173,29 @@ def first_of(failures: list[Failure], from_step: int) -> Failure | None:
 
 
 def known(run_dir: Path, start: str) -> list[Failure]:
-    """The failures of a ``finray train`` that this machine's run directory has."""
+    """The failures of a ``finray train`` in this machine's run directory."""
     content = b""
-    # Whatever is wrong with the file: it saves attempts, and must not cost any.
+    # Ignore a broken file: it saves attempts, and must not cost any.
     with contextlib.suppress(OSError):
         content = (run_dir / FILE).read_bytes()
     failures = []
     for line in content.splitlines():
-        # A worker that was killed may have left half a line.
+        # A killed worker may have left half a line.
         with contextlib.suppress(ValueError):
             failures.append(typed(json.loads(line), Failure))
     return [one for one in failures if one.start == start]
 
 
 def check(failures: Iterable[Failure], from_step: int, run_dir: Path) -> None:
-    """Refuse an attempt that can only fail as those before it did.
+    """Refuse an attempt that would only fail like those before it.
 
     Args:
-        failures: of this ``finray train``, as machines have them, some perhaps twice.
-        from_step: that the attempt goes on from.
+        failures: of this ``finray train``, from all machines, possibly with duplicates.
+        from_step: step from which the attempt continues.
         run_dir: the run directory.
 
     Raises:
-        TrainingError: with the error of the earlier attempts.
+        TrainingError: quotes the error of the earlier attempts.
     """
     first = first_of(sorted(dict.fromkeys(failures), key=lambda one: one.time), from_step)
     if first is not None:
@@ -205,10 +205,10 @@ def check(failures: Iterable[Failure], from_step: int, run_dir: Path) -> None:
             f"the workers failed {TRIES} times {since}; the first error, of rank {first.rank}"
             f"{' on ' + first.host if first.host else ''}: {first.error}",
             where=str(run_dir),
-            repair=f"{LOGS}/{log_name(first.rank)} in the run directory has what it printed; mend the cause, then run "
+            repair=f"{LOGS}/{log_name(first.rank)} in the run directory has its output; fix the cause, then run "
             "the same command again",
             problems=(
                 *first.traceback.splitlines(),
-                *([f"the last that rank {first.rank} printed:", *printed] if printed else ()),
+                *([f"last output of rank {first.rank}:", *printed] if printed else ()),
             ),
         )

@@ -1,7 +1,7 @@
-"""Runs as jobs of a Ray cluster's job server: sent there, followed, listed, stopped.
+"""Runs as jobs of a Ray cluster's job server: submit, follow, list, stop.
 
-A job carries the config and the secrets that were named, and nothing else: data, models and runs are where the config
-says, for the cluster too.
+A job carries only the config and the named secrets: data, models and runs must be where the config says, also as seen
+from the cluster.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from finray.results import Result
 # Files of a job, in the directory that Ray unpacks for it.
 CONFIG, SECRETS = "config.yaml", "secrets.json"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
-# Together less than the 15 s after which a server that does not answer is an error.
+# In total less than the 15 s after which an unresponsive server is an error.
 _CONNECT_S, _ANSWER_S = 4.0, 8.0
-# A head that is busy, or started again, is away for less.
+# A busy or restarted head is silent for less.
 _SILENCE_S = 60.0
 _RUN = "finray_run"
 _T = TypeVar("_T")
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-# What a value of this form is usually called.
+# The usual variable name for a value of this form.
 _USUAL = {"hf_": "HF_TOKEN", "sk-": "OPENAI_API_KEY", "gh": "GITHUB_TOKEN", "AKIA": "AWS_ACCESS_KEY_ID"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job that trains, as the server knows it.
+    """A training job, as the server knows it.
 
     Attributes:
         id: for `finray jobs logs` and `stop`.
         run: directory or URL of the run.
         status: pending, running, succeeded, failed or stopped.
-        started: when, in UTC; None before.
-        exit_code: how `finray train` ended, if it has.
-        message: what the server says of it.
+        started: start time in UTC; None before.
+        exit_code: of `finray train`, once it has ended.
+        message: the server's message about it.
     """
 
     id: str
@@ -67,13 +67,13 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more comes of it."""
+        """Whether the job has ended."""
         return self.status.upper() in _ENDED
 
 
 @dataclass(frozen=True)
 class Jobs(Result):
-    """All of them, the newest first."""
+    """All training jobs, newest first."""
 
     address: str
     jobs: tuple[Job, ...]
@@ -96,7 +96,7 @@ class Jobs(Result):
 
 
 def address_of(given: str | None, environ: Mapping[str, str] = os.environ) -> str:
-    """The address of a job server: what is given, else what the environment names, else that of this machine."""
+    """The address of a job server: the given one, else that in the environment, else that of this machine."""
     found = given or environ.get("RAY_API_SERVER_ADDRESS")
     if not found and environ.get("RAY_ADDRESS", "").startswith(("http://", "https://")):
         found = environ["RAY_ADDRESS"]
@@ -105,10 +105,10 @@ def address_of(given: str | None, environ: Mapping[str, str] = os.environ) -> st
 
 
 class Server:
-    """A job server that answers, and knows the token that is shown to it."""
+    """A job server that answers and accepts our token."""
 
     def __init__(self, address: str | None = None) -> None:
-        """Raises ClusterError: nobody answers there as Ray's dashboard does, or the token is missing or another."""
+        """Raises ClusterError: the server there is not Ray's dashboard, or the token is missing or wrong."""
         self.address = address_of(address)
         self._require_alive()
         from ray.job_submission import JobSubmissionClient
@@ -116,14 +116,14 @@ class Server:
         self._client = JobSubmissionClient(self.address)
 
     def _require_alive(self, *, again: bool = True) -> None:
-        # Ray's own client waits without end.
+        # Ray's own client has no timeout.
         import requests
         from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 
         from finray.runtime.cluster import _use_token
 
         url, where = f"{self.address}/api/version", f"--address {redact_text(self.address)}"
-        repair = "start Ray's head with its dashboard, or name the address that `ray start --head` prints for it"
+        repair = "start Ray's head with its dashboard, or give the dashboard address that `ray start --head` prints"
         try:
             answer = requests.get(
                 url,
@@ -132,25 +132,23 @@ class Server:
                 allow_redirects=False,
             )
         except (requests.exceptions.RequestException, ValueError) as error:
-            why = "it does not answer in time" if isinstance(error, requests.exceptions.Timeout) else "nobody listens"
+            why = "it did not answer in time" if isinstance(error, requests.exceptions.Timeout) else "nobody listens"
             raise ClusterError(f"there is no job server: {why}", where=where, repair=repair) from None
         if answer.status_code in (401, 403):
             if again and _use_token():
                 self._require_alive(again=False)
                 return
-            shown = (
-                "the one that is shown is another" if os.environ.get("RAY_AUTH_MODE") == "token" else "none is shown"
-            )
+            shown = "the one that was sent is wrong" if os.environ.get("RAY_AUTH_MODE") == "token" else "none was sent"
             raise ClusterError(
-                f"the job server asks for a token, and {shown}",
+                f"the job server requires a token, and {shown}",
                 where=where,
-                repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with what ~/.ray/auth_token holds on the "
-                "machine where `ray start --head` was run",
+                repair="export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN=..., with the content of ~/.ray/auth_token on "
+                "the machine where `ray start --head` was run",
             )
         with suppress(ValueError, TypeError):
             if answer.ok and "ray_version" in answer.json():
                 return
-        raise ClusterError("whoever listens there is no job server of Ray", where=where, repair=repair)
+        raise ClusterError("the server there is not a Ray job server", where=where, repair=repair)
 
     def submit(
         self,
@@ -160,13 +158,13 @@ class Server:
         *,
         command: str = "finray submit",
     ) -> Job:
-        """Send a run; a job of the same run that has not ended is given back instead.
+        """Submit a run; an unfinished job of the same run is returned instead.
 
         Args:
             config: of the run.
-            names: variables of this environment that the job gets.
-            environ: where they are.
-            command: that goes on with the run, for the job to say when it is stopped.
+            names: environment variables that the job gets.
+            environ: where their values come from.
+            command: command that continues the run, for the job's message when it is stopped.
 
         Raises:
             ConfigError: the config holds a secret, or a variable is not set.
@@ -180,12 +178,13 @@ class Server:
                 return job
         plain = config.model_dump(mode="json", exclude_unset=True)
         plain.setdefault("run", {})["output_dir"] = config.run.output_dir
-        # A job is told by Ray where its cluster is.
+        # Ray tells a job where its cluster is.
         plain.get("cluster", {}).pop("address", None)
         identity = f"finray-{config.run.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
         patience = round(config.checkpoint.grace_seconds) + 60
         with tempfile.TemporaryDirectory(prefix="finray-job-") as folder:
-            # Ray keeps what it has unpacked by its digest, and the secrets in it are deleted: so each is another.
+            # Ray caches what it has unpacked by its digest, and the secrets in it are deleted: so each upload is made
+            # unique.
             text = f"# {identity}\n{yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)}"
             (Path(folder) / CONFIG).write_text(text, encoding="utf-8")
             (Path(folder) / SECRETS).touch(0o600)
@@ -209,30 +208,30 @@ class Server:
         """A job by its id.
 
         Raises:
-            ClusterError: there is none.
-            OSError: the server does not answer, or with an error of its own.
+            ClusterError: there is no such job.
+            OSError: the server does not answer, or answers with an error of its own.
         """
         try:
             return _job(self._client.get_job_info(identity))
         except RuntimeError as error:
-            # What Ray's client makes of an answer: `Request failed with status code 404: ...`.
+            # Ray's client wraps an answer as `Request failed with status code 404: ...`.
             if "status code 404" not in str(error):
-                said = redact_text(str(error))[:200]
-                raise ConnectionError(f"the job server at {self.address} has an error of its own: {said}") from None
+                detail = redact_text(str(error))[:200]
+                raise ConnectionError(f"the job server at {self.address} reports an internal error: {detail}") from None
             raise ClusterError(
                 f"there is no job `{identity}`",
                 where=self.address,
-                repair="`finray jobs list` shows those that there are",
+                repair="`finray jobs list` shows all jobs",
             ) from None
 
     def list(self) -> tuple[Job, ...]:
-        """Jobs that train, the newest first."""
+        """Training jobs, newest first."""
         found = [one for one in self._client.list_jobs() if one.submission_id and _RUN in (one.metadata or {})]
         found.sort(key=lambda one: one.start_time or 0, reverse=True)
         return tuple(_job(one) for one in found)
 
     def logs(self, identity: str) -> str:
-        """All that a job has printed."""
+        """Everything that a job has printed."""
         self.job(identity)
         return str(self._client.get_job_logs(identity))
 
@@ -244,17 +243,17 @@ class Server:
         pause: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> Job:
-        """Write what a job prints, until it has ended; gives the job as it ended then.
+        """Write what a job prints until it ends; returns the job in its final state.
 
         Raises:
-            ClusterError: there is no such job, or the server was silent for a minute; the job may go on.
+            ClusterError: there is no such job, or the server was silent for a minute; the job may continue.
         """
         import aiohttp
 
         written = 0
 
         def answered(ask: Callable[[], _T]) -> _T:
-            """What the server says, after it has been silent for up to a minute."""
+            """The server's answer; retries for up to a minute while it is silent."""
             until = clock() + _SILENCE_S
             while True:
                 try:
@@ -262,9 +261,10 @@ class Server:
                 except (OSError, RuntimeError) as error:
                     if clock() >= until:
                         raise ClusterError(
-                            f"the job server has been silent for {_SILENCE_S:.0f} s: {redact_text(str(error))[:200]}",
+                            f"the job server has not answered for {_SILENCE_S:.0f} s: {redact_text(str(error))[:200]}",
                             where=self.address,
-                            repair=f"the job may go on; when the server is back: finray jobs logs {identity} --follow",
+                            repair=f"the job may still be running; when the server is back: finray jobs logs "
+                            f"{identity} --follow",
                         ) from None
                     pause(1.0)
 
@@ -272,7 +272,7 @@ class Server:
             nonlocal written
             passed = 0
             async for piece in self._client.tail_job_logs(identity):
-                # After a connection that was lost, it begins anew.
+                # After a lost connection the log starts from the beginning.
                 fresh = piece[max(0, written - passed) :]
                 passed += len(piece)
                 if fresh:
@@ -305,14 +305,14 @@ def _job(info: Any) -> Job:
 
 
 def require_no_secret(config: Config, *, option: str = "--env") -> None:
-    """See that a config that is sent away holds no secret.
+    """Check that a config that is sent away holds no secret.
 
     Args:
         config: what is sent.
-        option: of the command, which names variables to take along.
+        option: the command's option that names variables to take along.
 
     Raises:
-        ConfigError: it does; with the name of the variable to use.
+        ConfigError: it holds one; the message names the variable to use.
     """
     problems: list[str] = []
 
@@ -328,12 +328,12 @@ def require_no_secret(config: Config, *, option: str = "--env") -> None:
             if redact_text(value, environ={}) != value or (is_secret_name(name) and ".field_mapping." not in path):
                 usual = next((one for start, one in _USUAL.items() if start in value), None)
                 usual = usual or re.sub(r"\W", "_", name).upper()
-                problems.append(f"{path}: take it out, export {usual}=..., and add {option} {usual}")
+                problems.append(f"{path}: remove it, export {usual}=..., and add {option} {usual}")
 
     look(config.model_dump(mode="json", exclude_unset=True), "")
     if problems:
         raise ConfigError(
-            "the config holds a secret, and is written to files and logs of the cluster", problems=tuple(problems)
+            "the config holds a secret, but it is written to files and logs of the cluster", problems=tuple(problems)
         )
 
 
@@ -341,12 +341,12 @@ def secrets_named(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[st
     """The variables of these names.
 
     Raises:
-        ConfigError: one is not set, or was given with its value.
+        ConfigError: one is not set, or was given as NAME=VALUE.
     """
     for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(
-                "name the variable alone: its value comes from the environment, and is on no command line",
+                "give only the name: the value is read from the environment, so that it is on no command line",
                 where="--env",
                 repair="export it, and write --env NAME",
             )

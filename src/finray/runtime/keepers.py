@@ -1,4 +1,4 @@
-"""Who keeps checkpoints in memory: an actor on every node, owned by the driver, so that it outlives the workers."""
+"""In-memory checkpoints: an actor on every node, owned by the driver, so that it outlives the workers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from finray.errors import ClusterError
 if TYPE_CHECKING:
     from finray.training.memory import Part
 
-# Steps of which parts are kept: the newest may not be whole yet.
+# Number of steps whose parts are kept: the newest may not be complete yet.
 STEPS = 2
-# How long a machine may take to answer whether it has something. One that is gone is not waited for longer.
+# How long a machine may take to answer whether it has a part. A lost one is not waited for longer.
 _ANSWER_S = 20.0
 _PUT_S = 300.0
 _LOOK_EVERY_S = 2.0
 
 
 class Keeper:
-    """The actor. It keeps bytes and knows nothing of what they are."""
+    """The actor. It stores bytes without interpreting them."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[str, int, int], tuple[dict[str, Any], Mapping[str, bytes]]] = {}
 
     def put(self, header: dict[str, Any], files: Mapping[str, bytes]) -> None:
-        """Keep a part, and let go of those of older steps, and of steps that another attempt had and that are done
-        again."""
+        """Store a part; drop those of older steps, and of steps that an earlier attempt computed and that are now
+        repeated."""
         attempt, step, _ = _key(header)
         self._parts = {key: part for key, part in self._parts.items() if key[0] == attempt or key[1] < step}
         self._parts[_key(header)] = header, files
@@ -36,7 +36,7 @@ class Keeper:
         self._parts = {key: part for key, part in self._parts.items() if key[1] in newest}
 
     def headers(self) -> list[dict[str, Any]]:
-        """What is kept."""
+        """Headers of the stored parts."""
         return [header for header, _ in self._parts.values()]
 
     def get(self, key: tuple[str, int, int]) -> Mapping[str, bytes] | None:
@@ -55,11 +55,11 @@ def name_of(group: str, node: str) -> str:
 
 
 class Keepers:
-    """The driver's: one actor on every node that is there or comes, gone with the run.
+    """The driver's side: one actor on every current and future node, ended with the run.
 
     Args:
-        ray: connected.
-        group: begin of the names of what belongs to the run.
+        ray: the module, connected.
+        group: prefix of the names of what belongs to the run.
         clock: seconds, monotonic.
     """
 
@@ -69,7 +69,7 @@ class Keepers:
         self._next = clock()
 
     def look(self) -> None:
-        """Start one where there is none; called again and again."""
+        """Start missing actors; called repeatedly."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self._clock() < self._next:
@@ -92,10 +92,10 @@ class Keepers:
 
 
 class RayMemory:
-    """A worker's; see :class:`finray.training.memory.Memory`.
+    """A worker's side; see :class:`finray.training.memory.Memory`.
 
     Args:
-        group: as :class:`Keepers` has it.
+        group: as for :class:`Keepers`.
         nodes: of all ranks, by rank.
         rank: of this worker.
     """
@@ -103,11 +103,11 @@ class RayMemory:
     def __init__(self, group: str, nodes: Sequence[str], rank: int) -> None:
         ring = list(dict.fromkeys(nodes))
         own = ring.index(nodes[rank])
-        # On one node alone there is no other: what is kept outlives the workers, not the node.
+        # With a single node there is no second copy: the part survives the workers, not the node.
         self._group, self._mine = group, list(dict.fromkeys([ring[own], ring[(own + 1) % len(ring)]]))
 
     def put(self, part: Part, files: Mapping[str, bytes]) -> None:
-        """Keep a part on this node and the next one; raises where neither can."""
+        """Store a part on this node and the next one; raises if neither works."""
         import ray
 
         header = {name: getattr(part, name) for name in ("attempt", "step", "rank", "world_size", "size")}
@@ -123,25 +123,25 @@ class RayMemory:
             raise failures[0]
 
     def parts(self) -> list[Part]:
-        """What is kept on any node that answers."""
+        """Parts stored on any node that answers."""
         from finray.training.memory import Part
 
         found = {}
-        for headers in self._asked(lambda keeper: keeper.headers.remote()):
+        for headers in self._answers(lambda keeper: keeper.headers.remote()):
             found.update({_key(header): Part(**header) for header in headers})
         return list(found.values())
 
     def get(self, part: Part) -> Mapping[str, bytes] | None:
         """The files of a part, from the first node that has it."""
         key = part.attempt, part.step, part.rank
-        return next((one for one in self._asked(lambda keeper: keeper.get.remote(key)) if one is not None), None)
+        return next((one for one in self._answers(lambda keeper: keeper.get.remote(key)) if one is not None), None)
 
-    def _asked(self, ask: Callable[[Any], Any]) -> list[Any]:
+    def _answers(self, ask: Callable[[Any], Any]) -> list[Any]:
         import ray
 
         answers = []
         for node in [node["NodeID"] for node in ray.nodes() if node["Alive"]]:
-            # A node may have gone, or may be new.
+            # A node may be gone, or new.
             with suppress(Exception):
                 answers.append(ray.get(ask(self._keeper(node)), timeout=_ANSWER_S))
         return answers
@@ -152,4 +152,4 @@ class RayMemory:
         try:
             return ray.get_actor(name_of(self._group, node))
         except ValueError:
-            raise ClusterError(f"nobody keeps checkpoints in memory on node {node[:8]}") from None
+            raise ClusterError(f"no process keeps checkpoints in memory on node {node[:8]}") from None

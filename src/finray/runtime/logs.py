@@ -1,4 +1,5 @@
-"""What a worker prints, kept in the run directory: Ray's own logs are on its machine, and may be lost with it."""
+"""Copies of the workers' logs in the run directory: Ray's own logs are on the worker's machine, and may be lost with
+it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ _SHOWN = 5
 
 
 class LogCopy:
-    """Appends what comes into files to another one, in a thread, until closed.
+    """Appends what is written to files to another file, in a thread, until closed.
 
     Args:
-        target: grows by at most 20 MB.
-        sources: files that others write to; what is in them already is not copied.
+        target: grows to at most 20 MB.
+        sources: files that others write to; their existing content is not copied.
         title: the first line.
-        pause_s: between two looks.
+        pause_s: seconds between polls.
     """
 
     def __init__(self, target: Path, sources: Sequence[Path], *, title: str, pause_s: float = _PAUSE_S) -> None:
@@ -41,7 +42,7 @@ class LogCopy:
 
     @classmethod
     def of_this_process(cls, target: Path) -> LogCopy:
-        """Of what this process writes to standard output and standard error, where these are files."""
+        """Copies this process's standard output and standard error, if these are files."""
         sources: dict[Path, None] = {}
         for number in (1, 2):
             with suppress(OSError):
@@ -51,12 +52,12 @@ class LogCopy:
         return cls(target, found, title=f"{time.strftime('%Y-%m-%d %H:%M:%S')} pid {os.getpid()}")
 
     def last(self) -> list[str]:
-        """The last lines of what was printed until now."""
+        """The last lines printed so far."""
         self._copy()
         return [line for line in tail(self._target, _SHOWN) if not line.startswith("== ")]
 
     def close(self) -> None:
-        """Copy the rest."""
+        """Copy the rest and stop."""
         self._closed.set()
         self._copy()
 
@@ -65,7 +66,7 @@ class LogCopy:
             self._copy()
 
     def _copy(self) -> None:
-        # A full disk takes the log, and not the run.
+        # A full disk must not end the run.
         with self._one_at_a_time, suppress(OSError):
             for path, start in self._read.items():
                 if self._left <= 0 or path.stat().st_size <= start:
@@ -74,14 +75,14 @@ class LogCopy:
                     source.seek(start)
                     content = source.read(self._left)
                     if not self._closed.is_set():
-                        # A secret is masked in whole lines.
+                        # Secrets are masked in whole lines only.
                         content = content[: content.rfind(b"\n") + 1]
                     stream.write(redact_text(content.decode("utf-8", errors="replace")).encode())
                 self._read[path], self._left = start + len(content), self._left - len(content)
 
 
 def tail(path: Path, lines: int = 10) -> list[str]:
-    """The last lines of a log; none where there is no log."""
+    """The last lines of a log; none if there is no log."""
     try:
         with path.open("rb") as stream:
             stream.seek(max(0, path.stat().st_size - _TAIL_BYTES))

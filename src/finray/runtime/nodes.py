@@ -1,7 +1,7 @@
-"""This machine as a node of a cluster: `finray cluster up`, `join` and `down`, thin over `ray start`.
+"""`finray cluster up`, `join` and `down`: thin wrappers around `ray start`.
 
-A node is one process, `ray start --block`, whose children are Ray's. What was started is kept in a file of this machine
-and user, with the time at which each process started, so that no other process is ever ended for it.
+A node is one process, `ray start --block`, with Ray's processes as its children. What was started is recorded in a file
+of this machine and user, with the start time of each process, so that no other process is ever ended by mistake.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finray.runtime import watch
 from finray.runtime.cluster import require_alive
 
 HEAD_PORT = 6379
-# Fixed, so that a firewall can be written: those of Ray's processes on each node, and of its workers.
+# Fixed, so that a firewall can be configured: ports of Ray's processes on each node, and of its workers.
 PORTS = {
     "node-manager-port": 6380,
     "object-manager-port": 6381,
@@ -37,8 +37,8 @@ PORTS = {
     "min-worker-port": 11000,
     "max-worker-port": 11999,
 }
-# A token is asked for, nothing is reported to anybody, and no figures are served, which would be without a token: there
-# is no such port as -1.
+# Authentication by token, no usage reports, and no metrics, which would be served without a token: port -1 does not
+# exist.
 NODE_ENV = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -46,17 +46,19 @@ NODE_ENV = {
     "DASHBOARD_METRIC_PORT": "-1",
     "RAY_START_HOOK": "finray.runtime.nodes.without_client_server",
 }
-# What nodes must have in common. A build of torch for other hardware (2.13.0+cu128) is no other version.
+# Versions that nodes must share. A torch build for other hardware (2.13.0+cu128) is not another version.
 COMPARED = ("python", "ray", "torch", "transformers", "finray")
 _LABEL, _NODE = "finray/", "finray/node"
 _START_S, _ASK_S, _END_S = 120.0, 8.0, 20.0
+# What `ray start` says when a node takes longer than the 30 s that its code allows (Ray 2.60, `_private/node.py`).
+_GAVE_UP = "timed out during startup"
 
 
 # --- versions --------------------------------------------------------------------------------------------------------
 
 
 def versions() -> dict[str, str]:
-    """What is installed here; nothing of it is imported."""
+    """The installed versions; nothing is imported."""
     found = {"python": platform.python_version()}
     for name in COMPARED[1:]:
         try:
@@ -67,20 +69,20 @@ def versions() -> dict[str, str]:
 
 
 def differences(here: Mapping[str, str], head: Mapping[str, str]) -> list[str]:
-    """What a node has in another version than the head: ``torch 2.11.0 (the head has 2.13.0)``."""
+    """Packages whose version differs from the head's: ``torch 2.11.0 (the head has 2.13.0)``."""
     pairs = [(name, here.get(name, "none"), head[name]) for name in COMPARED if name in head]
     return [f"{name} {mine} (the head has {its})" for name, mine, its in pairs if _release(name, mine, its)]
 
 
 def _release(name: str, mine: str, its: str) -> bool:
-    """Whether two versions are two releases."""
+    """Whether two versions are different releases."""
     if name == "python":
         return mine.split(".")[:2] != its.split(".")[:2]
     return mine.partition("+")[0] != its.partition("+")[0]
 
 
 def labels_of(found: Mapping[str, str]) -> str:
-    """Versions as labels of a Ray node, which know no `+`."""
+    """Versions as labels of a Ray node, which cannot contain `+`."""
     return ",".join(f"{_LABEL}{name}={version.replace('+', '__')}" for name, version in found.items())
 
 
@@ -94,17 +96,17 @@ def versions_in(labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def token_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Where the token of this user's clusters is; None where a variable holds the token itself."""
+    """The file with the token of this user's clusters; None if a variable holds the token itself."""
     if environ.get("RAY_AUTH_TOKEN"):
         return None
     return Path(environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
 def require_token(*, where: str, create: bool) -> bool:
-    """See that there is a token that nobody else can read; whether it was made.
+    """Make sure that there is a token that only this user can read; returns whether it was created.
 
     Raises:
-        ClusterError: there is none and none is to be made, or others can read it.
+        ClusterError: there is none and ``create`` is false, or others can read it.
     """
     file = token_file()
     if file is None:
@@ -116,10 +118,10 @@ def require_token(*, where: str, create: bool) -> bool:
     except FileNotFoundError:
         if not create:
             raise ClusterError(
-                f"the cluster asks for a token, and there is none in {file}",
+                f"the cluster requires a token, and there is none in {file}",
                 where=where,
-                repair="copy the file ~/.ray/auth_token of the head's machine to this one (mode 600), or set "
-                "RAY_AUTH_TOKEN to what it holds",
+                repair="copy ~/.ray/auth_token from the head's machine to this one (mode 600), or set RAY_AUTH_TOKEN "
+                "to its content",
             ) from None
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
@@ -129,7 +131,8 @@ def require_token(*, where: str, create: bool) -> bool:
         raise ClusterError(
             f"others on this machine can read the token in {file} (mode {mode & 0o777:o})",
             where=where,
-            repair=f"chmod 600 {file}; if somebody else may have read it, delete it on all machines and start anew",
+            repair=f"chmod 600 {file}; if anyone else may have read it, delete it on all machines and start the "
+            f"cluster again",
         )
     return False
 
@@ -139,14 +142,14 @@ def require_token(*, where: str, create: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What `up` or `join` started on this machine.
+    """Processes that `up` or `join` started on this machine.
 
     Attributes:
         address: of the cluster's head.
         ip: of this machine in the cluster.
-        is_head: it was `up`.
-        processes: each with the time of its start, the first one's being `ray start`.
-        log: what Ray said.
+        is_head: started by `up`.
+        processes: each with its start time; the first is `ray start`.
+        log: Ray's output.
     """
 
     address: str
@@ -157,21 +160,21 @@ class Running:
 
 
 def state_dir() -> Path:
-    """Where this machine keeps what this user started on it. (A home directory may be that of many machines.)
+    """Directory of this machine's record of what this user started. (A home directory may be shared by many machines.)
 
     Raises:
-        ClusterError: somebody else made it.
+        ClusterError: other users have access to it.
     """
     folder = Path(tempfile.gettempdir()) / f"finray-cluster-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or folder.is_symlink():
-        raise ClusterError("this directory is not yours alone", where=str(folder), repair="delete it")
+        raise ClusterError("other users have access to this directory", where=str(folder), repair="delete it")
     return folder
 
 
 def running() -> Running | None:
-    """What `up` or `join` started here and has not ended; None where that is nothing."""
+    """What `up` or `join` started here and still runs; None if there is nothing."""
     try:
         plain = json.loads((state_dir() / "node.json").read_text(encoding="utf-8"))
         found = Running(**{**plain, "processes": [(int(pid), float(at)) for pid, at in plain["processes"]]})
@@ -181,7 +184,7 @@ def running() -> Running | None:
 
 
 def _alive(processes: Sequence[tuple[int, float]]) -> list[Any]:
-    """Those that still run; a process that has got the number of one that ended started at another time."""
+    """Those that still run; a process that reused the id of an ended one has another start time."""
     import psutil
 
     found = []
@@ -194,7 +197,7 @@ def _alive(processes: Sequence[tuple[int, float]]) -> list[Any]:
 
 
 def _family(processes: Sequence[Any]) -> list[Any]:
-    """Processes and all that they started, each once."""
+    """Processes and all their descendants, each once."""
     import psutil
 
     found = {process.pid: process for process in processes}
@@ -210,15 +213,15 @@ def _family(processes: Sequence[Any]) -> list[Any]:
 def up(
     *, host: str | None = None, dashboard_host: str = "127.0.0.1", options: Sequence[str] = ()
 ) -> tuple[Running, bool]:
-    """Start a cluster, of which this machine is the head; whether a token was made for it.
+    """Start a cluster with this machine as its head; also returns whether a token was created for it.
 
     Args:
-        host: address of this machine that the others reach; None is that of the default route.
+        host: address at which the other machines reach this one; None means that of the default route.
         dashboard_host: where Ray's dashboard listens.
-        options: further ones of `ray start`.
+        options: more options of `ray start`.
 
     Raises:
-        ClusterError: something runs here already, or Ray does not start.
+        ClusterError: a node runs here already, or Ray does not start.
     """
     where = "finray cluster up"
     _require_none(where)
@@ -235,17 +238,16 @@ def up(
 def join(
     address: str, *, host: str | None = None, any_version: bool = False, options: Sequence[str] = ()
 ) -> tuple[Running, list[str]]:
-    """Make this machine a node of a cluster; what of it has another version than the head's.
+    """Make this machine a node of a cluster; also returns its versions that differ from the head's.
 
     Args:
-        address: of the head, as `up` said it; the port may be left out.
-        host: address of this machine that the others reach; None is that of the route to the head.
-        any_version: join with other versions than the head's.
-        options: further ones of `ray start`.
+        address: of the head, as `up` printed it; the port may be left out.
+        host: address at which the other machines reach this one; None means that of the route to the head.
+        any_version: join even if versions differ from the head's.
+        options: more options of `ray start`.
 
     Raises:
-        ClusterError: something runs here already, the head does not answer or has other versions, or Ray does not
-            start.
+        ClusterError: a node runs here already, the head does not answer or has other versions, or Ray does not start.
     """
     address = with_port(address)
     where = f"finray cluster join {address}"
@@ -256,23 +258,24 @@ def join(
     other = differences(versions(), known)
     if other and not any_version:
         raise ClusterError(
-            "this machine has other versions than the head of the cluster",
+            "this machine has different versions from the head of the cluster",
             where=where,
             repair="install the head's versions here: "
             + " ".join(f"{name}=={version.partition('+')[0]}" for name, version in known.items() if name != "python")
-            + f", in Python {known['python']}; or --any-version, if you know that they work together",
+            + f", in Python {known['python']}; or use --any-version if you know that they work together",
             problems=tuple(other),
         )
     return _start(address, host or _own_address(address), [f"--address={address}"], options, where=where), other
 
 
 def without_client_server(parameters: Any, head: bool) -> None:  # noqa: ARG001
-    """What `ray start` calls before it starts: finray needs no Ray client, and `ray start` has no option for that."""
+    """Replaces a function that `ray start` calls first: finray needs no Ray client, and there is no option to omit
+    it."""
     parameters.ray_client_server_port = None
 
 
 def down() -> int:
-    """End what `up` or `join` started here, and nothing else; the number of processes."""
+    """End what `up` or `join` started here, and nothing else; returns the number of processes."""
     found = running()
     if found is None:
         with suppress(FileNotFoundError):
@@ -284,7 +287,7 @@ def down() -> int:
 
 
 def _end(processes: Sequence[Any]) -> int:
-    """End processes with all that they started: in order, and after a while without."""
+    """End processes with all their descendants: by SIGTERM, after a while by SIGKILL."""
     import psutil
 
     family = _family(processes)
@@ -292,7 +295,7 @@ def _end(processes: Sequence[Any]) -> int:
         with suppress(psutil.Error):
             process.terminate()
     _, left = psutil.wait_procs(family, timeout=_END_S)
-    # What was started since, too.
+    # Also those started since.
     for process in _family(left):
         with suppress(psutil.Error):
             process.kill()
@@ -303,22 +306,43 @@ def _end(processes: Sequence[Any]) -> int:
 def _start(
     address: str, ip: str, own: Sequence[str], options: Sequence[str], *, where: str, is_head: bool = False
 ) -> Running:
-    """Run `ray start` until the node is known to the head."""
+    """Run `ray start` until the head knows the node; once more if the machine was too slow for Ray."""
+    import psutil
+
+    folder = state_dir()
+    log = folder / "ray.log"
+    words = [*own, f"--node-ip-address={ip}", *(f"--{name}={port}" for name, port in PORTS.items())]
+    try:
+        me = _run_node(address, [*words, *options], log, where=where)
+    except ClusterError:
+        if _GAVE_UP not in log.read_text(encoding="utf-8", errors="replace"):
+            raise
+        # The second start is faster: the files that it reads are in memory.
+        me = _run_node(address, [*words, *options], log, where=where)
+    family = [me, *(one for one in _family([me]) if one.pid != me.pid)]
+    kept = []
+    for one in family:
+        with suppress(psutil.Error):
+            kept.append((one.pid, one.create_time()))
+    found = Running(address, ip, is_head, kept, str(log))
+    (folder / "node.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
+    return found
+
+
+def _run_node(address: str, words: Sequence[str], log: Path, *, where: str) -> Any:
+    """Start a node's process, and wait until the head knows the node."""
     import psutil
 
     mark = secrets.token_hex(8)
-    words = [*own, f"--node-ip-address={ip}", *(f"--{name}={port}" for name, port in PORTS.items())]
-    words += [f"--labels={labels_of(versions())},{_NODE}={mark}", *options, "--block"]
-    folder = state_dir()
-    log = folder / "ray.log"
+    labels = f"--labels={labels_of(versions())},{_NODE}={mark}"
     with log.open("wb") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
+            [sys.executable, "-m", "ray.scripts.scripts", "start", labels, *words, "--block"],
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
             env={**{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}, **NODE_ENV},
-            # Ctrl-C in the terminal is not meant for it.
+            # Ctrl-C in the terminal must not reach it.
             start_new_session=True,
         )
     me = psutil.Process(process.pid)
@@ -333,14 +357,7 @@ def _start(
         _end([me])
         process.wait()
         raise
-    family = [me, *(one for one in _family([me]) if one.pid != me.pid)]
-    kept = []
-    for one in family:
-        with suppress(psutil.Error):
-            kept.append((one.pid, one.create_time()))
-    found = Running(address, ip, is_head, kept, str(log))
-    (folder / "node.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
-    return found
+    return me
 
 
 def _is_known(address: str, mark: str) -> bool:
@@ -358,26 +375,26 @@ def _last_words(log: Path) -> str:
 def _require_none(where: str) -> None:
     if (found := running()) is not None:
         what = "the head of a cluster" if found.is_head else f"a node of the cluster at {found.address}"
-        raise ClusterError(f"this machine is {what} already", where=where, repair="end it first: finray cluster down")
+        raise ClusterError(f"this machine is already {what}", where=where, repair="stop it first: finray cluster down")
 
 
 def _require_free(host: str, port: int) -> None:
-    """See that nobody has a port."""
+    """Make sure that a port is free."""
     if watch.refusal(joined(host, port)) is None:
         raise ClusterError(
-            f"somebody listens at {joined(host, port)} already",
+            f"{joined(host, port)} is already in use",
             where="finray cluster up",
-            repair="end what was started there: `finray cluster down`, or whatever started a Ray of somebody else",
+            repair="stop the cluster there with `finray cluster down`, or with the tool that started it",
         )
 
 
 def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
-    """The nodes that a head knows, asked without joining it: address, labels, whether alive and whether the head.
+    """The nodes that a head knows, queried without joining: address, labels, whether alive and whether the head.
 
     Raises:
-        ClusterError: it does not answer, or wants another token.
+        ClusterError: the head does not answer, or requires another token.
     """
-    # Where there is a token of this user, it is shown.
+    # Send this user's token if there is one.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         require_alive(address, where=where)
@@ -398,7 +415,7 @@ def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
         service = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         reply = service.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=_ASK_S)
     except grpc.RpcError as error:
-        raise ClusterError(f"the head does not say its nodes ({error.code().name.lower()})", where=where) from None
+        raise ClusterError(f"the head does not list its nodes ({error.code().name.lower()})", where=where) from None
     finally:
         channel.close()
     return [
@@ -414,7 +431,7 @@ def gcs_nodes(address: str, *, where: str) -> list[dict[str, Any]]:
 
 
 def _own_address(other: str | None) -> str:
-    """The address of this machine that is on the route to another one, or on the default route."""
+    """The address of this machine on the route to another one, or on the default route."""
     from ray._private.services import get_node_ip_address
 
     found: str = get_node_ip_address(*([] if other is None else [other]))
@@ -422,21 +439,21 @@ def _own_address(other: str | None) -> str:
 
 
 def no_cluster() -> ClusterError:
-    """No cluster is named, and none was started or joined on this machine."""
+    """The error when no cluster is named, and none was started or joined on this machine."""
     return ClusterError(
         "no cluster was started or joined on this machine",
         where="finray cluster",
-        repair="finray cluster up, finray cluster join ADDRESS, or name the address of one",
+        repair="finray cluster up, finray cluster join ADDRESS, or give an address",
     )
 
 
 def with_port(address: str) -> str:
-    """An address of a head: with its port, and without what is written before it."""
+    """A head's address with its port, and without a scheme."""
     plain = address.removeprefix("ray://")
     has_port = plain.rpartition("]")[2].count(":") == 1
     return plain if has_port else joined(plain.strip("[]"), HEAD_PORT)
 
 
 def joined(host: str, port: int) -> str:
-    """A host and a port, as they are written."""
+    """``host:port``, with brackets for IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""Imported by every process that a Ray of ours starts; a training worker's imports its libraries while others prepare.
+"""Imported by every process of a Ray that we start; a training worker imports its libraries while others prepare.
 
 Ray imports what ``RAY_preload_python_modules`` names once a process has connected; see :mod:`finray.runtime.cluster`.
 """
@@ -12,6 +12,6 @@ import os
 PRELOAD = "FINRAY_PRELOAD"
 
 for _module in filter(None, os.environ.get(PRELOAD, "").split(",")):
-    # What is wrong with a library is said where it is used.
+    # A broken library is reported where it is used.
     with contextlib.suppress(Exception):
         importlib.import_module(_module)

@@ -1,10 +1,10 @@
 """Preparing data with the help of a cluster's CPUs, before any training worker is held.
 
-The preparation is at work in a thread of this process (:mod:`finray.data.dataset.prepare`). Where so much is left that
-it is worth starting processes, Ray tasks take parts from the other end of its queue. They are plain tasks and
-``ray.wait``, and not Ray Data: what is handed out are ranges of files, rows never pass through Ray, and Ray Data has no
-queue with two ends. Ray places the tasks, starts a lost one again, and keeps their processes, so that libraries and
-tokenizer are loaded once in each.
+The preparation runs in a thread of this process (:mod:`finray.data.dataset.prepare`). If enough work is left to be
+worth starting processes, Ray tasks take parts from the other end of its queue. We use plain tasks and ``ray.wait``
+instead of Ray Data: tasks get ranges of files, rows never pass through Ray, and Ray Data has no double-ended queue. Ray
+places the tasks, retries lost ones, and reuses their processes, so that libraries and tokenizer are loaded once in
+each.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from finray.runtime import cluster as clusters
 from finray.runtime.failures import last_line, lost_process
 from finray.runtime.watch import SILENCE_S, waiting_for
 
-# Set where workers do nothing else; also keeps Ray from using their processes for anything else.
+# Set if workers only tokenise; also keeps Ray from using their processes for anything else.
 _TOKENISES_ONLY = "FINRAY_TOKENISES_ONLY"
-# A worker imports and loads for some four seconds before it writes its first part.
+# A worker takes some four seconds to import and load before it writes its first part.
 _WORTH_HELP_S = 10.0
 _POLL_S = 0.1
-# Cores that the thread of this process keeps busy: its Python takes a third of the time that its tokenizer does.
+# Cores that this process's thread keeps busy: its Python takes a third of the time of its tokenizer.
 _OWN_CPUS = 4
 
 
 def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False) -> str:
-    """Prepare the data of a config, on this machine or with the help of a cluster where one is named.
+    """Prepare the data of a config, on this machine or with the help of the configured cluster.
 
-    Ray is not started for a data set that this process can prepare in seconds.
+    Ray is not started for a dataset that this process can prepare in seconds.
 
     Args:
-        config: whose data it is.
+        config: defines the data.
         handle: shown records of progress.
         hide_torch: see :func:`finray.data.dataset.prepare.start_preparation`.
 
@@ -63,7 +63,7 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
         The directory or URL of the prepared dataset.
 
     Raises:
-        FinrayError: the data, the tokenizer, the storage or the cluster is not right.
+        FinrayError: a problem with the data, the tokenizer, the storage or the cluster.
     """
     config = with_absolute_paths(config)
     # A converter of the user's may want a model.
@@ -82,16 +82,16 @@ def prepare(config: Config, *, handle: Handle = ignore, hide_torch: bool = False
 def prepare_and_report(
     config: Config, *, export_jsonl: str | Path | None = None, handle: Handle = ignore, hide_torch: bool = False
 ) -> PreparedData:
-    """Prepare the data of a config and say what it holds; see :func:`prepare`.
+    """Prepare the data of a config and summarise it; see :func:`prepare`.
 
     Args:
-        config: whose data it is.
-        export_jsonl: a directory to which rows are written as text too, by split.
+        config: defines the data.
+        export_jsonl: a directory to which the rows are also written as text, by split.
         handle: shown records of progress.
         hide_torch: see :func:`finray.data.dataset.prepare.start_preparation`.
 
     Raises:
-        FinrayError: the data, the tokenizer, the storage or the cluster is not right.
+        FinrayError: a problem with the data, the tokenizer, the storage or the cluster.
     """
     location = prepare(config, handle=handle, hide_torch=hide_torch)
     dataset = PreparedDataset(location, local_dir=local_dir_of(config))
@@ -113,18 +113,18 @@ def _saying_what_is_kept() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        stop.add_note("the parts that are finished are kept")
+        stop.add_note("finished parts are kept")
         raise
 
 
 class Helpers:
-    """Ray tasks that help a preparation, as soon as that is worth it. A preparation that they leave is cancelled.
+    """Ray tasks that help a preparation once that is worth it. Leaving the block cancels the preparation.
 
     Args:
         ray: the connected Ray.
-        preparation: which has begun.
+        preparation: a running preparation.
         env: environment variables of the workers.
-        cpus: that each task asks for; 0 where training workers hold all of them already.
+        cpus: CPUs per task; 0 if training workers already hold all of them.
         handle: shown records of progress.
     """
 
@@ -152,18 +152,18 @@ class Helpers:
             self._ray.cancel(reference)
 
     def wait(self) -> None:
-        """Look until the data is prepared, or cannot be."""
+        """Help until the data is prepared, or the preparation has failed."""
         while not self.look(_POLL_S):
             pass
 
     def look(self, timeout: float) -> bool:
-        """Hand out parts and take what came of them; returns whether the data is prepared, or cannot be.
+        """Hand out parts and collect results; returns whether the preparation has ended.
 
         Args:
-            timeout: seconds to wait for something to happen.
+            timeout: seconds to wait for an event.
 
         Raises:
-            ClusterError: tasks were lost again and again.
+            ClusterError: tasks were lost repeatedly.
         """
         ray, preparation, tasks = self._ray, self._preparation, self._tasks
         if preparation.wait(0 if tasks else timeout, handle=self._handle):
@@ -175,7 +175,7 @@ class Helpers:
             self._heard_at = time.monotonic()
             self._say_at = self._heard_at + SILENCE_S
         while len(tasks) < self._workers and (part := preparation.take()) is not None:
-            # A reference in a list stays one: the function fetches it once in each process.
+            # Ray passes a reference inside a list on as it is: the function fetches it once per process.
             tasks[self._write([self._work], part)] = part
         for reference in ray.wait(list(tasks), timeout=timeout)[0] if tasks else []:
             part, self._heard_at, self._say_at = tasks.pop(reference), time.monotonic(), math.inf
@@ -186,10 +186,10 @@ class Helpers:
         if tasks and time.monotonic() >= self._say_at:
             self._say_at = math.inf
             if (text := waiting_for(ray, f"{self._workers} CPUs to prepare with")) is not None:
-                self._handle(Note(f"{text}; meanwhile this process works alone"))
+                self._handle(Note(f"{text}; meanwhile only this process works"))
         silent_s = time.monotonic() - self._heard_at
         if self._workers and not preparation.seconds_left and silent_s > preparation.patience_s:
-            # Nothing else is left to do here, and the CPUs that were asked for may never be free.
+            # Nothing else is left to do here, and the requested CPUs may never become free.
             self._workers = 0
             for reference in tasks:
                 ray.cancel(reference)
@@ -197,10 +197,10 @@ class Helpers:
 
 
 def prepare_on_ray(ray: Any, preparation: Preparation, *, env: dict[str, str], handle: Handle = ignore) -> str:
-    """Wait for a preparation that :class:`Helpers` help; returns the directory or URL of the prepared dataset.
+    """Wait for a preparation with the help of :class:`Helpers`; returns the directory or URL of the prepared dataset.
 
     Raises:
-        FinrayError: the data, the tokenizer or the storage is not right, or tasks were lost again and again.
+        FinrayError: a problem with the data, the tokenizer or the storage, or tasks were lost repeatedly.
     """
     with Helpers(ray, preparation, env=env, handle=handle) as helpers:
         helpers.wait()
@@ -212,20 +212,21 @@ def _is_worth_help(preparation: Preparation) -> bool:
     if wanted is not None:
         return wanted > 1 and preparation.scratch is not None
     if clusters.address_of(preparation.config.cluster) is None and (os.cpu_count() or 1) <= _OWN_CPUS:
-        # On this machine alone, Ray's workers would only share the CPUs that this process has already.
+        # On this machine only, Ray's workers would merely share the CPUs of this process.
         return False
     return (preparation.seconds_left or 0.0) > _WORTH_HELP_S
 
 
 def _workers(ray: Any, config: Config) -> int:
-    """Tasks at a time: what the config says beside this process, else one for each CPU that it does not use itself."""
+    """Number of concurrent tasks: the configured number less this process, else one for each CPU that it leaves
+    idle."""
     if config.prepare.num_workers is not None:
         return config.prepare.num_workers - 1
     return max(1, int(ray.cluster_resources().get("CPU", 1)) - min(_OWN_CPUS, os.cpu_count() or 1))
 
 
 def _outcome(ray: Any, reference: Any) -> PartResult | FinrayError | None:
-    """What came of a task; None of one that was cancelled."""
+    """The result of a task; None if it was cancelled."""
     try:
         outcome = ray.get(reference)
     except ray.exceptions.TaskCancelledError:
@@ -234,13 +235,13 @@ def _outcome(ray: Any, reference: Any) -> PartResult | FinrayError | None:
         lost = lost_process(str(error))
         return ClusterError(
             f"a part could not be prepared on the cluster: {lost[0] if lost else last_line(str(error))}",
-            repair="FINRAY_VERBOSE=1 shows the workers' output; the same command goes on with the parts that are left",
+            repair="FINRAY_VERBOSE=1 shows the workers' output; the same command continues with the remaining parts",
         )
     return outcome if isinstance(outcome, PartResult) else from_dict(outcome)
 
 
 def _write_part(work: list[Any], part: Part) -> PartResult | dict[str, Any]:
-    """Runs in Ray's workers. Errors are values, because Ray retries what raises."""
+    """Runs in Ray's workers. Returns errors, because Ray retries what raises."""
     try:
         return _writer(work[0]).write(part)
     except FinrayError as error:
@@ -252,7 +253,7 @@ def _write_part(work: list[Any], part: Part) -> PartResult | dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def _writer(reference: Any) -> PartWriter:
-    """The tokenizer, loaded once in each process."""
+    """The part writer with its tokenizer, loaded once per process."""
     import ray
 
     plain, root, secrets = ray.get(reference)

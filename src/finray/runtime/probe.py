@@ -1,4 +1,4 @@
-"""What `finray doctor` asks one machine: itself, or a node of a cluster through an actor on it. No judgement here."""
+"""Facts that `finray doctor` collects on one machine, or on a node of a cluster through an actor."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _QUESTIONS = ("NodeInfoGcsService/GetAllNodeInfo", "NodeManagerService/GetNodeSt
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a machine is.
+    """Facts about a machine.
 
     Attributes:
         name: of the machine.
         versions: of Python, Ray, torch, transformers and finray.
-        gpus: name and driver of each, as nvidia-smi says; None where there is no nvidia-smi.
-        cuda: that torch was built for; None for a build without.
-        usable_gpus: that torch can use.
+        gpus: name and driver of each, from nvidia-smi; None if there is no nvidia-smi.
+        cuda: CUDA version that torch was built for; None for a build without.
+        usable_gpus: number of GPUs that torch can use.
         torch_error: why torch cannot be imported.
         free_disk: bytes, by directory.
-        open_sockets: of this user's Ray that answer without the token, ``host:port (answer)``.
+        open_sockets: sockets of this user's Ray that answer without the token, ``host:port (answer)``.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Facts:
 
 
 class Probe:
-    """Asks the machine it is on."""
+    """Examines the machine that it runs on."""
 
     def __init__(self) -> None:
         self._listening: socket.socket | None = None
@@ -62,14 +62,14 @@ class Probe:
         """What this machine is.
 
         Args:
-            folders: whose free space is asked.
+            folders: directories whose free space is measured.
         """
-        # Torch is asked in another process: Ray hides GPUs from one that holds none.
-        asked = (
+        # torch is queried in another process: Ray hides GPUs from one that holds none.
+        script = (
             "import json, torch; print(json.dumps([torch.version.cuda, "
             "torch.cuda.device_count() if torch.cuda.is_available() else 0]))"
         )
-        done = _run([sys.executable, "-c", asked])
+        done = _run([sys.executable, "-c", script])
         cuda, usable = json.loads(done.stdout) if done is not None and not done.returncode else (None, 0)
         failed = None
         if done is None or done.returncode:
@@ -89,7 +89,7 @@ class Probe:
         return time.time()
 
     def write(self, folder: str, name: str) -> str | None:
-        """Write a small file; why that cannot be."""
+        """Write a small file; returns the error, if any."""
         from fsspec.core import url_to_fs
 
         try:
@@ -101,7 +101,7 @@ class Probe:
         return None
 
     def read(self, folder: str, names: list[str]) -> list[str]:
-        """Those of the files that are not there, or hold something else."""
+        """Names of files that are missing or have other content."""
         from fsspec.core import url_to_fs
 
         missing = []
@@ -124,7 +124,7 @@ class Probe:
             system.rm_file(f"{path}/{_NAME}{name}")
 
     def listen(self, host: str) -> int:
-        """Take what one other node sends; the port."""
+        """Receive data from one other node; returns the port."""
         self._listening = listening = socket.create_server((host, 0))
         listening.settimeout(_LIMIT_S)
 
@@ -140,7 +140,7 @@ class Probe:
         return int(listening.getsockname()[1])
 
     def send(self, host: str, port: int) -> float:
-        """Send to another node; Gbit/s."""
+        """Send data to another node; returns Gbit/s."""
         with socket.create_connection((host, port), timeout=_LIMIT_S) as connection:
             block = secrets.token_bytes(2**20)
             begun = time.perf_counter()
@@ -150,14 +150,14 @@ class Probe:
             return _SENT * 8 / (time.perf_counter() - begun) / 1e9
 
     def free_port(self, host: str) -> int:
-        """A port that nobody has at this moment."""
+        """A port that is free at this moment."""
         with socket.create_server((host, 0)) as found:
             return int(found.getsockname()[1])
 
     def all_reduce(
         self, ranks: list[int], world_size: int, host: str, port: int, backend: str, own: str
     ) -> list[dict[str, Any]]:
-        """Run ranks of an all-reduce on this machine: for each what it said, or ``error``."""
+        """Run ranks of an all-reduce on this machine; returns the output of each, or ``error``."""
         env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         started = [
             subprocess.Popen(
@@ -193,7 +193,7 @@ def _run(words: list[str]) -> subprocess.CompletedProcess[str] | None:
 
 
 def listening() -> list[tuple[str, int]]:
-    """Where processes of this user's Ray listen, but for loopback."""
+    """Addresses at which processes of this user's Ray listen, except loopback."""
     import psutil
 
     found = set()
@@ -209,7 +209,7 @@ def listening() -> list[tuple[str, int]]:
 
 
 def open_sockets(known: list[tuple[str, int]]) -> list[str]:
-    """Those that answer without a token: HTTP, or Ray's gRPC (its head process, a raylet)."""
+    """Addresses that answer without a token: HTTP, or Ray's gRPC (its head process, a raylet)."""
     found = []
     for ip, port in known:
         host = "127.0.0.1" if ip in ("0.0.0.0", "::") else ip
@@ -220,14 +220,14 @@ def open_sockets(known: list[tuple[str, int]]) -> list[str]:
             if error.code not in (401, 403):
                 found.append(f"{nodes.joined(ip, port)} (HTTP {error.code})")
         except Exception:
-            # It speaks something else.
+            # It speaks another protocol.
             if (method := _answered(nodes.joined(host, port))) is not None:
                 found.append(f"{nodes.joined(ip, port)} (gRPC {method})")
     return found
 
 
 def _answered(address: str) -> str | None:
-    """The first of some questions of Ray's gRPC, all harmless, that is answered to somebody without a token."""
+    """The first of several harmless Ray gRPC calls that is answered without a token."""
     import grpc
 
     with grpc.insecure_channel(address) as channel:
@@ -241,6 +241,6 @@ def _answered(address: str) -> str | None:
 
 
 def folder_of(storage: str) -> str:
-    """The nearest directory that is there, whose free space can be asked."""
+    """The nearest existing parent directory, whose free space can be measured."""
     path = Path(storage).expanduser().absolute()
     return str(next((one for one in (path, *path.parents) if one.is_dir()), path))

@@ -1,8 +1,8 @@
-"""Carries records from the workers to the driver's console, and back what it settles late and its wish that they stop.
+"""Sends records from the workers to the driver's console; sends late decisions and requests to stop back.
 
-A socket of the driver's, because an actor that holds records until they are fetched is one more process to start, and
-``ray.train.report`` is a barrier of all workers. No step waits for the driver: while it cannot be reached, the console
-is quiet, and training and ``metrics.jsonl`` continue. A connection that breaks is made again.
+It is a socket of the driver's, because an actor that buffers records is one more process to start, and
+``ray.train.report`` is a barrier of all workers. No step waits for the driver: while it is unreachable, the console is
+quiet, and training and ``metrics.jsonl`` continue. A broken connection is re-established.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Heard = Record | Beat
 _PATIENCE_S = 5.0
 _AGAIN_S = 1.0
 _ASKS, _RESIZES, _PROGRESS = "asks", "resizes", "progress"
-# The last line of a rank that ends in order.
+# The last line of a rank that ends normally.
 _BYE = "bye"
-# What the driver may ask the workers for, a line each: to save a checkpoint and end, to save one and go on, and to save
-# one and end so that another number of workers goes on.
+# Requests from the driver to the workers, one per line: save a checkpoint and end; save one and continue; save one and
+# end so that another number of workers continues.
 STOP, SAVE, RESIZE = "stop", "save", "resize"
-_WISH_BYTES = 100
+_REQUEST_BYTES = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the driver listens, and what a worker says first."""
+    """Where the driver listens, and the line with which a worker introduces itself."""
 
     host: str
     port: int
@@ -50,12 +50,12 @@ class Address:
 
 
 class Listener:
-    """Hands the workers' records to a function, in threads, until closed.
+    """Passes the workers' records to a function, in threads, until closed.
 
     Args:
-        host: address of this machine that the workers reach.
+        host: address at which the workers reach this machine.
         handle: called with each record, by one thread at a time.
-        resize: called with the number of workers that there is room for, where that has grown.
+        resize: called with the number of workers that there is room for, when that has grown.
         progress: the step that the workers last started from.
     """
 
@@ -78,7 +78,7 @@ class Listener:
         self._workers_change = threading.Lock()
         self._readers: list[threading.Thread] = []
         self._acceptor = threading.Thread(target=self._accept, name="finray-listener", daemon=True)
-        # The acceptor ends when the first is closed; it has taken every connection that was made before.
+        # The acceptor ends when the first is closed; by then it has accepted every earlier connection.
         self._open, self._closed = socket.socketpair()
 
     def __enter__(self) -> Listener:
@@ -86,13 +86,13 @@ class Listener:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Nobody waits any more for what was never settled.
+        # Nobody waits any more for decisions that were never made.
         self._settled.cancel()
         self._open.close()
         self._acceptor.join()
         deadline = time.monotonic() + _PATIENCE_S
         for reader in self._readers:
-            # The workers have ended, and with them their connections; a machine that was lost says nothing.
+            # The workers have ended, and their connections with them; a lost machine does not close its connection.
             reader.join(max(0.0, deadline - time.monotonic()))
 
     @property
@@ -101,7 +101,7 @@ class Listener:
         return self._settled.done()
 
     def settle(self, settled: Settled) -> None:
-        """Answer the workers that :func:`ask`, now and later."""
+        """Answer workers that call :func:`ask`, now and later."""
         self._settled.set_result(settled)
 
     @property
@@ -111,16 +111,16 @@ class Listener:
             return bool(self._workers)
 
     def stop(self) -> None:
-        """Ask the workers that are connected, and those that will be, to save a checkpoint and end."""
+        """Ask all workers, also those that connect later, to save a checkpoint and end."""
         self._stopping = True
         self.ask(STOP)
 
-    def ask(self, wish: str) -> None:
-        """Ask the workers that are connected for one of ``STOP``, ``SAVE``, ``RESIZE``."""
+    def ask(self, request: str) -> None:
+        """Send the connected workers one of ``STOP``, ``SAVE``, ``RESIZE``."""
         with self._workers_change:
             for worker in self._workers:
                 with suppress(OSError):
-                    worker.sendall(f"{wish}\n".encode())
+                    worker.sendall(f"{request}\n".encode())
 
     @contextmanager
     def _told(self, worker: socket.socket) -> Iterator[None]:
@@ -142,7 +142,7 @@ class Listener:
                 try:
                     connection, _ = self._server.accept()
                 except OSError:
-                    # It was gone before it was accepted.
+                    # The peer closed before the accept.
                     continue
                 reader = threading.Thread(target=self._read, args=(connection,), daemon=True)
                 reader.start()
@@ -178,14 +178,14 @@ class Listener:
                         last = record if isinstance(record, Beat) else last
                         self._hand_over(record)
         except (OSError, ValueError, CancelledError):
-            # Half a line of a worker that was killed, or somebody else's.
+            # Half a line of a killed worker, or a line of another program.
             return
         finally:
             if last is not None:
                 self._hand_over(replace(last, phase=end))
 
     def _hand_over(self, record: Heard) -> None:
-        # What cannot be shown (a console that is gone, say) must not take from the driver what else it hears and asks.
+        # A record that cannot be shown (a closed console, for example) must not stop the driver from receiving others.
         with self._one_at_a_time:
             try:
                 self._handle(record)
@@ -194,10 +194,10 @@ class Listener:
 
 
 def ask(address: Address) -> Settled:
-    """Ask the driver for what it settles once the data are prepared, and wait for it.
+    """Ask the driver for its decisions on the prepared data, and wait for them.
 
     Raises:
-        TrainingError: the driver cannot be reached, or ended.
+        TrainingError: the driver cannot be reached, or has ended.
     """
     try:
         with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
@@ -213,7 +213,7 @@ def ask(address: Address) -> Settled:
 
 
 def resize_to(address: Address, count: int) -> bool:
-    """Tell the driver that there is room for so many workers; whether it has heard."""
+    """Tell the driver that there is room for this many workers; returns whether it received that."""
     try:
         with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
             connection.settimeout(_PATIENCE_S)
@@ -224,7 +224,7 @@ def resize_to(address: Address, count: int) -> bool:
 
 
 def progress_of(address: Address) -> int:
-    """The step that the workers last started from, as the driver knows it; -1 where it cannot be asked."""
+    """The step that the workers last started from, according to the driver; -1 if it cannot be asked."""
     try:
         with socket.create_connection((address.host, address.port), _PATIENCE_S) as connection:
             connection.settimeout(_PATIENCE_S)
@@ -236,38 +236,38 @@ def progress_of(address: Address) -> int:
 
 
 class Sender:
-    """Sends records to the driver, in a thread that the first one starts; hears what the driver asks for.
+    """Sends records to the driver, in a thread that the first record starts; receives the driver's requests.
 
-    A rank that sends nothing hears nothing.
+    A rank that sends nothing receives nothing.
     """
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._records: queue.SimpleQueue[Heard | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._wishes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closed = threading.Event()
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more is sent."""
+        """Whether sending has ended."""
         return self._closed.is_set()
 
     def wait_closed(self, timeout_s: float) -> None:
-        """Wait until it is closed, or so long."""
+        """Wait until it is closed, or the timeout is over."""
         self._closed.wait(timeout_s)
 
-    def is_asked(self) -> bool:
-        """Whether the driver has asked for something that was not taken yet."""
-        return not self._wishes.empty()
+    def has_request(self) -> bool:
+        """Whether the driver has sent a request that was not taken yet."""
+        return not self._requests.empty()
 
-    def take_wish(self) -> str:
-        """What the driver has asked for, once; the empty string where that is nothing. ``STOP`` comes first."""
-        wishes = []
+    def take_request(self) -> str:
+        """The driver's request, once; the empty string if there is none. ``STOP`` comes first."""
+        requests = []
         with suppress(queue.Empty):
             while True:
-                wishes.append(self._wishes.get_nowait())
-        return STOP if STOP in wishes else wishes[-1] if wishes else ""
+                requests.append(self._requests.get_nowait())
+        return STOP if STOP in requests else requests[-1] if requests else ""
 
     def put(self, record: Heard) -> None:
         """Send a record; returns at once."""
@@ -277,7 +277,7 @@ class Sender:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait, though not for long, until all has been sent."""
+        """Wait for pending records, up to a timeout."""
         self._closed.set()
         self._records.put(None)
         if self._thread is not None:
@@ -297,7 +297,7 @@ class Sender:
                         if line == _BYE:
                             break
                         line = ""
-                    # Closing alone would wait for the thread that receives.
+                    # Closing alone would wait for the receiving thread.
                     connection.shutdown(socket.SHUT_RDWR)
                     return
             except OSError:
@@ -310,8 +310,8 @@ class Sender:
 
     def _receive(self, connection: socket.socket) -> None:
         with suppress(OSError), connection.makefile("rb") as lines:
-            while line := lines.readline(_WISH_BYTES):
-                self._wishes.put(line.decode().strip())
-        # What would be sent into a connection that the other side has closed is lost without a word.
+            while line := lines.readline(_REQUEST_BYTES):
+                self._requests.put(line.decode().strip())
+        # Data sent into a connection that the peer has closed is lost silently.
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)

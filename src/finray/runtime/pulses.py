@@ -1,8 +1,8 @@
-"""Ranks that hang, and ranks that are slow, as the driver finds them in what every rank says of itself.
+"""Finds hanging and slow ranks in the driver, from the heartbeats of all ranks.
 
-Every rank sends a :class:`~finray.records.Beat` every few seconds, by a thread: nothing is added to a step, and what
-the driver hears does not grow with the steps. A rank that was stopped or whose machine was cut off sends none; one that
-hangs in a step goes on to send the same. One whose connection broke makes another; it is silent if it does not.
+Every rank sends a :class:`~finray.records.Beat` every few seconds, from a thread: steps cost nothing extra, and the
+driver's load does not grow with the steps. A stopped rank, or one whose machine is cut off, sends none; one that hangs
+in a step keeps sending the same. A rank whose connection broke reconnects, or counts as silent.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from typing import Any
 from finray.records import Beat, Note
 from finray.runtime.failures import LOADING
 
-# A rank's own part of a step that takes so many times as long as the others' is named, where it has done this many.
+# Report a rank whose own part of a step takes this many times as long as the others', after this many steps.
 SLOW, SLOW_STEPS = 1.5, 10
-# A step may take so many times as long as the longest before it; loading and the first step, which may compile, so many
-# times as long as a rank may be waited for.
+# A step may take this many times as long as the longest before it; loading and the first step, which may compile, this
+# many times the hang timeout.
 _LONGER, _FIRST = 3.0, 6.0
 _EXAMINE_S = 30.0
 _DUMP_S = 10.0
-# How long a process may take to write its stack and to copy it to its log.
+# How long a process may take to write its stack and copy it to its log.
 _LOG_S = 5.0
 _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Ranks that the others wait for, and how that shows."""
+    """Ranks that the others wait for, and the evidence."""
 
     ranks: Sequence[Beat]
     why: str
@@ -52,10 +52,10 @@ class _Rank:
 
 
 class Pulses:
-    """What the ranks of the present attempt have said.
+    """Heartbeats of the ranks of the current attempt.
 
     Args:
-        hang_s: how long one may be waited for; None for ever.
+        hang_s: how long to wait for a rank; None means forever.
     """
 
     def __init__(self, hang_s: float | None) -> None:
@@ -67,14 +67,14 @@ class Pulses:
         self._looked: float | None = None
 
     def hear(self, beat: Beat, now: float) -> None:
-        """Take what a rank says; the beats of an attempt that is over are nothing."""
+        """Add a heartbeat; those of an earlier attempt are ignored."""
         if beat.attempt in self._ended:
             return
         if beat.attempt != self._attempt:
             self.forget()
             self._attempt = beat.attempt
         if beat.phase == "gone":
-            # The end of one is the end of all: Ray sees to it.
+            # If one rank ends, Ray ends all of them.
             self.forget()
             return
         known = self._ranks.get(beat.rank)
@@ -91,45 +91,45 @@ class Pulses:
         self._ranks.clear()
 
     def hosts(self) -> dict[str, str]:
-        """Machines with workers: Ray's name and their own."""
+        """Machines with workers: Ray's node id and the host name."""
         return {one.beat.node: one.beat.host for one in self._ranks.values()}
 
     def hung(self, now: float) -> Hang | None:
-        """Who is waited for in vain."""
+        """The ranks that hang."""
         if self._hang_s is None:
             return None
         ranks = list(self._ranks.values())
         looked, self._looked = self._looked, now
         if looked is None or now - looked > self._hang_s / 5:
-            # It was this process that heard nothing: it was stopped, or had no time.
+            # This process itself was stopped, or had no time to listen.
             for one in ranks:
                 one.heard = one.since = now
         if all(one.is_lost for one in ranks):
-            # Their processes were ended, or the network was: there is nobody that waits, as far as is known.
+            # All processes or the network are gone: as far as we know, no rank is waiting.
             return None
         first_s = _FIRST * self._hang_s
         silent = [
             one.beat for one in ranks if now - one.heard > (first_s if one.beat.step == LOADING else self._hang_s)
         ]
         if silent:
-            return Hang(silent, f"has said nothing for {self._hang_s:g} s")
+            return Hang(silent, f"has not reported for {self._hang_s:g} s")
         limit = max([self._hang_s, *(_LONGER * one.beat.longest_s for one in ranks)])
         stuck = [one for one in ranks if now - one.since > limit and one.beat.phase != "other"]
         waiting = [one for one in stuck if one.beat.phase == "waiting"]
         if waiting and (behind := [one.beat for one in ranks if one.beat.phase != "waiting"]):
             step = waiting[0].beat.step
-            return Hang(behind, f"has not come to the sum of step {step} for {limit:g} s, where the others wait")
+            return Hang(behind, f"has not reached the all-reduce of step {step} for {limit:g} s, where the others wait")
         is_first = not all(one.beat.steps for one in ranks)
         limit = max(limit, first_s) if is_first else limit
         if stuck and all(now - one.since > limit and one.beat.phase != "other" for one in ranks):
-            where = "wait for each other in its sum" if waiting else "compute"
+            where = "wait for each other in its all-reduce" if waiting else "compute"
             return Hang(
                 [one.beat for one in stuck], f"has been in step {stuck[0].beat.step} for {limit:g} s; all {where}"
             )
         return None
 
     def slow(self) -> Note | None:
-        """A rank whose own part of a step takes much longer than that of the others, once; in words."""
+        """A note about a rank whose own part of a step takes much longer than the others', once."""
         beats = [one.beat for one in self._ranks.values()]
         if len(beats) < 2 or any(one.steps < SLOW_STEPS for one in beats):
             return None
@@ -140,24 +140,22 @@ class Pulses:
         if own[slowest] < SLOW * others or key in self._named_slow:
             return None
         self._named_slow.add(key)
-        text = (
-            f"{named(slowest)} is slow: its part of a step takes {own[slowest]:.3g} s, that of the others "
-            f"{others:.3g} s; all wait for it"
-        )
+        times = f"its part of a step takes {own[slowest]:.3g} s, the others take {others:.3g} s and wait for it"
+        text = f"{named(slowest)} is slow: {times}"
         return Note(text, slowest.step, "warning")
 
 
 def named(beat: Beat) -> str:
-    """A rank in words."""
+    """A description of a rank."""
     return f"rank {beat.rank} (pid {beat.pid} on {beat.host})"
 
 
 def end_hanging(ray: Any, hang: Hang) -> list[str]:
-    """Look into ranks that hang and end their processes, so that Ray starts the workers again; what was seen.
+    """Examine hanging ranks and end their processes, so that Ray restarts the workers; returns what was found.
 
     Args:
-        ray: connected.
-        hang: whom to end.
+        ray: the module, connected.
+        hang: the ranks to end.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -168,7 +166,7 @@ def end_hanging(ray: Any, hang: Hang) -> list[str]:
             if beat.node == ray.get_runtime_context().get_node_id():
                 found = examine(beat.pid)
             else:
-                # A node that is cut off does not answer, and Ray loses its workers by itself.
+                # A node that is cut off does not answer, and Ray notices the loss of its workers itself.
                 where = NodeAffinitySchedulingStrategy(beat.node, soft=False)
                 task = ray.remote(num_cpus=0, max_retries=0)(examine).options(scheduling_strategy=where)
                 found = ray.get(task.remote(beat.pid), timeout=_EXAMINE_S)
@@ -177,7 +175,7 @@ def end_hanging(ray: Any, hang: Hang) -> list[str]:
 
 
 def examine(pid: int) -> str:
-    """What a worker's process on this machine is doing, its stack where that can be had; then its end."""
+    """Describe what a worker's process on this machine is doing, with its stack if available; then end it."""
     import psutil
 
     try:
@@ -187,21 +185,24 @@ def examine(pid: int) -> str:
         state = str(process.status())
     except psutil.Error:
         return "the process is gone"
-    words = {"stopped": "it is stopped (SIGSTOP)", "disk-sleep": "it waits in the kernel, for a disk or a network file"}
-    said = [words.get(state, f"it is {state}")]
-    # Ray brings it, where nobody need have put it on the path.
+    words = {
+        "stopped": "it is stopped (SIGSTOP)",
+        "disk-sleep": "it waits in the kernel for a disk or a network file system",
+    }
+    lines = [words.get(state, f"it is {state}")]
+    # Ray installs py-spy, but not necessarily on the PATH.
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     if (spy := shutil.which("py-spy", path=places)) is not None:
         with suppress(OSError, subprocess.SubprocessError):
             command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_DUMP_S, check=False)
-            said += [done.stdout.strip()] if done.returncode == 0 else []
-    if len(said) == 1 and state != "stopped":
-        # Its handler writes the stacks to its standard error, which goes to its log.
+            lines += [done.stdout.strip()] if done.returncode == 0 else []
+    if len(lines) == 1 and state != "stopped":
+        # Its signal handler writes the stacks to standard error, which goes to its log.
         with suppress(OSError):
             os.kill(pid, signal.SIGUSR1)
             time.sleep(_LOG_S)
-        said.append("its stack is in its log (py-spy, where it is installed and may look, shows it here)")
+        lines.append("its stack is in its log (py-spy, if installed and permitted, prints it here)")
     with suppress(OSError):
         os.kill(pid, signal.SIGKILL)
-    return "\n".join(said)
+    return "\n".join(lines)

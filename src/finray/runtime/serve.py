@@ -18,7 +18,7 @@ from finray.serving.models import Settings, find
 
 _APP = "finray"
 _POLL_S = 2.0
-# Beyond the grace, for the way to the replica and back.
+# Added to the grace period for the way to the replica and back.
 _SLACK_S = 15.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -29,37 +29,37 @@ def serve(
     host: str,
     port: int,
     grace: float,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     ready: Callable[[list[str]], None],
 ) -> None:
-    """Answer requests until a signal comes; answers that have begun then have ``grace`` seconds to come to their end.
+    """Serve requests until a signal arrives; running answers then have ``grace`` seconds to finish.
 
     Args:
-        settings: what is served, and how.
+        settings: what to serve, and how.
         host: address to listen at.
         port: of TCP.
         grace: seconds.
-        tell: is told in one line what a user should know.
-        ready: is told the names of the models when they answer.
+        notify: called with messages for the user, one line each.
+        ready: called with the names of the models when they answer requests.
 
     Raises:
-        FinrayError: something is missing, in use, or does not go together: said before weights are read, where it can
-            be; or Ray has failed.
-        Interrupted: by the signal.
+        FinrayError: something is missing, in use, or contradictory (reported before weights are read, where possible),
+            or Ray has failed.
+        Interrupted: by a signal.
     """
     require_packages()
     if settings.key_env is not None and not os.environ.get(settings.key_env):
         raise ConfigError(
             f"the environment has no variable {settings.key_env}",
             where="--api-key-env",
-            repair=f"export {settings.key_env}=... with the key that clients are to send",
+            repair=f"export {settings.key_env}=... with the key that clients must send",
         )
     require_port(host, port)
     find(settings)
     if os.environ.pop("RAY_ADDRESS", None) is not None:
-        tell("RAY_ADDRESS is not read: a server has a Ray of its own, on this machine")
+        notify("RAY_ADDRESS is ignored: the server starts its own Ray on this machine")
     with cluster.connected(ClusterConfig()) as ray:
-        _serve(ray, settings, host=host, port=port, grace=grace, tell=tell, ready=ready)
+        _serve(ray, settings, host=host, port=port, grace=grace, notify=notify, ready=ready)
 
 
 def _serve(
@@ -69,7 +69,7 @@ def _serve(
     host: str,
     port: int,
     grace: float,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     ready: Callable[[list[str]], None],
 ) -> None:
     quiet = logging.ERROR if not os.environ.get("FINRAY_VERBOSE") else logging.INFO
@@ -85,7 +85,7 @@ def _serve(
         resources = ray.cluster_resources()
         deployment = ray_serve.deployment(
             name="models",
-            # Who waits, waits in finray's queue, whose end is a 429.
+            # Requests wait in finray's own queue, which answers 429 when it is full.
             max_ongoing_requests=100_000,
             graceful_shutdown_timeout_s=5,
             health_check_timeout_s=120,
@@ -101,54 +101,54 @@ def _serve(
         state = handle.state.remote().result()
         if state["error"] is not None:
             raise from_dict(state["error"])
-        for line in state["told"]:
-            tell(line)
+        for line in state["notes"]:
+            notify(line)
         ready(state["names"])
         try:
             while True:
                 time.sleep(_POLL_S)
                 found = ray_serve.status().applications[_APP]
                 if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    why = found.message.strip().splitlines() or ["no reason is given"]
+                    why = found.message.strip().splitlines() or ["no reason was given"]
                     raise ClusterError(f"the model no longer answers: {why[-1][:300]}", repair="start the server again")
         except signals.Interrupted:
-            tell(f"stopping: answers that have begun have {grace:g} s to come to their end; a second signal ends them")
+            notify(f"stopping: running answers have {grace:g} s to finish; a second signal stops them")
             try:
                 is_done = handle.drain.remote(grace).result(timeout_s=grace + _SLACK_S)
             except TimeoutError:
                 is_done = False
             if not is_done:
-                tell("some answers did not come to their end in that time")
+                notify("some answers did not finish in that time")
             raise
     except FinrayError:
         raise
     except (ray.exceptions.RayError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ClusterError(
-            f"Ray Serve cannot go on: {lines[-1][:300] if lines else type(error).__name__}",
+            f"Ray Serve failed: {lines[-1][:300] if lines else type(error).__name__}",
             repair="FINRAY_VERBOSE=1 shows what its processes print",
         ) from None
     finally:
-        # Its processes end with their Ray.
+        # Ray's processes end with their Ray.
         signals.take_back()
 
 
 class Replica:
     """The process that holds the models.
 
-    What cannot be loaded is kept and told: Ray Serve would try again and again.
+    A failure to load is stored and reported: Ray Serve would retry forever.
 
     Args:
-        settings: what is served, and how.
+        settings: what to serve, and how.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._server: Any = None
-        self._told, self._error = list[str](), None
+        self._notes, self._error = list[str](), None
         try:
             from finray.serving.server import Server
 
-            self._server = Server(settings, self._told.append)
+            self._server = Server(settings, self._notes.append)
         except Exception as error:
             known = explained(error)
             if known is None:
@@ -162,9 +162,9 @@ class Replica:
         return Starlette() if self._server is None else self._server.app()
 
     async def state(self) -> dict[str, Any]:
-        """Whether it answers: names of the models, what a user should know, and the error if there is one."""
+        """Its readiness: names of the models, messages for the user, and the error if there is one."""
         names = [] if self._server is None else self._server.names()
-        return {"names": names, "told": self._told, "error": self._error}
+        return {"names": names, "notes": self._notes, "error": self._error}
 
     async def drain(self, grace: float) -> bool:
         """See :meth:`finray.serving.server.Server.drain`."""
@@ -187,10 +187,10 @@ def require_packages() -> None:
 
 
 def require_port(host: str, port: int) -> None:
-    """See that the address is free, before a model is loaded for it.
+    """Check that the address is free, before a model is loaded.
 
     Raises:
-        ConfigError: it cannot be listened at.
+        ConfigError: the address cannot be bound.
     """
     try:
         kind, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -200,7 +200,7 @@ def require_port(host: str, port: int) -> None:
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
         raise ConfigError(
-            "another process listens there" if in_use else f"cannot be listened at: {error.strerror or error}",
+            "the address is already in use" if in_use else f"cannot listen there: {error.strerror or error}",
             where=f"--host {host} --port {port}",
-            repair="take another port with --port" if in_use else "take an address of this machine",
+            repair="choose another port with --port" if in_use else "use an address of this machine",
         ) from None

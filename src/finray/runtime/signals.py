@@ -1,7 +1,7 @@
-"""SIGINT (Ctrl-C) and SIGTERM: the first ends a command in order, and a training at the next step, with a checkpoint.
+"""SIGINT (Ctrl-C) and SIGTERM: the first ends a command cleanly, and a training at the next step, with a checkpoint.
 
-Ray sets handlers of its own, in Python and in C++, which end the process with exit code 1 or by SIGABRT and say
-nothing. So :mod:`finray.runtime.cluster` takes the signals back whenever it has connected.
+Ray sets handlers of its own, in Python and in C++, which end the process silently with exit code 1 or by SIGABRT. So
+:mod:`finray.runtime.cluster` restores ours whenever it has connected.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from types import FrameType
 
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
-# Who does not end at the second signal hangs somewhere; Ray's processes end with this one.
+# A process that does not end at the second signal hangs; Ray's processes end with this one.
 _PATIENCE = 3
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in the main thread by a signal; its notes (PEP 678) say what is saved."""
+    """Raised in the main thread by a signal; its notes (PEP 678) say what has been saved."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(_NAMES[signal.Signals(signum)])
@@ -29,7 +29,7 @@ class Interrupted(KeyboardInterrupt):
 
 @dataclass
 class Pending:
-    """The signal that waits until what is at work has come to an end that can be continued; None where none does."""
+    """The signal that waits until the current work can stop in a resumable state; None if there is none."""
 
     signum: int | None = None
 
@@ -46,9 +46,9 @@ _state = _State()
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """Let the signals raise :class:`Interrupted`, as long as the block runs; may be nested.
+    """Let the signals raise :class:`Interrupted` while the block runs; may be nested.
 
-    Only the main thread can; in another, this does nothing.
+    Only works in the main thread; in another, this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -63,12 +63,12 @@ def owned() -> Iterator[None]:
     finally:
         _state.depth -= 1
         for one, handler in before.items():
-            # None: it was not set from Python.
+            # None: the handler was not set from Python.
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
 
 
 def take_back() -> None:
-    """Set the handlers again that a library has replaced, where a block of :func:`owned` runs in this thread."""
+    """Restore our handlers if a library has replaced them and a block of :func:`owned` runs in this thread."""
     if _state.depth and threading.current_thread() is threading.main_thread():
         for one in _NAMES:
             signal.signal(one, _handle)
@@ -76,10 +76,10 @@ def take_back() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let signals wait until the block has ended and the handlers are set again, as :func:`take_back` does.
+    """Block signals until the block has ended and our handlers are restored, as :func:`take_back` does.
 
-    For what replaces them and starts no process: one that was started meanwhile would never hear them. A signal that
-    comes to another thread, such as one of NumPy's, is answered by what has replaced them, and then by ours.
+    For code that replaces them and starts no process, which would inherit the mask. A signal delivered to another
+    thread, such as one of NumPy's, reaches the replaced handler first, then ours.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NAMES)
     try:
@@ -91,7 +91,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[Pending]:
-    """Let the first signal be noted instead; the second is raised as usual."""
+    """Let the first signal only be recorded; the second raises as usual."""
     pending = Pending()
     _state.pending = pending
     try:
@@ -101,7 +101,8 @@ def deferred() -> Iterator[Pending]:
 
 
 def is_ctrl_c(error: KeyboardInterrupt) -> bool:
-    """Whether an interrupt is Ctrl-C, which a command that goes on has then dealt with: the next one is a first one."""
+    """Whether an interrupt is Ctrl-C. A command that continues has then handled it: the next one counts as the
+    first."""
     if getattr(error, "exit_code", None) == 128 + signal.SIGTERM:
         return False
     _state.received = 0
@@ -110,7 +111,7 @@ def is_ctrl_c(error: KeyboardInterrupt) -> bool:
 
 def _handle(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
     _state.received += 1
-    # Ray's core, if it was the first to hear of it, would end this process three seconds later, by an alarm.
+    # If Ray's core saw the signal first, its alarm would end this process three seconds later.
     signal.alarm(0)
     if _state.pending is not None and _state.received == 1:
         _state.pending.signum = signum

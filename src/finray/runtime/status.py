@@ -21,15 +21,15 @@ _RUN = re.compile("finray (.+) [0-9a-f]{8}")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node, as the head knows it.
+    """One node, as known to the head.
 
     Attributes:
         name: of the machine.
         ip: its address in the cluster.
-        is_head: it has the head's processes.
+        is_head: runs the head's processes.
         total, free: resources, as Ray names them; memory in bytes.
-        versions: of what must be the same everywhere; empty where finray did not start the node.
-        runs: what is at work there: runs and how many of their workers, and actors of others.
+        versions: those that must match across nodes; empty if finray did not start the node.
+        runs: what is running there: runs with their number of workers, and actors of other programs.
     """
 
     name: str
@@ -47,9 +47,9 @@ class ClusterStatus(Result):
 
     Attributes:
         address: of its head.
-        nodes: those that are alive, the head first.
-        lost: names of those that were.
-        complaints: what is wrong.
+        nodes: those that are alive, head first.
+        lost: names of dead nodes.
+        complaints: problems.
     """
 
     address: str
@@ -62,7 +62,7 @@ class ClusterStatus(Result):
         return asdict(self)
 
     def print(self, console: Console) -> None:
-        """As a table, and what is wrong below it."""
+        """As a table, with the problems below it."""
         table = Table(title_justify="left")
         for column in ("node", "address", "CPUs", "GPUs", "memory", "what runs"):
             table.add_column(column, justify="right" if column in ("CPUs", "GPUs", "memory") else "left")
@@ -83,7 +83,7 @@ class ClusterStatus(Result):
 
 
 def status(address: str | None = None) -> ClusterStatus:
-    """Look at a cluster: the one named, that of this machine's `up` or `join`, or that of ``RAY_ADDRESS``.
+    """Query a cluster: the given one, that of this machine's `up` or `join`, or that of ``RAY_ADDRESS``.
 
     Raises:
         ClusterError: there is none, or it cannot be reached.
@@ -100,11 +100,11 @@ def status(address: str | None = None) -> ClusterStatus:
             actor = gcs_pb2.ActorTableData.FromString(plain)
             group = groups.get(actor.placement_group_id.hex(), "")
             actors.append((actor.address.node_id.hex(), group or actor.name or actor.class_name))
-        return told(address_of(config) or "", ray.nodes(), free, actors)
+        return status_of(address_of(config) or "", ray.nodes(), free, actors)
 
 
 def cluster_here(address: str | None) -> ClusterConfig:
-    """The cluster that a command without a config is about.
+    """The cluster that a command without a config refers to.
 
     Raises:
         ClusterError: none is named and none was started or joined here.
@@ -117,19 +117,19 @@ def cluster_here(address: str | None) -> ClusterConfig:
     return config
 
 
-def told(
+def status_of(
     address: str,
     known: Sequence[Mapping[str, Any]],
     free: Mapping[str, Mapping[str, float]],
     actors: Sequence[tuple[str, str]],
 ) -> ClusterStatus:
-    """What Ray's tables come to.
+    """Build the cluster's status from Ray's tables.
 
     Args:
         address: of the head.
         known: `ray.nodes()`.
         free: resources by node id.
-        actors: node id, and the placement group or the name.
+        actors: node id, and the name of the placement group or the actor.
     """
     found, lost, complaints = [], [], []
     for one in sorted(known, key=lambda one: ("node:__internal_head__" not in one["Resources"], one["NodeName"])):
@@ -155,10 +155,10 @@ def told(
             complaints.append(f"{node.name} was not started by finray: its versions are not known")
         elif other := nodes.differences(node.versions, head):
             complaints.append(f"{node.name} has {', '.join(other)}")
-    # A node that came back is another one to Ray.
+    # To Ray, a node that came back is a new one.
     back = {f"{node.name} ({node.ip})" for node in found}
     lost = [one for one in dict.fromkeys(lost) if one not in back]
-    complaints += [f"{one} was lost or has left" for one in lost]
+    complaints += [f"{one} is lost or has left" for one in lost]
     return ClusterStatus(address, found, lost, complaints)
 
 
@@ -167,6 +167,6 @@ def _amounts(resources: Mapping[str, float]) -> dict[str, float]:
 
 
 def _what(name: str) -> str:
-    """A run by its name, where it is one."""
+    """The name of a run, if it is one."""
     found = _RUN.fullmatch(name)
     return name if found is None else f"run {found[1]}"

@@ -1,9 +1,9 @@
-"""Ray Train without the processes that a run of ours does not need, and with a driver that looks after the run.
+"""Ray Train without the processes that our runs do not need, and with a driver that watches the run.
 
-Every actor is a process that costs a start one to two seconds of CPU, and Ray Train starts six beside the workers. Some
-are switched off by environment variables (:mod:`finray.runtime.cluster`). The methods that :class:`Trainer` overrides
-for the others are private in Ray 2.60: a version of Ray that does not call them starts those processes as usual. One
-that has moved the modules imported here fails, so pyproject.toml names the version.
+Every actor is a process whose start costs one to two seconds of CPU, and Ray Train starts six besides the workers. Some
+are switched off by environment variables (:mod:`finray.runtime.cluster`). For the others, :class:`Trainer` overrides
+methods that are private in Ray 2.60: a version that does not call them starts those processes as usual. One that has
+moved the modules imported here fails, so pyproject.toml pins the version.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 from finray.runtime.elastic import Elastic, Failures
 from finray.runtime.progress import Address, progress_of
 
-# What a run never uses: data sets of Ray Data.
+# Never used by a run: datasets of Ray Data.
 _UNUSED = {"DatasetsCallback"}
-# What is of no use where Ray ends with the run: the removal of placement groups that a dead controller leaves behind.
+# Useless if Ray ends with the run: it removes placement groups that a dead controller leaves behind.
 _UNUSED_ALONE = {"PlacementGroupCleanerCallback"}
 
 
@@ -40,14 +40,15 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
     """Runs a function in every worker.
 
     Args:
-        function: of the workers; it also joins their process group, because Ray's own back end for that would import
-            torch here and in the controller.
+        function: of the workers; it also joins their process group, because Ray's torch backend would import torch here
+            and in the controller.
         alone: Ray was started for this run, and ends with it.
-        group: begin of the name of the run's placement group; no other run's begins like it.
-        watch: called again and again while the run is at work; what it raises ends the run.
-        listener: where the driver is told that there is room for more workers, and asked how far the run has come.
-        expected: workers at the first start, where their number follows the cluster.
-        evaluator: whether one worker's resources are left to an evaluator.
+        group: prefix of the name of the run's placement group; unique to this run.
+        watch: called repeatedly during the run; an exception that it raises ends the run.
+        listener: address at which the driver is told that there is room for more workers, and asked for the run's
+            progress.
+        expected: workers at the first start, if their number is elastic.
+        evaluator: leave one worker's resources to an evaluator.
         options: as Ray's trainer takes them.
     """
 
@@ -87,7 +88,7 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
             arguments["scaling_policy"] = _FixedSize(self.scaling_config)
         arguments["failure_policy"] = Failures(self.run_config.failure_config, partial(progress_of, self._listener))
         arguments["callbacks"] = [*arguments["callbacks"], _NamedGroup(self._group)]
-        # As in Ray, but for the waiting: there, a handler of signals of its own ends the process with exit code 1.
+        # As in Ray, except for the wait: Ray's has a signal handler that ends the process with exit code 1.
         here = {ray._raylet.RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
         environment = {"env_vars": {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0", **get_env_vars_to_propagate()}}
         options = {"num_cpus": 0, "label_selector": here, "runtime_env": environment}
@@ -99,15 +100,16 @@ class Trainer(DataParallelTrainer):  # type: ignore[misc]
             ray.get(run)
             return ray.get(controller.get_result.remote())
         finally:
-            # Its workers end with it. One that is let go of instead is asked to exit, and now and then hangs for ever
-            # on the way (Ray 2.60), when Ray ends in the same moment.
+            # Its workers end with it. Without this it is asked to exit, and now and then hangs forever (Ray 2.60) if
+            # Ray shuts down at the same moment.
             ray.kill(controller)
 
 
 def remove_groups(name: str) -> None:
-    """Remove the placement groups whose name begins so, with what runs in them.
+    """Remove the placement groups with this name prefix, and what runs in them.
 
-    Ray keeps the group of a controller that died as long as the driver lives: whoever wants its CPUs waits for ever.
+    Ray keeps the group of a controller that died as long as the driver lives: anything that needs its CPUs waits
+    forever.
     """
     for identity, group in placement_group_table().items():
         if group["name"].startswith(name) and group["state"] != "REMOVED":
@@ -115,24 +117,24 @@ def remove_groups(name: str) -> None:
 
 
 class _NamedGroup(ControllerCallback):  # type: ignore[misc]
-    """Gives a name to the placement groups that a controller makes; in a process of its own."""
+    """Names the placement groups that a controller creates; runs in the controller's process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def after_controller_start(self, train_run_context: Any) -> None:  # noqa: ARG002
-        """Ray Train gives none."""
+        """Ray Train leaves them unnamed."""
         create = worker_group.placement_group
 
         def create_named(**options: Any) -> Any:
-            # After a restart there is another one, and no two may have the same.
+            # A restart creates another one, and names must be unique.
             return create(**options, name=f"{self._name} {uuid4().hex[:8]}")
 
         worker_group.placement_group = create_named
 
 
 class _FixedSize(FixedScalingPolicy):  # type: ignore[misc]
-    """Asks no autoscaler for nodes: there is none, and the actor that would be asked is waited for."""
+    """Asks no autoscaler for nodes: there is none, and the controller would wait for the actor that is asked."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Nothing is asked for."""

@@ -1,4 +1,4 @@
-"""What the driver looks after while Ray Train has the run: a wish to stop, workers that do not start, a lost Ray."""
+"""What the driver watches while Ray Train runs: requests to stop, workers that do not start, a lost Ray head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finray.runtime.progress import RESIZE, SAVE, Heard, Listener
 from finray.runtime.pulses import Hang, Pulses, named
 from finray.runtime.signals import Interrupted, Pending
 
-# After so long, waiting is not silent any more.
+# After this many seconds, report what is waited for.
 SILENCE_S = 10.0
 _PROBE_EVERY_S = 2.0
 _RANKS_EVERY_S = 1.0
@@ -26,27 +26,27 @@ _NODES_SHOWN = 8
 
 
 class Watch:
-    """Looks after a run while Ray Train has it.
+    """Watches a run while Ray Train executes it.
 
     Attributes:
-        workers: in words.
-        listener: where they are heard, and asked to stop; set before the first look.
-        is_lost: Ray's head process is gone.
+        workers: description of the workers.
+        listener: receives their records and sends them requests to stop; set before the first look.
+        is_lost: Ray's head process is unreachable.
         began_at: the step that the workers last started from; -1 before the first start.
 
     Args:
-        ray: connected.
-        group: begin of the name of the run's placement group.
+        ray: the module, connected.
+        group: prefix of the name of the run's placement group.
         placement: of its workers.
-        pending: the signal that asks for an end.
-        handle: shown records.
+        pending: the signal that requests an end.
+        handle: called with records to show.
         grace_s: how long the workers may take to save a checkpoint.
-        head: whether Ray's head process can be reached.
-        head_patience_s: how long it may be gone; Ray ends this process after a minute, and says little.
-        started: told of each start of the workers.
-        hang_s: how long a rank may be waited for; None for ever.
-        end_hanging: looks into ranks that hang and ends their processes; what was seen.
-        draining: Ray's names of machines that are to be taken away, and when.
+        head: returns whether Ray's head process can be reached.
+        head_patience_s: how long it may be unreachable; Ray ends this process after a minute, with little explanation.
+        started: called at each start of the workers.
+        hang_s: how long to wait for a rank; None means forever.
+        end_hanging: examines hanging ranks and ends their processes; returns what it found.
+        draining: returns Ray's names of machines that are about to be drained, and when.
         clock: seconds, monotonic.
     """
 
@@ -100,7 +100,7 @@ class Watch:
         self._say_at, self._pause_s = clock() + SILENCE_S, SILENCE_S
 
     def heard(self, record: Heard) -> None:
-        """Show a record of the workers; what a rank says of itself is kept."""
+        """Show a record of the workers; heartbeats are kept for :class:`Pulses`."""
         if isinstance(record, Beat):
             with self._pulses_change:
                 self._pulses.hear(record, self._clock())
@@ -110,25 +110,25 @@ class Watch:
             self._started(record)
             before, self._world_size = self._world_size, record.world_size
             if before not in (None, record.world_size):
-                self._handle(Note(f"{record.world_size} workers go on, where there were {before}", record.step))
+                self._handle(Note(f"continuing with {record.world_size} workers, after {before}", record.step))
         self._handle(record)
 
     def resize(self, count: int) -> None:
-        """There is room for so many workers: have those that there are save a checkpoint and make place."""
+        """There is room for this many workers: have the current ones save a checkpoint and end."""
         if self._deadline is None and self._has_begun and self.listener is not None:
-            self._handle(Note(f"there is room for {count} workers: a checkpoint is saved, and they go on from it"))
+            self._handle(Note(f"there is room for {count} workers: saving a checkpoint to continue with them"))
             self.listener.ask(RESIZE)
 
     def look(self) -> None:
-        """Look once; called again and again while the run is at work.
+        """Check once; called repeatedly during the run.
 
         Raises:
-            Interrupted: a signal asked for it, and there is nothing that could be saved, or no time left.
-            ClusterError: Ray is gone, and the same.
+            Interrupted: a signal requested it, and nothing can be saved, or no time is left.
+            ClusterError: Ray is lost, and nothing can be saved, or no time is left.
         """
         now = self._clock()
         if self._deadline is not None:
-            # Without a head process, workers that have ended are waited for in vain.
+            # Without a head process, Ray Train would wait forever for workers that have ended.
             if now >= self._deadline or (self.is_lost and self.listener is not None and not self.listener.has_workers):
                 self.end()
             return
@@ -142,7 +142,7 @@ class Watch:
             self.is_lost = now - self._answered >= self._head_patience_s
             if not (self.is_lost or self._is_missed) and now - self._answered > _PROBE_EVERY_S:
                 self._is_missed = True
-                rest = f"the run goes on, and ends in order if that lasts {self._head_patience_s:g} s"
+                rest = f"the run continues, and stops cleanly if this lasts {self._head_patience_s:g} s"
                 self._handle(Note(f"Ray's head process does not answer; {rest}", level="warning"))
         if self._ends():
             if not self._has_begun:
@@ -161,10 +161,11 @@ class Watch:
                 self._handle(Note(text))
 
     def _look_at_ranks(self, now: float) -> bool:
-        """Name ranks that are slow and those that hang, show their stacks, and end them; whether there were any."""
+        """Report slow and hanging ranks, show the stacks of hanging ones, and end them; returns whether there were
+        any."""
         if now < self._ranks_at:
             return False
-        # All ranks are looked at, so not in every look: what that costs the driver does not grow with the steps.
+        # Not in every look, because all ranks are checked: the driver's cost must not grow with the steps.
         self._ranks_at = now + self._ranks_every_s
         with self._pulses_change:
             hang, slow = self._pulses.hung(now), self._pulses.slow()
@@ -176,14 +177,14 @@ class Watch:
             return False
         who = ", ".join(named(one) for one in hang.ranks[:4])
         more = f" and {len(hang.ranks) - 4} more" if len(hang.ranks) > 4 else ""
-        rest = "ended, so that the workers start again from the last checkpoint (cluster.hang_seconds)"
+        rest = "stopped, so that the workers restart from the last checkpoint (cluster.hang_seconds)"
         self._handle(Note(f"{who}{more} {hang.why}; it is {rest}", hang.ranks[0].step, "warning"))
         for text in self._end_hanging(hang):
             self._handle(Note(text, hang.ranks[0].step, "warning"))
         return True
 
     def _look_at_nodes(self) -> None:
-        """Have a checkpoint saved where a machine with workers is to be taken away."""
+        """Request a checkpoint if a machine with workers is about to be drained."""
         nodes: Mapping[str, int] = {}
         with suppress(Exception):
             nodes = self._draining()
@@ -192,33 +193,32 @@ class Watch:
         for node in nodes.keys() & hosts.keys() - self._said_draining:
             self._said_draining.add(node)
             self._handle(
-                Note(f"{hosts[node]} is to be taken away: a checkpoint is saved after this step", 0, "warning")
+                Note(f"{hosts[node]} is about to be removed: saving a checkpoint after this step", 0, "warning")
             )
             if self.listener is not None:
                 self.listener.ask(SAVE)
 
     def _ends(self) -> bool:
-        """Whether the run has to end before its time."""
+        """Whether the run has to end early."""
         return self._pending.signum is not None or self.is_lost
 
     def end_if_due(self) -> None:
-        """What is to be said of a run that failed while it was to end, or because it was."""
+        """Raise the reason if the run failed while it was to end early, or because of that."""
         if self._ends():
             self.end()
 
     def end(self) -> NoReturn:
-        """Say why the run ended before its time."""
+        """Raise the reason why the run ended early."""
         if self._pending.signum is not None:
             raise Interrupted(self._pending.signum)
         raise ClusterError(
             "Ray's head process (the GCS) is gone: it was killed, or its machine was lost",
-            repair="run the same command again, after the cluster has been started again; it goes on from the last "
-            "checkpoint",
+            repair="start the cluster again, then run the same command: it continues from the last checkpoint",
         )
 
 
 def refusal(address: str, *, timeout: float = 2.0) -> str | None:
-    """Why nobody can be spoken to at ``host:port``; None where somebody listens."""
+    """Why no connection to ``host:port`` is possible; None if there is one."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
@@ -244,14 +244,14 @@ def waiting_text(
     nodes: Sequence[Mapping[str, Any]] = (),
     free_there: Mapping[str, Mapping[str, float]] | None = None,
 ) -> str:
-    """What is waited for, what is free of it and on which node, who has the rest, and which nodes are gone.
+    """What is waited for, how much of it is free on which node, who holds the rest, and which nodes are dead.
 
     Args:
-        what: is waited for.
+        what: what is waited for.
         total, free: resources of the cluster.
-        held: whose they are.
-        nodes: of the cluster, as ``ray.nodes()`` has them.
-        free_there: resources by node id.
+        held: the holders and their resources.
+        nodes: of the cluster, as in ``ray.nodes()``.
+        free_there: free resources by node id.
     """
     left = ", ".join(f"{free.get(kind, 0):g} of {total[kind]:g} {kind}s" for kind in KINDS if total.get(kind))
     counts: Counter[str] = Counter()
@@ -271,9 +271,9 @@ def waiting_text(
                 if one["Resources"].get(kind)
             )
             each.append(f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']}) has {part}")
-        more = f" and {len(alive) - _NODES_SHOWN} nodes more" if len(alive) > _NODES_SHOWN else ""
+        more = f" and {len(alive) - _NODES_SHOWN} more nodes" if len(alive) > _NODES_SHOWN else ""
         rest += "; " + ", ".join(each) + more
-    # A node that came back is another one to Ray.
+    # To Ray, a node that came back is a new one.
     there = {one["NodeManagerAddress"] for one in nodes if one["Alive"]}
     gone = {
         f"{one['NodeManagerHostname']} ({one['NodeManagerAddress']})"
@@ -285,7 +285,7 @@ def waiting_text(
 
 
 def holders(ray: Any) -> list[tuple[str, dict[str, float]]]:
-    """Who has resources of the cluster: placement groups, and actors outside of them. Tasks are in no table."""
+    """Holders of resources of the cluster: placement groups, and actors outside of them. Ray has no table of tasks."""
     from ray._private.state import state
     from ray.core.generated import gcs_pb2
 
@@ -304,7 +304,7 @@ def holders(ray: Any) -> list[tuple[str, dict[str, float]]]:
 
 
 def waiting_for(ray: Any, what: str) -> str | None:
-    """:func:`waiting_text` of the connected cluster; None where it cannot be asked."""
+    """:func:`waiting_text` for the connected cluster; None if it cannot be queried."""
     with suppress(Exception):
         from ray._private.state import available_resources_per_node
 
@@ -315,7 +315,7 @@ def waiting_for(ray: Any, what: str) -> str | None:
 
 
 def workers_wait(ray: Any, group: str, what: str) -> str | None:
-    """The same for a run's workers, as long as the placement group whose name begins so is not there."""
+    """The same for a run's workers, until a placement group with this prefix exists."""
     with suppress(Exception):
         groups = [one for one in ray.util.placement_group_table().values() if one["name"].startswith(group)]
         if groups and not any(one["state"] == "CREATED" for one in groups):

@@ -1,4 +1,4 @@
-"""What runs in every Ray Train worker: find the place in the group, build the loop, run it."""
+"""Runs in every Ray Train worker: join the process group, build the loop, run it."""
 
 from __future__ import annotations
 
@@ -40,16 +40,17 @@ if TYPE_CHECKING:
     from finray.parallel.base import Strategy
     from finray.publishing.background import CheckpointPusher
     from finray.training.evaluator import Answering, Evaluator
+    from finray.training.loop import Loop
     from finray.training.memory import Memory
     from finray.training.pulse import Pulse
 
-# How long the last checkpoint of a run may be sent after its training.
+# How long to wait for the push of a run's last checkpoint after training.
 _LAST_PUSH_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pushing:
-    """Where rank 0 pushes checkpoints, as whom: what was found where the run was started."""
+    """Where rank 0 pushes checkpoints, and under which account; determined where the run was started."""
 
     target: Target
     endpoint: str
@@ -63,10 +64,10 @@ class Pushing:
         return cls(target, constants.ENDPOINT, get_token() or "")
 
 
-# The shortest pause between two words of a rank about itself where it may be waited for long, and what each rank adds
-# to it: the driver hears no more of many ranks than of eight.
+# The shortest interval between a rank's heartbeats where a long hang timeout allows it, and what each rank adds: the
+# driver gets no more messages from many ranks than from eight.
 _BEAT_S, _BEAT_RANK_S = 10.0, 1.25
-# How long the end of a worker waits for Ray to have heard of its checkpoints.
+# How long a worker that exits waits for Ray to accept its checkpoint reports.
 _REPORTS_S = 5.0
 # Linux's request for the address of an interface.
 _SIOCGIFADDR = 0x8915
@@ -77,19 +78,18 @@ class WorkerSpec:
     """What the driver hands to every worker.
 
     Attributes:
-        config: the run's, plain.
-        resolved: what every ``auto`` of it comes to.
-        prepared: directory or URL of the prepared dataset; None where it is still being made, and the driver is
-            asked.
+        config: of the run, as plain types.
+        resolved: the value of every ``auto`` in it.
+        prepared: directory or URL of the prepared dataset; None while it is being prepared, then the driver is asked.
         run_dir: the run directory.
-        start: names this `finray train`.
-        threads: of this worker.
+        start: identifies this `finray train`.
+        threads: number of threads of this worker.
         shared_gpus: whether several workers may share a GPU.
-        listener: where the driver takes records.
-        secrets: of the user, for the worker's environment.
-        memory: begin of the names of those who keep checkpoints in memory; None where nobody does.
-        evaluator: Ray's resources for evaluations beside the training; None where there are none.
-        push: where checkpoints are pushed; None where they are not.
+        listener: address at which the driver receives records.
+        secrets: of the user, set in the worker's environment.
+        memory: name prefix of the actors that keep checkpoints in memory; None if there are none.
+        evaluator: Ray resources for evaluations during training; None if there are none.
+        push: where checkpoints are pushed; None if they are not.
     """
 
     config: dict[str, Any]
@@ -108,8 +108,8 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a worker ended: with the run's summary, stopped after a step because that was asked for, or with a failure
-    that another attempt would meet again."""
+    """How a worker ended: with the run's summary, stopped on request after a step, or with a failure that a retry would
+    hit again."""
 
     summary: RunSummary | None = None
     stopped: int | None = None
@@ -117,10 +117,10 @@ class Outcome:
 
 
 def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
-    """Train; the value of rank 0 is the run's.
+    """Train; rank 0's return value is the run's.
 
-    Ray restarts what raises. So an error that another attempt would meet again (a model that does not load, a loss that
-    is not finite, a full disk) is returned, and the driver raises it.
+    Ray restarts the workers if one raises. So an error that a retry would hit again (a model that does not load, a loss
+    that is not finite, a full disk) is returned, and the driver raises it.
 
     Args:
         payload: ``spec``.
@@ -139,11 +139,11 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
     config = build_config(spec.config, source="driver")
     keep_freed_memory(but_large=spec.resolved.strategy != "ddp")
     strategy = make_strategy(config, spec.resolved, _join_group(shared_gpus=spec.shared_gpus))
-    # It may be another one at each start.
+    # The number of workers may differ at each start.
     resolved = replace(spec.resolved, world_size=strategy.world_size)
     run_dir = Path(spec.run_dir)
     if run_url(config) is not None:
-        # This machine's copy; another user's cache may be elsewhere.
+        # The path on this machine; another user's cache may be elsewhere.
         run_dir = run_path(config)
         run_dir.mkdir(parents=True, exist_ok=True)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
@@ -175,28 +175,18 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
             answering=_answering(config, spec),
             evaluator=partial(_evaluator, spec, sender.put),
             memory=_memory(spec, strategy),
-            # What is asked for is asked of rank 0; another one might hear it at another step.
-            asked=sender.is_asked if strategy.rank == 0 else lambda: False,
-            wish=sender.take_wish,
+            # Only rank 0 polls for requests; another rank might see one at a different step.
+            has_request=sender.has_request if strategy.rank == 0 else lambda: False,
+            take_request=sender.take_request,
         ).loop
         step = loop.state.step
         failures.check(before, step, run_dir)
         _record_processes(run_dir, strategy)
-        is_over = False
-        try:
-            loop.run()
-            is_over = not loop.stopped
-        finally:
-            loop.trackers.finish(complete=is_over)
-            loop.writer.follow()
-            if pusher is not None:
-                # Of a run that goes on there will be other checkpoints.
-                pusher.close(wait_s=_LAST_PUSH_S if is_over else 0)
-        outcome = Outcome(stopped=loop.state.step) if loop.stopped else Outcome(loop.summary())
+        outcome = _run(loop, pusher)
         reports.close()
         torch.distributed.destroy_process_group()
         if loop.stopped and loop.ended_by == RESIZE:
-            raise Resize(f"another number of workers goes on from step {loop.state.step}")
+            raise Resize(f"the number of workers changes at step {loop.state.step}")
         return outcome
     except Resize:
         raise
@@ -212,12 +202,27 @@ def train_worker(payload: dict[str, WorkerSpec]) -> Outcome:
         if (memory := failures.out_of_memory(error, who, step if loop is None else loop.state.step)) is not None:
             raise memory from error
         if redact_text(str(error)) != str(error):
-            # Ray writes into its logs what is raised.
+            # Ray writes the exception into its logs.
             raise RuntimeError(failures.describe(error)) from None
         raise
     finally:
         sender.close()
         log.close()
+
+
+def _run(loop: Loop, pusher: CheckpointPusher | None) -> Outcome:
+    """Run the loop to its end; trackers, copies of the run and pushes are always closed."""
+    is_over = False
+    try:
+        loop.run()
+        is_over = not loop.stopped
+    finally:
+        loop.trackers.finish(complete=is_over)
+        loop.writer.follow()
+        if pusher is not None:
+            # If the run continues, later checkpoints will be pushed.
+            pusher.close(wait_s=_LAST_PUSH_S if is_over else 0)
+    return Outcome(summary=loop.summary()) if is_over else Outcome(stopped=loop.state.step)
 
 
 def _answering(config: Config, spec: WorkerSpec) -> Answering | None:
@@ -229,7 +234,7 @@ def _answering(config: Config, spec: WorkerSpec) -> Answering | None:
 
 
 def _memory(spec: WorkerSpec, strategy: Strategy) -> Memory | None:
-    """Who keeps this worker's parts of checkpoints in memory; a collective."""
+    """The nodes that keep this worker's parts of checkpoints in memory. A collective."""
     if spec.memory is None:
         return None
     import ray
@@ -240,15 +245,15 @@ def _memory(spec: WorkerSpec, strategy: Strategy) -> Memory | None:
     return RayMemory(spec.memory, nodes, strategy.rank)
 
 
-def _evaluator(spec: WorkerSpec, tell: Callable[[Record], None], known: Settled) -> Evaluator:
+def _evaluator(spec: WorkerSpec, notify: Callable[[Record], None], known: Settled) -> Evaluator:
     from finray.runtime.evaluator import RayEvaluator
 
     assert spec.evaluator is not None
-    return RayEvaluator.of(spec, spec.evaluator, known, tell)
+    return RayEvaluator.of(spec, spec.evaluator, known, notify)
 
 
 def _late(listener: Address, world_size: int) -> Settled:
-    """What the driver settles once the data are prepared, for this number of workers."""
+    """What the driver decides once the data are prepared, for this number of workers."""
     settled = ask(listener)
     return replace(settled, resolved=replace(settled.resolved, world_size=world_size))
 
@@ -266,7 +271,7 @@ def _join_group(*, shared_gpus: bool) -> torch.device:
     on_one_machine = context.get_local_world_size() == context.get_world_size()
     listening = listen("127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()) if rank == 0 else None
     address = broadcast_from_rank_zero(list(listening.getsockname()[:2]) if listening is not None else None)
-    # Else gloo would take the interface that the host's name belongs to, which Debian puts at 127.0.1.1.
+    # Otherwise gloo uses the interface of the host name, which Debian maps to 127.0.1.1.
     interface = "lo" if on_one_machine else interface_of(ray.util.get_node_ip_address())
     if interface is not None and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -292,7 +297,7 @@ def _join_group(*, shared_gpus: bool) -> torch.device:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an IPv4 address; None where none is found."""
+    """The network interface of this machine that has an IPv4 address; None if there is none."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -306,13 +311,13 @@ def interface_of(address: str) -> str | None:
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Where rank 0 is met: at this address alone. Left to itself, torch's store would listen on every interface, and it
-    asks nobody for a token."""
+    """The socket on which rank 0 listens: at this address only. By default torch's store listens on every interface,
+    without authentication."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def meet(address: tuple[str, int], listening: socket.socket | None, *, world_size: int, timeout: timedelta) -> Any:
-    """The store of the workers; rank 0 gives the socket on which it listens, and loses it to the store."""
+    """The TCPStore of the workers; rank 0 passes the socket on which it listens, which the store takes over."""
     import torch
 
     return torch.distributed.TCPStore(  # type: ignore[attr-defined]
@@ -325,7 +330,7 @@ def meet(address: tuple[str, int], listening: socket.socket | None, *, world_siz
     )
 
 
-def _pusher(config: Config, push: Pushing, tell: Callable[[Record], None]) -> CheckpointPusher:
+def _pusher(config: Config, push: Pushing, notify: Callable[[Record], None]) -> CheckpointPusher:
     from finray.publishing.background import CheckpointPusher
     from finray.publishing.hub import Hub, public_name
 
@@ -334,22 +339,22 @@ def _pusher(config: Config, push: Pushing, tell: Callable[[Record], None]) -> Ch
         lambda wait: Hub(push.token, endpoint=push.endpoint, wait=wait),
         push.target,
         base=public_name(base, config.export.base_model, merged=True),
-        warn=lambda message, step: tell(Note(message, step, "warning")),
+        warn=lambda message, step: notify(Note(message, step, "warning")),
     )
 
 
 def _reported(reports: Reports, pusher: CheckpointPusher | None, path: Path, metrics: dict[str, float]) -> None:
-    """Have a checkpoint pushed, before retention may delete it; and tell Ray Train, on every rank."""
+    """Push a checkpoint before retention may delete it, and report it to Ray Train, on every rank."""
     if pusher is not None:
         pusher.offer(path)
     reports.put(path, metrics)
 
 
 class Reports:
-    """Tells Ray Train about checkpoints, in a thread: a report waits for all workers and for Ray's controller, and for
-    ever where the head process is gone. No step waits for it, nor does the next checkpoint.
+    """Reports checkpoints to Ray Train in a thread: a report waits for all workers and for Ray's controller, forever if
+    the head process is gone. Neither a step nor the next checkpoint waits for it.
 
-    finray itself finds checkpoints on disk. A report is for whoever looks at the run through Ray.
+    finray itself finds checkpoints on disk. The report only serves people who look at the run through Ray.
     """
 
     def __init__(self, report: Callable[[Path, dict[str, float]], None]) -> None:
@@ -359,11 +364,11 @@ class Reports:
         self._thread.start()
 
     def put(self, path: Path, metrics: dict[str, float]) -> None:
-        """Report a checkpoint that is already where it belongs; returns at once."""
+        """Report a checkpoint that is already in place; returns at once."""
         self._queue.put((path, metrics))
 
     def close(self, timeout_s: float = _REPORTS_S) -> None:
-        """Wait, though not for long, until all has been told."""
+        """Wait for pending reports, up to the timeout."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -372,7 +377,7 @@ class Reports:
             try:
                 self._report(*one)
             except Exception:
-                # Ray Train ends; the checkpoint is there.
+                # Ray Train is shutting down; the checkpoint is on disk.
                 return
 
 
@@ -399,9 +404,9 @@ def beat(
     node: str,
     hang_s: float | None,
 ) -> None:
-    """Tell the driver where this rank stands, from now on, in a thread; SIGUSR1 writes the stacks of all threads.
+    """Start a thread that sends this rank's heartbeats to the driver; SIGUSR1 writes the stacks of all threads.
 
-    ``pulse`` gives None while the rank loads.
+    ``pulse`` returns None while the rank is loading.
     """
     import faulthandler
 
@@ -425,12 +430,12 @@ def beat(
 
 
 def beat_pause(hang_s: float, world_size: int) -> float:
-    """Seconds between two words of a rank about itself."""
+    """Seconds between a rank's heartbeats."""
     return min(hang_s / 5, max(_BEAT_S, _BEAT_RANK_S * world_size))
 
 
 def _record_processes(run_dir: Path, strategy: Any) -> None:
-    """Write who the workers are: host and process id by rank, for whoever has to look into or end one."""
+    """Write host and process id of every rank, for inspecting or killing a worker."""
     ranks = {
         "rank": strategy.rank,
         "local_rank": int(os.environ["LOCAL_RANK"]),

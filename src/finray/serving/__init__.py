@@ -1,1 +1,1 @@
-"""Answers over HTTP: requests and responses as OpenAI's API has them, and the batch that all requests share."""
+"""The serving package: requests and responses of OpenAI's API, and the batch shared by all requests."""

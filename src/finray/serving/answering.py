@@ -1,4 +1,4 @@
-"""From a request to the batch and back: prompts as in training, and answers as OpenAI's clients read them."""
+"""From a request to the batch and back: prompts as in training, and answers in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from finray.serving.errors import ApiError, of_request
 from finray.serving.models import Models
 from finray.serving.protocol import Answering, ChatRequest, CompletionRequest
 
-# What an answer to a completion has where the request does not say: as OpenAI's.
+# Default of `max_tokens` for completions; OpenAI's.
 _COMPLETION_TOKENS = 16
 
 
 @dataclass(slots=True)
 class Choice:
-    """One answer of a response, as far as it has come."""
+    """One answer of a response, as far as it is generated."""
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -35,14 +35,15 @@ class Choice:
 
 
 class Exchange:
-    """One request on its way: its jobs, and their events in the order in which they come.
+    """One request in progress: its jobs, and their events in order of arrival.
 
     Args:
         models: of the server.
-        request: that was made.
-        loop: that hears of the answers; an exchange may be made in another thread, because prompts take time.
-        max_new_tokens: of an answer to a conversation whose request does not say.
-        draw: makes a seed where the request names none.
+        request: the parsed request.
+        loop: event loop that receives the answers; an exchange may be created in another thread, because prompts take
+            time.
+        max_new_tokens: default for a conversation.
+        draw: draws a seed if the request has none.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Exchange:
         """Token ids of each prompt.
 
         Raises:
-            ApiError: they cannot be asked of this model, or are too long.
+            ApiError: the prompts do not fit this model, or are too long.
         """
         asking, request, limit = self.served.asking, self.request, self._models.max_length
         try:
@@ -89,7 +90,7 @@ class Exchange:
                         400,
                         f"the model `{self.served.name}` "
                         + ("was trained without its chat template" if asking.tokenizer.chat_template else "has none")
-                        + " that a conversation needs; ask /v1/completions instead",
+                        + " that a conversation needs; use /v1/completions instead",
                         param="messages",
                     )
                 protocol.require_text(request.messages, "messages")
@@ -106,12 +107,12 @@ class Exchange:
             raise of_request(error, "messages" if isinstance(request, ChatRequest) else "prompt") from None
         words = len(asking.tokenizer)
         if not found or not all(found):
-            raise ApiError(400, "an empty prompt is nothing to go on from", param=param)
+            raise ApiError(400, "the prompt is empty", param=param)
         if any(not 0 <= token < words for one in found for token in one):
-            raise ApiError(400, f"token ids are from 0 to {words - 1}", param=param)
+            raise ApiError(400, f"token ids must be from 0 to {words - 1}", param=param)
         longest = max(map(len, found))
         if limit is not None and longest >= limit:
-            message = f"the prompt has {longest:,} tokens, and the server reads {limit:,} with the answer; shorten it"
+            message = f"the prompt has {longest:,} tokens; prompt and answer together may have {limit:,}"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return found
 
@@ -125,10 +126,10 @@ class Exchange:
         request = self.request
         top = request.top() if isinstance(request, ChatRequest) else request.logprobs
         if top is not None and not self._models.has_logprobs:
-            raise ApiError(400, "this model's answers have no log-probabilities", param="logprobs")
+            raise ApiError(400, "this model does not return log-probabilities", param="logprobs")
 
-        def tell(event: Event) -> None:
-            # A loop that has ended waits for nothing.
+        def on_event(event: Event) -> None:
+            # A closed loop has no waiting client.
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
@@ -140,12 +141,12 @@ class Exchange:
             ends=self.served.ends,
             adapter=self.served.adapter,
             tokenizer=self.served.asking.tokenizer,
-            tell=tell,
+            on_event=on_event,
             top=top,
         )
 
-    async def _told(self) -> AsyncIterator[tuple[int, Event]]:
-        """Events until every answer has ended.
+    async def _received(self) -> AsyncIterator[tuple[int, Event]]:
+        """Events until every answer is complete.
 
         Raises:
             ApiError: an answer failed.
@@ -159,28 +160,28 @@ class Exchange:
             yield number, event
 
     def submit(self) -> None:
-        """Put the jobs in the queue.
+        """Queue the jobs.
 
         Raises:
-            ApiError: it is full.
+            ApiError: the queue is full.
         """
         self._models.batcher.submit(self.jobs)
 
     def drop(self) -> None:
-        """Nobody waits for the answers any more; those that have ended stay as they are."""
+        """Cancel the answers, because the client is gone; completed ones are not affected."""
         self._models.batcher.drop([job for job in self.jobs if not job.is_done])
 
     async def whole(self) -> dict[str, Any]:
-        """The response, when every answer has ended."""
+        """The response, once every answer is complete."""
         choices = [Choice() for _ in self.jobs]
-        async for number, event in self._told():
+        async for number, event in self._received():
             _take(choices[number], event)
         found = [self._whole_choice(number, one) for number, one in enumerate(choices)]
         kind = "chat.completion" if self._is_chat else "text_completion"
         return {**self._head(kind), "choices": found, "usage": self._usage(choices)}
 
     async def stream(self) -> AsyncIterator[str]:
-        """The response as server-sent events, piece by piece; an answer that fails ends it with an error."""
+        """The response as server-sent events; an answer that fails ends it with an error."""
         request, choices = self.request, [Choice() for _ in self.jobs]
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         options = request.stream_options
@@ -190,7 +191,7 @@ class Exchange:
                 for number in range(len(choices)):
                     first = {"role": "assistant", "content": ""}
                     yield protocol.event({**self._head(kind), "choices": [_delta(number, first)], **with_usage})
-            async for number, event in self._told():
+            async for number, event in self._received():
                 at = len(choices[number].text)
                 _take(choices[number], event)
                 choice = self._chunk_choice(number, event, at)
@@ -243,7 +244,7 @@ def _take(choice: Choice, event: Event) -> None:
 
 
 def _sampling(request: Answering, max_new_tokens: int, draw: Callable[[], int]) -> Sampling:
-    """How the tokens of all answers are chosen; each answer has random numbers of its own, by its index."""
+    """Sampling settings of all answers; each answer has its own random numbers, by index."""
     temperature = 1.0 if request.temperature is None else request.temperature
     try:
         return Sampling(

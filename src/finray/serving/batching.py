@@ -1,7 +1,7 @@
-"""The batch that all requests share: rows come and go between the steps of one engine, each with its own adapter.
+"""The batch that all requests share: rows join and leave between the steps of one engine, each with its own adapter.
 
-One thread owns the model. Others hand it jobs and hear of them through ``tell``. Each step is one forward pass: a token
-for every row at work, and the whole prompt of those that have just come.
+One thread owns the model. Others submit jobs and receive events through ``on_event``. Each step is one forward pass: a
+token for every running row, and the whole prompt of new rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token that was chosen, with the natural logarithm of its probability and those of the likeliest ones.
+    """A chosen token, with its log-probability (natural logarithm) and those of the most likely ones.
 
     They are the model's own: before temperature, ``top_p`` and a repetition penalty.
     """
@@ -41,7 +41,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text that has become known, and the tokens that were chosen since the piece before."""
+    """New text, and the tokens chosen since the previous piece."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -57,7 +57,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An answer that will not come to its end."""
+    """A failed answer."""
 
     message: str
 
@@ -67,19 +67,19 @@ Event = Piece | Finished | Failed
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job(Row):
-    """A row with whom it is for.
+    """A row and its client.
 
     Attributes:
-        adapter: that takes part, as the engine knows it; None for the base model.
-        tokenizer: of the model that is asked.
-        tell: is given each event, in the thread of the batch.
-        top: likeliest tokens to tell of; None where no probabilities are asked for.
-        is_dropped: nobody waits for it any more.
+        adapter: adapter to apply, as named in the engine; None for the base model.
+        tokenizer: of the requested model.
+        on_event: called with each event, in the thread of the batch.
+        top: number of most likely tokens to return; None means no probabilities.
+        is_dropped: the client has disconnected.
     """
 
     adapter: Any | None
     tokenizer: Any
-    tell: Callable[[Event], None]
+    on_event: Callable[[Event], None]
     top: int | None = None
     is_dropped: bool = False
     stream: TextStream = field(init=False)
@@ -91,11 +91,11 @@ class Job(Row):
 
 
 class Queue:
-    """Rows that wait and rows at work, whatever engine works on them.
+    """Waiting and running rows, for any engine.
 
     Args:
-        slots: rows at work at the same time, at most.
-        max_queue: rows that wait for a slot, at most.
+        slots: maximum number of rows processed at the same time.
+        max_queue: maximum number of rows waiting for a slot.
     """
 
     def __init__(self, *, slots: int, max_queue: int) -> None:
@@ -104,16 +104,16 @@ class Queue:
         self._waiting, self._working = deque[Job](), list[Job]()
         self._calls = deque[tuple[Callable[[], Any], Future[Any]]]()
         self._is_closed = False
-        # Tokens that were written since the start.
+        # Tokens generated since the start.
         self.written = 0
 
     def counts(self) -> tuple[int, int]:
-        """(rows at work, rows that wait)."""
+        """(running rows, waiting rows)."""
         with self._wake:
             return len(self._working), len(self._waiting)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Put jobs in the queue, all of them or none.
+        """Queue jobs, all of them or none.
 
         Raises:
             ApiError: the queue is full.
@@ -121,14 +121,14 @@ class Queue:
         with self._wake:
             free = self._count - len(self._working) + self._max_queue - len(self._waiting)
             if self._is_closed:
-                raise ApiError(503, "the server is about to stop", retry_after=5)
+                raise ApiError(503, "the server is shutting down", retry_after=5)
             if len(jobs) > free:
                 raise ApiError(429, "too many requests are waiting; try again", code="queue_full", retry_after=1)
             self._waiting.extend(jobs)
             self._wake.notify_all()
 
     def drop(self, jobs: Sequence[Job]) -> None:
-        """Nobody waits for these any more: what they hold is free before the next step."""
+        """Cancel jobs whose client is gone: their slots and memory are free before the next step."""
         with self._wake:
             for job in jobs:
                 job.is_dropped = True
@@ -145,7 +145,7 @@ class Queue:
         return future
 
     def run(self) -> None:
-        """Work until :meth:`close`."""
+        """Run until :meth:`close`."""
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._is_closed or self._waiting or self._working or self._calls)
@@ -154,7 +154,7 @@ class Queue:
             self.advance()
 
     def close(self) -> None:
-        """Take no more jobs, and end those that are there."""
+        """Refuse new jobs, and end the current ones."""
         with self._wake:
             self._is_closed = True
             jobs = [*self._working, *self._waiting]
@@ -162,10 +162,10 @@ class Queue:
             self._wake.notify_all()
         for job in jobs:
             if not job.is_done:
-                job.tell(Failed("the server has stopped"))
+                job.on_event(Failed("the server has stopped"))
 
     def advance(self) -> None:
-        """One step, after what was asked for between steps."""
+        """One step, after the functions that were to be called between steps."""
         while True:
             with self._wake:
                 if not self._calls:
@@ -178,32 +178,32 @@ class Queue:
         self.work()
 
     def work(self) -> None:
-        """A token for every row at work."""
+        """Generate a token for every running row."""
         raise NotImplementedError
 
     def give(self, job: Job, token: int) -> None:
-        """Give a row its next token, and tell what is known by it."""
+        """Append the next token to a row, and report the text that it completes."""
         answer = take(job, token, job.tokenizer, job.stream.token)
         if answer is not None:
-            if len(job.chosen) > len(job.said):
+            if len(job.chosen) > len(job.output_ids):
                 # The token that ends an answer is not part of it.
                 job.chosen.pop()
             job.stream.end(answer.text)
         if job.pieces or (answer is not None and job.chosen):
-            job.tell(Piece("".join(job.pieces), tuple(job.chosen)))
+            job.on_event(Piece("".join(job.pieces), tuple(job.chosen)))
             job.pieces.clear()
             job.chosen.clear()
         if answer is not None:
-            job.tell(Finished(answer.finish, len(job.said)))
+            job.on_event(Finished(answer.finish, len(job.output_ids)))
 
     @staticmethod
     def fail(jobs: Sequence[Job], error: Exception) -> None:
-        """Tell everybody who waits for one of these that it will not come."""
+        """Report to the clients of these jobs that they have failed."""
         logger.error("a step failed", exc_info=error)
         for job in jobs:
             if not job.is_done:
                 job.is_done = True
-                job.tell(Failed(of_server(error)))
+                job.on_event(Failed(of_server(error)))
 
 
 class Batcher(Queue):
@@ -212,7 +212,7 @@ class Batcher(Queue):
     Args:
         engine: around a model without adapters.
         adapters: of that model.
-        slots, max_queue: as of :class:`Queue`.
+        slots, max_queue: as for :class:`Queue`.
     """
 
     def __init__(self, engine: TransformersEngine, adapters: ManyAdapters, *, slots: int, max_queue: int) -> None:
@@ -238,13 +238,13 @@ class Batcher(Queue):
             self._wake.notify_all()
 
     def _admitted(self) -> list[Job]:
-        """The rows of the next step: those at work, then those that come now."""
+        """The rows of the next step: running ones first, then new ones."""
         with self._wake:
             for job in self._working:
                 job.is_done |= job.is_dropped
             close_gaps(self._slots, self._working)
             if not self._working:
-                # Memory of the longest rows so far is given back.
+                # Free the memory of the longest rows so far.
                 self._slots = Slots(self._count)
             tokens, limit = 0, PASS_TOKENS[self._engine.model.device.type]
             while self._waiting and len(self._working) < self._count:
@@ -255,8 +255,8 @@ class Batcher(Queue):
             return list(self._working)
 
     def _step(self, jobs: Sequence[Job]) -> None:
-        working = [job for job in jobs if job.said]
-        coming = [job for job in jobs if not job.said]
+        working = [job for job in jobs if job.output_ids]
+        coming = [job for job in jobs if not job.output_ids]
         pieces = [(job.adapter, 1) for job in working] + [(job.adapter, len(job.prompt)) for job in coming]
         with self._adapters.rows(pieces):
             logits_BV = self._engine.step(self._slots, working, coming)
@@ -275,7 +275,7 @@ class Batcher(Queue):
 
     @staticmethod
     def _chosen(logits_BV: torch.Tensor, jobs: Sequence[Job]) -> list[int]:
-        """The next token of each row, as its own sampling has it."""
+        """The next token of each row, by its own sampling settings."""
         tokens: list[int] = logits_BV.argmax(-1).tolist()
         alike = dict[tuple[float, float, int], list[int]]()
         for number, job in enumerate(jobs):
@@ -283,35 +283,35 @@ class Batcher(Queue):
                 kind = job.sampling.temperature, job.sampling.top_p, job.sampling.top_k
                 alike.setdefault(kind, []).append(number)
         for numbers in alike.values():
-            drawn = [jobs[one].sampling.uniform(jobs[one].number, len(jobs[one].said)) for one in numbers]
+            drawn = [jobs[one].sampling.uniform(jobs[one].number, len(jobs[one].output_ids)) for one in numbers]
             found = jobs[numbers[0]].sampling.draw(logits_BV[numbers], drawn).tolist()
             for number, token in zip(numbers, found, strict=True):
                 tokens[number] = token
         return tokens
 
     def _alone(self, job: Job) -> None:
-        """All of a row whose model cannot share a step, by Transformers' own ``generate``."""
+        """Generate a row whose model cannot batch, by Transformers' own ``generate``."""
 
-        def told(row: int, token: int) -> None:
+        def on_token(row: int, token: int) -> None:
             if job.is_dropped:
                 raise _DroppedError
             self.written += 1
             job.stream.token(row, token)
             if job.pieces:
-                job.tell(Piece("".join(job.pieces)))
+                job.on_event(Piece("".join(job.pieces)))
                 job.pieces.clear()
 
         try:
             with self._adapters.rows([(job.adapter, 1)]):
-                (answer,) = self._engine.in_batches([job], job.sampling, adapter=True, on_token=told)
+                (answer,) = self._engine.in_batches([job], job.sampling, adapter=True, on_token=on_token)
         except _DroppedError:
             job.is_done = True
             return
         job.stream.end(answer.text)
         if job.pieces:
-            job.tell(Piece("".join(job.pieces)))
-        job.tell(Finished(answer.finish, len(job.said)))
+            job.on_event(Piece("".join(job.pieces)))
+        job.on_event(Finished(answer.finish, len(job.output_ids)))
 
 
 class _DroppedError(Exception):
-    """Ends a call of ``generate`` for which nobody waits."""
+    """Ends a call of ``generate`` whose client is gone."""

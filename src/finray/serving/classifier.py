@@ -1,4 +1,4 @@
-"""A classifier that answers requests: labels with their probabilities."""
+"""A served classifier: labels with their probabilities."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from finray.serving.errors import ApiError
 from finray.serving.models import Found, Settings
 from finray.serving.protocol import ClassifyRequest
 
-# Texts of one request.
+# Maximum number of texts in a request.
 MAX_TEXTS = 1024
 
 
 class Classifier:
-    """The model of a server that labels.
+    """The model of a server that classifies.
 
     Args:
         settings: of the server.
-        found: what is served.
+        found: what to serve.
         clock: seconds since 1970.
 
     Raises:
-        FinrayError: it cannot be loaded.
+        FinrayError: the model cannot be loaded.
     """
 
     def __init__(self, settings: Settings, found: Found, clock: Callable[[], float] = time.time) -> None:
@@ -53,17 +53,17 @@ class Classifier:
         self._counting = threading.Lock()
 
     def counts(self) -> tuple[int, int]:
-        """(requests at work, requests that wait)."""
+        """(running requests, waiting requests)."""
         with self._counting:
             return min(self._waiting, 1), max(0, self._waiting - 1)
 
     def document(self) -> dict[str, Any]:
-        """As `/v1/models` has it."""
+        """As listed by `/v1/models`."""
         about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "finray"}
         return {**about, "root": Path(self._source).name, "parent": None, "max_model_len": self.max_length}
 
     def answer(self, request: ClassifyRequest) -> dict[str, Any]:
-        """The response; one request at a time is at work.
+        """The response; requests run one at a time.
 
         Raises:
             ApiError: there is no such model, a text is empty or too long, or too many requests wait.
@@ -78,37 +78,36 @@ class Classifier:
         try:
             rows = self._rows(request)
             with self._lock:
-                said = classify(self._model, rows, packs=self._packs, labels=self._labels)
+                result = classify(self._model, rows, packs=self._packs, labels=self._labels)
         finally:
             with self._counting:
                 self._waiting -= 1
-        data = [_choice(number, one, said.labels.names) for number, one in enumerate(said.predictions)]
+        data = [_choice(number, one, result.labels.names) for number, one in enumerate(result.predictions)]
         tokens = sum(len(ids) for ids, _ in rows)
         return {"object": "list", "model": self.name, "data": data, "usage": protocol.usage(tokens, 0)}
 
     def _rows(self, request: ClassifyRequest) -> list[tuple[Any, Any]]:
         inputs = [request.input] if isinstance(request.input, str) else request.input
         if not 1 <= len(inputs) <= MAX_TEXTS:
-            raise ApiError(400, f"input takes 1 to {MAX_TEXTS} texts, and has {len(inputs)}", param="input")
+            raise ApiError(400, f"input takes 1 to {MAX_TEXTS} texts, but has {len(inputs)}", param="input")
         rows = []
         for number, one in enumerate(inputs):
             texts = (one,) if isinstance(one, str) else tuple(one)
             if len(texts) > 2 or not any(texts):
-                raise ApiError(400, f"input[{number}] is no text, and no pair of texts", param="input")
+                raise ApiError(400, f"input[{number}] is neither a text nor a pair of texts", param="input")
             protocol.require_text(list(texts), "input")
             encoded = self._tokenizer(*texts)
             ids = encoded["input_ids"]
             if self.max_length is not None and len(ids) > self.max_length:
-                message = (
-                    f"input[{number}] has {len(ids):,} tokens, and the model reads {self.max_length:,}; shorten it"
-                )
+                limit = f"the model reads at most {self.max_length:,}; shorten it"
+                message = f"input[{number}] has {len(ids):,} tokens, but {limit}"
                 raise ApiError(400, message, param="input", code="context_length_exceeded")
             types = encoded.get("token_type_ids") or [0] * len(ids)
             rows.append((np.asarray(ids), np.asarray(types)))
         return rows
 
 
-def _choice(number: int, said: Classification, names: Sequence[str]) -> dict[str, Any]:
-    label = list(said.label) if isinstance(said.label, tuple) else said.label
-    probabilities = dict(zip(names, said.probabilities, strict=False)) if said.probabilities else None
+def _choice(number: int, result: Classification, names: Sequence[str]) -> dict[str, Any]:
+    label = list(result.label) if isinstance(result.label, tuple) else result.label
+    probabilities = dict(zip(names, result.probabilities, strict=False)) if result.probabilities else None
     return {"index": number, "label": label, "probabilities": probabilities}

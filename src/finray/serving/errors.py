@@ -10,14 +10,14 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Exception):
-    """A request that gets no answer.
+    """A request that fails.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: what is wrong, and what to do about it.
-        param: the field of the request that it is about.
-        code: OpenAI's word for it.
-        retry_after: seconds after which another try may do better.
+        param: the field of the request in question.
+        code: OpenAI's error code.
+        retry_after: seconds after which a retry may succeed.
     """
 
     def __init__(
@@ -33,28 +33,28 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
 
     def body(self) -> dict[str, Any]:
-        """The document."""
+        """The JSON document."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """That go with it."""
-        told = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-        return {**told, "WWW-Authenticate": "Bearer"} if self.status == 401 else told
+        """HTTP headers of the response."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return {**headers, "WWW-Authenticate": "Bearer"} if self.status == 401 else headers
 
 
-def said(error: FinrayError) -> str:
-    """An error of finray's in one line, without places that mean nothing to a client."""
+def message_of(error: FinrayError) -> str:
+    """One line for a finray error, without locations that mean nothing to a client."""
     return error.message + (f"; {error.repair}" if error.repair else "")
 
 
 def of_request(error: FinrayError, param: str | None = None) -> ApiError:
-    """What a request asks for cannot be done."""
-    return ApiError(400, said(error), param=param)
+    """The error for a request that cannot be fulfilled."""
+    return ApiError(400, message_of(error), param=param)
 
 
 def of_server(error: BaseException) -> str:
-    """What a client is told of an error that is not its own: no path and no value of ours."""
+    """The message to a client for an internal error: without our paths and values."""
     known = explained(error)
     memory = known is not None and "memory" in known.message
-    return "there is not enough memory for this" if memory else "the server failed; its log says why"
+    return "out of memory" if memory else "the server failed; see its log"

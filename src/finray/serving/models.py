@@ -1,4 +1,4 @@
-"""What a server serves: models by name, all on one base, each asked as it was trained."""
+"""The models of a server: by name, all on one base model, each prompted as it was trained."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from finray.serving.errors import ApiError
 from finray.serving.vllm import VLLMBatcher
 
 ENGINES = ("auto", "transformers", "vllm")
-# What the base model of an adapter is called.
+# Name of an adapter's base model.
 BASE = "base"
-# Adapters in one batch of vLLM, and the rank that it has room for where adapters may come later.
+# Adapters in one batch of vLLM, and the maximum rank if adapters may be added later.
 _LORAS, _RANK = 8, 64
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What `finray serve` was told.
+    """Settings of `finray serve`.
 
     Attributes:
         model: run, checkpoint or model directory, or a Hub id.
-        name: that it is served under; None for that of its directory.
-        adapters: names of further adapters, with their directories.
+        name: name to serve it under; None for that of its directory.
+        adapters: names of more adapters, with their directories.
         base: overrides the base model of adapters.
-        slots: rows at work at the same time, at most.
-        max_queue: rows that wait for a slot, at most.
-        max_length: most tokens of a prompt and its answer; None for what the model reads.
-        max_new_tokens: of an answer to a conversation whose request does not say.
-        dtype: of weights and arithmetic: fp32 or bf16; None for that of inference on this machine.
-        engine: what runs the model: ``transformers``, ``vllm``, or ``auto``: vLLM where it is installed.
-        key_env: environment variable with the API key; None for none.
-        may_change: whether adapters may come and go while it runs.
+        slots: maximum number of rows processed at the same time.
+        max_queue: maximum number of rows waiting for a slot.
+        max_length: maximum tokens of a prompt and its answer; None for the model's limit.
+        max_new_tokens: default for a conversation.
+        dtype: of weights and arithmetic: fp32 or bf16; None for the default for inference on this machine.
+        engine: ``transformers``, ``vllm``, or ``auto`` (vLLM if it is installed).
+        key_env: environment variable with the API key; None for no key.
+        may_change: whether adapters may be added and removed while the server runs.
     """
 
     model: str
@@ -72,14 +72,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that answers.
+    """A served model.
 
     Attributes:
-        name: that requests ask for.
-        source: where it is from.
-        asking: how it is asked.
+        name: name in requests.
+        source: run, directory or Hub id that it was loaded from.
+        asking: how it is prompted.
         ends: tokens that end its answers.
-        adapter: that takes part, as the engine knows it; None for the base model.
+        adapter: adapter to apply, as named in the engine; None for the base model.
         created: seconds since 1970.
     """
 
@@ -91,7 +91,7 @@ class Served:
     created: int
 
     def document(self, max_length: int | None) -> dict[str, Any]:
-        """As `/v1/models` has it; of a path its last part alone."""
+        """As listed by `/v1/models`; of a path only the last component."""
         about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "finray"}
         parent = None if self.adapter is None else BASE
         return {**about, "root": Path(self.source).name, "parent": parent, "max_model_len": max_length}
@@ -99,13 +99,13 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is to be served, looked at before a weight is read.
+    """What to serve, checked before any weights are read.
 
     Attributes:
         name: of the model.
         artifact: its weights.
-        is_classifier: whether it labels and does not answer.
-        adapters: the further ones.
+        is_classifier: whether it is a classifier.
+        adapters: the additional ones.
     """
 
     name: str
@@ -115,15 +115,13 @@ class Found:
 
 
 def find(settings: Settings) -> Found:
-    """Look at everything that is to be served.
+    """Check everything that is to be served.
 
     Raises:
-        FinrayError: something is missing, half-written or damaged, or does not go together.
+        FinrayError: something is missing, incomplete, damaged or incompatible.
     """
     if settings.engine not in ENGINES:
-        raise ConfigError(
-            f"there is no engine `{settings.engine}`", where="--engine", repair=f"use {', '.join(ENGINES)}"
-        )
+        raise ConfigError(f"unknown engine `{settings.engine}`", where="--engine", repair=f"use {', '.join(ENGINES)}")
     if settings.engine == "vllm":
         VLLMEngine.require()
     artifact = artifact_of(settings.model, base=settings.base)
@@ -132,33 +130,35 @@ def find(settings: Settings) -> Found:
     is_classifier = task in SPECS and SPECS[task].auto_class != CAUSAL_LM.auto_class
     if is_classifier and settings.adapters:
         raise ConfigError(
-            "a classifier is served alone", where="--adapter", repair="serve each classifier by a server of its own"
+            "a classifier cannot be served with adapters",
+            where="--adapter",
+            repair="start a separate server for each classifier",
         )
     if not is_classifier:
         Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))))
     names, adapters = {name, BASE}, list[tuple[str, Artifact]]()
     for given, path in settings.adapters:
         if checked_name(given) in names:
-            raise ConfigError(f"there are two models `{given}`", where="--adapter", repair="give each its own name")
+            raise ConfigError(f"two models are named `{given}`", where="--adapter", repair="give each a different name")
         names.add(given)
         adapters.append((given, find_adapter(path, of=artifact.model, base=settings.base)))
     return Found(name, artifact, is_classifier, tuple(adapters))
 
 
 def find_adapter(path: str, *, of: ModelConfig, base: str | None) -> Artifact:
-    """An adapter's directory, which must name the base model that is served.
+    """An adapter's directory; it must name the served base model.
 
     Raises:
-        FinrayError: it is missing or damaged, no adapter, or one of another base.
+        FinrayError: it is missing, damaged, not an adapter, or for another base model.
     """
     found = artifact_of(path, base=None)
     if found.base is None:
-        raise ModelError("is a whole model and no adapter", where=path, repair="serve it by a server of its own")
+        raise ModelError("is a full model, not an adapter", where=path, repair="start a separate server for it")
     if base is None and _place(found.base) != _place(of):
         raise ModelError(
-            f"the adapter is of another base model: it was trained on {found.base.name}, and {of.name} is served",
+            f"the adapter has a different base model: it was trained on {found.base.name}, but {of.name} is served",
             where=path,
-            repair="serve it with its own base; --base says that a model under another name is the same one",
+            repair="serve it with its own base model; use --base if the same model now has another name",
         )
     return found
 
@@ -169,7 +169,7 @@ def _place(model: ModelConfig) -> tuple[str, str | None, tuple[str, ...]]:
 
 
 def name_of(model: str) -> str:
-    """What a run, checkpoint or model directory, or a Hub id, is called."""
+    """The default name of a run, checkpoint or model directory, or Hub id."""
     if "://" in model:
         model = model.rstrip("/").rpartition("/")[2]
     path = Path(model).expanduser()
@@ -182,49 +182,49 @@ def name_of(model: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """The name, which clients put into paths.
+    """Check a name, which clients put into URL paths.
 
     Raises:
-        ConfigError: it cannot be one.
+        ConfigError: it is not a valid name.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"`{name[:80]}` cannot be the name of a model",
             where="--adapter",
-            repair="take up to 128 letters, digits, dots, dashes, underscores, colons and slashes",
+            repair="use up to 128 letters, digits, dots, dashes, underscores, colons and slashes",
         )
     return name
 
 
 class Models:
-    """The models of a server that answers: one engine, one batch, and who takes part in it by name.
+    """The models of a running server: one engine, one batch, and adapters by name.
 
     Args:
         settings: of the server.
-        found: what is served, by :func:`find`.
-        tell: is told in one line what a user should know.
+        found: what to serve, from :func:`find`.
+        notify: called with messages for the user, one line each.
         clock: seconds since 1970.
 
     Raises:
-        FinrayError: something cannot be loaded.
+        FinrayError: a model cannot be loaded.
     """
 
     def __init__(
         self,
         settings: Settings,
         found: Found,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._settings, self._clock = settings, clock
         self._artifact, self._base = found.artifact, found.artifact.model
-        lora = self._shared_lora(found, tell)
+        lora = self._shared_lora(found, notify)
         self._is_open = lora is not None or not found.artifact.is_adapter
         others = [(artifact, read_plain_lora(artifact.folder, self._base)) for _, artifact in found.adapters]
         tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))
-        vllm = self._vllm(lora, [one for _, one in others], tell)
+        vllm = self._vllm(lora, [one for _, one in others], notify)
         if vllm is None:
-            self._open(lora, tokenizer, tell)
+            self._open(lora, tokenizer, notify)
         limits = [one for one in (settings.max_length, self.own_length) if one is not None]
         self.max_length = min(limits, default=None)
         self._changes = threading.Lock()
@@ -237,7 +237,7 @@ class Models:
         for (name, artifact), (_, one) in zip(found.adapters, others, strict=True):
             self._put(self._adapter(name, artifact, self._placed(artifact.folder, one)))
 
-    def _open(self, lora: PlainLora | None, tokenizer: Any, tell: Callable[[str], None]) -> None:
+    def _open(self, lora: PlainLora | None, tokenizer: Any, notify: Callable[[str], None]) -> None:
         """Load the model into finray's own engine."""
         settings, device = self._settings, inference_device()
         dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
@@ -245,10 +245,10 @@ class Models:
             model = load_artifact(self._artifact, dtype=dtype).merge_and_unload().to(device).eval()
         else:
             model = load_model(self._base, dtype=dtype).to(device).eval()
-        engine = TransformersEngine.of(model, tokenizer, batch_size=settings.slots, tell=tell)
+        engine = TransformersEngine.of(model, tokenizer, batch_size=settings.slots, notify=notify)
         adapters = ManyAdapters(model)
         if engine.has_slots:
-            # The head is compared with the model's own at the first step, which must be one without adapters.
+            # The first step compares the head with the model's own, so it must run without adapters.
             list(engine.generate([[0]], Sampling(1)))
         self.engine: TransformersEngine | VLLMEngine = engine
         self.has_logprobs, self.own_length, self._generation = (
@@ -260,16 +260,16 @@ class Models:
         self._placed: Callable[[Path, PlainLora], Any] = lambda folder, one: adapters.placed(one)
 
     def _vllm(
-        self, lora: PlainLora | None, others: Sequence[PlainLora], tell: Callable[[str], None]
+        self, lora: PlainLora | None, others: Sequence[PlainLora], notify: Callable[[str], None]
     ) -> VLLMEngine | None:
-        """The model in vLLM, where that is asked for, or installed and able to."""
+        """The model in vLLM, if requested, or if installed and able to run it."""
         settings = self._settings
         if settings.engine == "transformers" or (settings.engine == "auto" and find_spec("vllm") is None):
             return None
         dtype = DTYPES[settings.dtype] if settings.dtype else None
-        # What is more than LoRA is merged, as it is without vLLM.
+        # An adapter with more than plain LoRA is merged, as without vLLM.
         merge = self._artifact.is_adapter and lora is None
-        loading = Loading.of(self._artifact, batch_size=settings.slots, merge=merge, dtype=dtype, tell=tell)
+        loading = Loading.of(self._artifact, batch_size=settings.slots, merge=merge, dtype=dtype, notify=notify)
         rank = max(
             [
                 _RANK if settings.may_change and self._is_open else 0,
@@ -281,7 +281,7 @@ class Models:
         except ModelError as error:
             if settings.engine == "vllm":
                 raise
-            tell(f"finray's own engine answers: {error.message}")
+            notify(f"using finray's own engine: {error.message}")
             return None
         self.engine, self.has_logprobs = engine, True
         self.own_length, self._generation = engine.max_length, engine.generation
@@ -289,8 +289,8 @@ class Models:
         self._placed = lambda folder, one: engine.adapter(folder)
         return engine
 
-    def _shared_lora(self, found: Found, tell: Callable[[str], None]) -> PlainLora | None:
-        """The model's own adapter, if it may be beside others."""
+    def _shared_lora(self, found: Found, notify: Callable[[str], None]) -> PlainLora | None:
+        """The model's own adapter, if it can run next to others."""
         if not found.artifact.is_adapter:
             return None
         try:
@@ -298,7 +298,7 @@ class Models:
         except ModelError as error:
             if found.adapters or "more than LoRA" not in error.message:
                 raise
-            tell(f"the adapter is merged into its base model, and served alone: {error.message}")
+            notify(f"the adapter is merged into its base model and served by itself: {error.message}")
             return None
 
     def _made(self, name: str, source: str, artifact: Artifact, tokenizer: Any, adapter: Any | None) -> Served:
@@ -314,18 +314,18 @@ class Models:
         self._served = {**self._served, one.name: one}
 
     def names(self) -> list[str]:
-        """What may be asked for."""
+        """Names of the served models."""
         return list(self._served)
 
     def all(self) -> list[Served]:
-        """The models, in the order in which they came."""
+        """The models, in the order in which they were added."""
         return list(self._served.values())
 
     def get(self, name: str) -> Served:
         """A model by name.
 
         Raises:
-            ApiError: there is none; the message lists those that there are.
+            ApiError: there is no such model; the message lists the available ones.
         """
         found = self._served.get(name)
         if found is None:
@@ -335,7 +335,7 @@ class Models:
         return found
 
     def add(self, name: str, path: str) -> Served:
-        """Serve another adapter from now on.
+        """Add an adapter.
 
         Raises:
             FinrayError: it cannot be loaded, or does not fit the base model.
@@ -345,7 +345,7 @@ class Models:
         with self._changes:
             self._require_open()
             if name in self._served or name == BASE:
-                raise ApiError(409, f"there is a model `{name}` already; remove it first", param="name")
+                raise ApiError(409, f"a model `{name}` already exists; remove it first", param="name")
             artifact = find_adapter(path, of=self._base, base=self._settings.base)
             lora = read_plain_lora(artifact.folder, self._base)
             placed = self.batcher.call(lambda: self._placed(artifact.folder, lora)).result()
@@ -354,20 +354,20 @@ class Models:
             return made
 
     def remove(self, name: str) -> None:
-        """Serve an adapter no longer; answers that have begun come to their end.
+        """Remove an adapter; its running answers finish.
 
         Raises:
-            ApiError: there is none of that name, or it is not to be removed.
+            ApiError: there is no such adapter, or it cannot be removed.
         """
         with self._changes:
             self._require_open()
             if self.get(name).adapter is None or name == next(iter(self._served)):
-                raise ApiError(403, f"`{name}` is served as long as the server runs", param="name")
+                raise ApiError(403, f"`{name}` was loaded at start and cannot be removed", param="name")
             self._served = {one: model for one, model in self._served.items() if one != name}
 
     def _require_open(self) -> None:
         if not self._settings.may_change:
-            message = "adapters may change only where the server asks for an API key, or listens on this machine alone"
+            message = "adapters can be changed only if the server requires an API key, or listens on this machine only"
             raise ApiError(403, message)
         if not self._is_open:
             raise ApiError(403, "the model's own adapter is merged into it, so no other can be added")

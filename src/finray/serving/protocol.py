@@ -1,4 +1,4 @@
-"""What OpenAI's clients send and read: requests, checked, and the documents of answers."""
+"""OpenAI's API: validated requests, and the JSON of responses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from finray.config.schema import NO_TEXT
 from finray.serving.batching import TokenLogprob
 from finray.serving.errors import ApiError
 
-# Bytes of a request. Longer ones are refused before they are read.
+# Maximum size of a request in bytes. Longer ones are refused before they are read.
 MAX_BODY = 2**20
 DONE = "data: [DONE]\n\n"
 
 
 class Request(BaseModel):
-    """A request; fields that are not known are refused, so that none is passed over in silence."""
+    """A request; unknown fields are refused, so that none is silently ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +39,7 @@ class _Format(BaseModel):
 
 
 class Answering(Request):
-    """What requests for answers have in common."""
+    """Common fields of requests for answers."""
 
     n: int | None = Field(None, ge=1, le=64)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -50,11 +50,11 @@ class Answering(Request):
     max_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: _Options | None = None
-    # Those that change answers, with the values that change nothing.
+    # They would change answers; only the values without effect are accepted.
     frequency_penalty: Literal[0] | float | None = Field(None, ge=0, le=0)
     presence_penalty: Literal[0] | float | None = Field(None, ge=0, le=0)
     logit_bias: dict[str, float] | None = Field(None, max_length=0)
-    # Notes of the client's own.
+    # The client's own notes.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -63,7 +63,7 @@ class Answering(Request):
     prompt_cache_key: str | None = None
 
     def stops(self) -> tuple[str, ...]:
-        """Strings before which an answer ends."""
+        """Stop strings."""
         found = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(found) > 16 or not all(found) or any(len(one) > 256 for one in found):
             raise ApiError(400, "stop takes up to 16 strings of 1 to 256 characters", param="stop")
@@ -83,7 +83,7 @@ class ChatRequest(Answering):
     response_format: _Format | None = None
 
     def top(self) -> int | None:
-        """Likeliest tokens that are asked for; None for no probabilities."""
+        """Number of most likely tokens to return; None means no probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -99,7 +99,7 @@ class CompletionRequest(Answering):
     best_of: Literal[1] | None = None
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Each prompt."""
+        """The prompts as a list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         tokens = [one for one in self.prompt if isinstance(one, int)]
@@ -114,7 +114,7 @@ class ClassifyRequest(Request):
 
 
 class AdapterRequest(BaseModel):
-    """The body of a POST to `/v1/adapters`; vLLM's names are known, too."""
+    """The body of a POST to `/v1/adapters`; vLLM's field names are accepted, too."""
 
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
@@ -134,17 +134,17 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """A request's body.
+    """Parse a request's body.
 
     Raises:
-        ApiError: it is no JSON, or not what the endpoint takes.
+        ApiError: it is not JSON, or does not fit the endpoint.
     """
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == "json_invalid":
-            raise ApiError(400, f"the body is not JSON that can be read: {first['msg']}") from None
+            raise ApiError(400, f"the body is not valid JSON: {first['msg']}") from None
         names = [str(one) for one in first["loc"]]
         param = names[0] if names else None
         if first["type"] == "extra_forbidden":
@@ -153,18 +153,18 @@ def parse(kind: type[Body], body: bytes) -> Body:
 
 
 def event(document: Mapping[str, Any]) -> str:
-    """A server-sent event."""
+    """Format a server-sent event."""
     return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """How many tokens were read and written."""
+    """Numbers of prompt and completion tokens."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """As a chat's choice has them."""
+    """Log-probabilities in the format of a chat choice."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = _text(tokenizer, token)
@@ -177,7 +177,7 @@ def chat_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob]) -> dict[str, A
 
 
 def completion_logprobs(tokenizer: Any, chosen: Sequence[TokenLogprob], at: int = 0) -> dict[str, Any]:
-    """As a completion's choice has them; ``at`` is where the text of the first token begins."""
+    """Log-probabilities in the format of a completion choice; ``at`` is the text offset of the first token."""
     texts, offsets = [_text(tokenizer, one.token) for one in chosen], list[int]()
     for text in texts:
         offsets.append(at)
@@ -195,14 +195,14 @@ def _text(tokenizer: Any, token: int) -> str:
 
 
 def require_text(value: Any, param: str) -> None:
-    """Refuse characters that are no text (half of a surrogate pair) anywhere in a request.
+    """Refuse invalid characters (half of a surrogate pair) anywhere in a request.
 
     Raises:
         ApiError: there is one.
     """
     if isinstance(value, str):
         if (odd := NO_TEXT.search(value)) is not None:
-            raise ApiError(400, f"U+{ord(odd[0]):04X} is no text; leave that character out", param=param)
+            raise ApiError(400, f"U+{ord(odd[0]):04X} is not a valid character; remove it", param=param)
     elif isinstance(value, dict):
         for one in (*value, *value.values()):
             require_text(one, param)

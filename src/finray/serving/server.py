@@ -1,4 +1,4 @@
-"""The server without what carries it: models, the thread of their batch, and the web application around them."""
+"""The server without its host process: models, the thread of their batch, and the web application."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ _POLL_S = 0.05
 
 
 class Server:
-    """What answers requests.
+    """Answers requests.
 
     Args:
-        settings: what `finray serve` was told.
-        tell: is told in one line what a user should know.
+        settings: of `finray serve`.
+        notify: called with messages for the user, one line each.
 
     Raises:
-        FinrayError: something cannot be loaded.
+        FinrayError: a model cannot be loaded.
     """
 
-    def __init__(self, settings: Settings, tell: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, notify: Callable[[str], None]) -> None:
         set_default("TOKENIZERS_PARALLELISM", "false")
         self._settings, self._requests, self._is_stopping = settings, 0, False
         self._key = os.environ[settings.key_env].encode() if settings.key_env else None
         found = find(settings)
         self._classifier = Classifier(settings, found) if found.is_classifier else None
-        self._models = None if found.is_classifier else Models(settings, found, tell)
+        self._models = None if found.is_classifier else Models(settings, found, notify)
         self._thread = threading.Thread(target=self._work, name="finray-batch", daemon=True)
         self._thread.start()
 
@@ -68,11 +68,11 @@ class Server:
 
     def _answers(self) -> Models:
         if self._models is None:
-            raise ApiError(404, f"`{self.names()[0]}` is a classifier: ask /v1/classify")
+            raise ApiError(404, f"`{self.names()[0]}` is a classifier: use /v1/classify")
         return self._models
 
     async def drain(self, seconds: float) -> bool:
-        """Take no more requests, and wait for those that are there, for so long at most; whether all ended."""
+        """Refuse new requests, and wait up to ``seconds`` for running ones; returns whether all have ended."""
         self._is_stopping = True
         end = time.monotonic() + seconds
         while self._requests and time.monotonic() < end:
@@ -118,16 +118,16 @@ class Server:
         return counted
 
     def _refusal(self, request: Request) -> ApiError | None:
-        """Why a request is not looked at any further."""
+        """The reason to refuse a request immediately, if any."""
         if self._key is not None:
             kind, _, shown = request.headers.get("authorization", "").partition(" ")
-            # In a time that does not depend on how much of it is right.
+            # Compared in constant time.
             if not (hmac.compare_digest(shown.strip().encode(), self._key) and kind.lower() == "bearer"):
                 message = "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
                 return ApiError(401, message, code="invalid_api_key")
         if self._is_stopping:
-            return ApiError(503, "the server is about to stop", retry_after=5)
-        # A page of another site may send text to this machine, but no JSON without asking first.
+            return ApiError(503, "the server is shutting down", retry_after=5)
+        # A page of another origin may post text to this machine, but JSON needs a CORS preflight.
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
             return ApiError(415, "send the body as application/json")
@@ -173,11 +173,11 @@ class Server:
 
     async def _answer(self, request: Request, kind: type[ChatRequest] | type[CompletionRequest]) -> Response:
         models = self._answers()
-        asked = protocol.parse(kind, await _body(request))
+        parsed = protocol.parse(kind, await _body(request))
         options: Any = {"loop": asyncio.get_running_loop(), "max_new_tokens": self._settings.max_new_tokens}
-        exchange = await asyncio.to_thread(lambda: Exchange(models, asked, **options))
+        exchange = await asyncio.to_thread(lambda: Exchange(models, parsed, **options))
         exchange.submit()
-        if asked.stream:
+        if parsed.stream:
             return _Events(exchange)
         try:
             return JSONResponse(await _unless_gone(request, exchange.whole()))
@@ -186,9 +186,9 @@ class Server:
 
     async def _classify(self, request: Request) -> Response:
         if self._classifier is None:
-            raise ApiError(404, "no classifier is served here: ask /v1/chat/completions or /v1/completions")
-        asked = protocol.parse(ClassifyRequest, await _body(request))
-        return JSONResponse(await asyncio.to_thread(self._classifier.answer, asked))
+            raise ApiError(404, "no classifier is served here: use /v1/chat/completions or /v1/completions")
+        parsed = protocol.parse(ClassifyRequest, await _body(request))
+        return JSONResponse(await asyncio.to_thread(self._classifier.answer, parsed))
 
     async def _list_adapters(self, request: Request) -> Response:  # noqa: ARG002
         models = self._answers()
@@ -197,9 +197,9 @@ class Server:
 
     async def _add(self, request: Request) -> Response:
         models = self._answers()
-        asked = protocol.parse(AdapterRequest, await _body(request))
+        parsed = protocol.parse(AdapterRequest, await _body(request))
         try:
-            made = await asyncio.to_thread(models.add, asked.name, asked.path)
+            made = await asyncio.to_thread(models.add, parsed.name, parsed.path)
         except FinrayError as error:
             raise of_request(error, "path") from None
         return JSONResponse(made.document(models.max_length))
@@ -213,7 +213,7 @@ class Server:
 
 
 class _Events(StreamingResponse):
-    """An answer piece by piece; whatever ends it, its rows are free."""
+    """A streamed answer; its rows are freed however it ends."""
 
     def __init__(self, exchange: Exchange) -> None:
         super().__init__(exchange.stream(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -241,10 +241,10 @@ async def _body(request: Request) -> bytes:
 
 
 async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """What is waited for, as long as the client waits for it.
+    """Await an answer while the client stays connected.
 
     Raises:
-        ApiError: it does not.
+        ApiError: the client has disconnected.
     """
 
     async def gone() -> None:
@@ -255,7 +255,7 @@ async def _unless_gone(request: Request, answer: Coroutine[Any, Any, dict[str, A
     try:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not waits[0].done():
-            raise ApiError(499, "the client has gone away")
+            raise ApiError(499, "the client closed the connection")
         found: dict[str, Any] = waits[0].result()
         return found
     finally:

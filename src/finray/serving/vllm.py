@@ -1,6 +1,6 @@
-"""The batch of vLLM: the same queue, requests and answers as with finray's own engine, on vLLM's kernels and cache.
+"""The batch with vLLM: the same queue, requests and answers as with finray's own engine, on vLLM's kernels and cache.
 
-vLLM's engine runs in this process, one step after the other, in the thread that owns the batch.
+vLLM's engine runs in this process, step by step, in the thread that owns the batch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class VLLMBatcher(Queue):
     """The batch of vLLM.
 
     Args:
-        engine: of a base model, with room for adapters.
-        slots, max_queue: as of :class:`finray.serving.batching.Queue`.
+        engine: for a base model, with room for adapters.
+        slots, max_queue: as for :class:`finray.serving.batching.Queue`.
     """
 
     def __init__(self, engine: VLLMEngine, *, slots: int, max_queue: int) -> None:
         super().__init__(slots=slots, max_queue=max_queue)
         self._engine = engine
-        # By the name of each row in vLLM's batch: the row, and how many of its tokens were told.
+        # Each row by its request id in vLLM, and the number of its tokens already reported.
         self._rows = dict[str, tuple[Job, int]]()
 
     def work(self) -> None:
-        """One step of vLLM, with the rows that have come and without those that have gone."""
+        """One step of vLLM, after adding new rows and removing cancelled ones."""
         gone = [name for name, (job, _) in self._rows.items() if job.is_dropped]
         with self._wake:
             self._working = [job for job in self._working if not (job.is_done or job.is_dropped)]
@@ -59,7 +59,7 @@ class VLLMBatcher(Queue):
         return found if job.top is None else {**found, "logprobs": job.top}
 
     def _told(self, output: Any) -> None:
-        """Tell what a step brought for a row."""
+        """Report a step's new tokens of a row."""
         if output.request_id not in self._rows:
             return
         job, told = self._rows[output.request_id]
@@ -77,7 +77,7 @@ class VLLMBatcher(Queue):
 
 
 def _logprob(token: int, found: dict[int, Any], top: int) -> TokenLogprob:
-    """vLLM's log-probabilities of a place: of the chosen token, and of the likeliest by rank."""
+    """vLLM's log-probabilities at a position: of the chosen token, and of the most likely by rank."""
     ranked = sorted((one.rank, other, float(one.logprob)) for other, one in found.items())
     likeliest = tuple((other, logprob) for rank, other, logprob in ranked if rank <= top)
     return TokenLogprob(token, float(found[token].logprob), likeliest)

@@ -44,7 +44,7 @@ class CausalLM(PackedTask):
         return cls(model, precision=resolved.precision, attention_name=resolved.attention, device=device)
 
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:
-        """Rows laid end to end, without padding."""
+        """Packed rows, without padding."""
         return collate([split.row(row) for row in rows], rows)
 
     def weight(self, split: PreparedSplit) -> npt.NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Scores of a classifier: sums that are added up on the device, and what they come to; the numbers are scikit-learn's.
+"""Scores of a classifier: sums that are added up on the device, and scores from them that equal scikit-learn's.
 
 Counts are enough for most. AUROC and the correlations need all rows at once: for these each row has a place of its own
 in the same vector, with its label and its score, and the sum over the ranks puts them together. Logits are not kept.
@@ -85,7 +85,7 @@ class ScoreSums:
             sums[counts:].view(-1, width)[torch.tensor(rows, device=sums.device)] = kept
 
     def scores(self, sums: Sequence[float]) -> ClassifierScores:
-        """What the sums over all rows come to."""
+        """The scores that follow from the sums over all rows."""
         (counts, width), classes = self._layout(), len(self.names)
         numbers = np.asarray(sums, dtype=np.float64)
         rows = numbers[counts:].reshape(-1, width)
@@ -166,7 +166,7 @@ def _auroc(truth_NC: Array | npt.NDArray[np.bool_], scores_NC: Array) -> dict[st
 
 
 def _correlation(one: Array, other: Array) -> float | None:
-    """Pearson's; None of numbers that are all the same."""
+    """Pearson's correlation; None if all numbers are equal."""
     one, other = one - one.mean(), other - other.mean()
     spread = float(np.sqrt(one @ one) * np.sqrt(other @ other))
     return float(np.clip(one @ other / spread, -1, 1)) if spread > 0 else None

@@ -1,4 +1,4 @@
-"""Sequence classification: one class, several or a number for each row, over rows laid end to end."""
+"""Sequence classification: one class, several or a number for each row, over packed rows."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SequenceClassification(PackedTask):
         )
 
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> LabelledBatch:
-        """Rows laid end to end, without padding, each with its label."""
+        """Packed rows, without padding, each with its label."""
         labels = self._labels_of(split)
         return collate_labelled([split.row(row) for row in rows], rows, self.targets([labels[row] for row in rows]))
 

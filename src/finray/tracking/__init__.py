@@ -1,1 +1,1 @@
-"""The tracking room: one sink per file, behind the protocol in ``base``."""
+"""The tracking package: one sink per file, behind the protocol in ``base``."""

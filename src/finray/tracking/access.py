@@ -1,4 +1,4 @@
-"""Whether a run's services take its keys: asked before anything is prepared, and answered within seconds."""
+"""Checks within seconds whether the trackers accept the keys, before anything is prepared."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from finray.config.schema import TrackingConfig
 from finray.errors import ConfigError, FinrayError
 from finray.tracking import mlflow, wandb
 
-# Seconds that a service may take to answer.
+# Timeout of a request to a service, in seconds.
 TIMEOUT_S = 10.0
 
 
 def require_access(tracking: TrackingConfig, *, timeout_s: float = TIMEOUT_S) -> list[str]:
-    """Ask each service of a config once; returns what is to be warned of, because a service may be down for a while.
+    """Ask each service of a config once; returns warnings, because a service may be down for a while.
 
     Raises:
-        ConfigError: a key is missing or wrong, or an address.
+        ConfigError: a key or an address is missing or wrong.
     """
     warnings = []
     for name in tracking.trackers:
@@ -40,7 +40,7 @@ def require_access(tracking: TrackingConfig, *, timeout_s: float = TIMEOUT_S) ->
                 reason = getattr(error, "reason", None) or error
                 warnings.append(
                     f"the tracker {name} cannot be reached ({redact_text(str(reason))}); metrics.jsonl has every "
-                    "record, and what is missing there is sent when it answers"
+                    f"record; missing ones are sent when it answers"
                 )
     return warnings
 
@@ -51,7 +51,7 @@ def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
     where = "tracking.trackers: wandb"
     offline = "tracking.wandb_mode=offline needs no key"
     address = wandb.address()
-    # `wandb login` writes one of them.
+    # `wandb login` writes one of these.
     key = os.environ.get(wandb.KEY) or _in_netrc(urlsplit(address).hostname or "") or _in_netrc("api.wandb.ai")
     if not key:
         if os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
@@ -59,9 +59,9 @@ def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
         raise ConfigError(
             "Weights & Biases needs a key", where=where, repair=f"run `wandb login`, or set {wandb.KEY}; {offline}"
         )
-    asked = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
+    query = json.dumps({"query": "query Viewer { viewer { id } }"}).encode()
     headers = {"Content-Type": "application/json", **_basic("api", key)}
-    answer = _ask(f"{address}/graphql", asked, headers, timeout_s)
+    answer = _post(f"{address}/graphql", query, headers, timeout_s)
     if answer is None or (isinstance(answer, dict) and (answer.get("data") or {}).get("viewer", "?") is None):
         raise ConfigError(
             f"{address} refuses the key",
@@ -73,13 +73,13 @@ def _wandb(tracking: TrackingConfig, timeout_s: float) -> None:
 def _mlflow(tracking: TrackingConfig, timeout_s: float) -> None:
     address = mlflow.address_of(tracking.model_dump())
     if not address.startswith(("http://", "https://")):
-        # A directory, a database, or a service whose client has its own keys.
+        # A directory, a database, or a service whose client has its own credentials.
         return
     user, password, token = (_of_mlflow(name) for name in ("username", "password", "token"))
     headers = _basic(user, password) if user and password else {"Authorization": f"Bearer {token}"} if token else {}
-    asked = json.dumps({"max_results": 1}).encode()
+    query = json.dumps({"max_results": 1}).encode()
     url = f"{address.rstrip('/')}/api/2.0/mlflow/experiments/search"
-    if _ask(url, asked, {"Content-Type": "application/json", **headers}, timeout_s) is None:
+    if _post(url, query, {"Content-Type": "application/json", **headers}, timeout_s) is None:
         raise ConfigError(
             f"{redact_text(address)} {'refuses the key' if headers else 'needs a key'}",
             where="tracking.trackers: mlflow",
@@ -90,8 +90,8 @@ def _mlflow(tracking: TrackingConfig, timeout_s: float) -> None:
 _CHECKS: Mapping[str, Callable[[TrackingConfig, float], None]] = {"wandb": _wandb, "mlflow": _mlflow}
 
 
-def _ask(url: str, content: bytes, headers: dict[str, str], timeout_s: float) -> object:
-    """The JSON answer to a POST; None where the key is refused."""
+def _post(url: str, content: bytes, headers: dict[str, str], timeout_s: float) -> object:
+    """The JSON answer to a POST; None if the key is refused."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, content, headers), timeout=timeout_s) as answer:
             return json.loads(answer.read() or b"{}")
@@ -100,7 +100,7 @@ def _ask(url: str, content: bytes, headers: dict[str, str], timeout_s: float) ->
             return None
         raise
     except (ValueError, http.client.HTTPException) as error:
-        raise OSError(f"no answer of such a service: {error}") from None
+        raise OSError(f"the server does not answer as expected: {error}") from None
 
 
 def _basic(user: str, password: str) -> dict[str, str]:
@@ -118,7 +118,7 @@ def _in_netrc(host: str) -> str | None:
 
 
 def _of_mlflow(name: str) -> str | None:
-    """A credential as MLflow finds it: in the environment, else in its file."""
+    """A credential, looked up as MLflow does: in the environment, else in its file."""
     files = configparser.ConfigParser(interpolation=None)
     try:
         files.read(Path("~/.mlflow/credentials").expanduser())

@@ -1,4 +1,4 @@
-"""What a tracker is, and how several of them are kept from disturbing a run."""
+"""The interface of trackers; isolates a run from their failures."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from finray.records import Metrics, RunHeader, SystemRecord
 from finray.tracking.follow import PATIENCE_S as FOLLOWER_PATIENCE_S
 from finray.tracking.follow import Follower, Service
 
-# Records a slow tracker may be behind before the oldest are given up.
+# Maximum backlog of records for a slow tracker, before the oldest are dropped.
 BACKLOG = 10_000
-# Seconds that a call may take before the tracker counts as hanging, and that the end of a run waits for each.
+# Seconds after which a call counts as hanging, and that the end of a run waits for each tracker.
 PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a tracker is told of a run when it starts.
+    """The start of a run, as passed to trackers.
 
     Attributes:
         run_id: the same at every start of the run.
-        resume_step: optimizer steps done; what was logged after it will be logged again.
+        resume_step: optimizer steps done; later records will be logged again.
         config: plain, secrets masked.
     """
 
@@ -39,42 +39,42 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """A place where metrics go. Made without arguments, on rank 0 only; called from one thread."""
+    """A destination for metrics. Created without arguments, on rank 0 only; called from one thread."""
 
     def start(self, run: RunInfo) -> None:
-        """A start of the workers, the first or a later one."""
+        """Called at each start of the workers."""
 
     def log(self, record: Metrics) -> None:
-        """Take one record."""
+        """Log one record."""
 
     def finish(self) -> None:
-        """Flush and close; the run is over, or ends here for now."""
+        """Flush and close; the run has ended, for good or for now."""
 
 
 def make_tracker(name: str) -> Tracker | Service:
-    """The tracker of a name in ``tracking.trackers``, or the service that follows the run.
+    """The tracker with this name in ``tracking.trackers``, or the service that follows the run.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such tracker.
     """
     tracker: Tracker | Service = load_named("finray.trackers", name, where="tracking.trackers")()
     return tracker
 
 
 class Trackers:
-    """Hands records to trackers such that none of them can stop a run.
+    """Passes records to trackers; none of them can stop a run.
 
-    A tracker that raises is named once and left out from then on. Those in ``background`` have a thread each, because a
-    service may hang; one that does is named once too.
+    A tracker that raises is reported once and not called again. Those in ``background`` have a thread each, because a
+    service may hang; this is also reported once.
 
     Args:
-        inline: called at once, in order: what must be on disk before a checkpoint is.
+        inline: called synchronously, in order: their output must be on disk before a checkpoint is.
         background: by name.
-        follow: makes those that read what is written, once the run's own file has begun.
-        machine: gives the records of the machine since it was last asked, for a step.
-        warn: told of a tracker that is left out, in the caller's thread.
+        follow: creates those that read the run's own file, once that exists.
+        machine: returns the system metrics since the last call, for a step.
+        warn: called in the caller's thread when a tracker fails.
         clock: seconds, monotonic.
-        patience_s: after which a call hangs.
+        patience_s: seconds after which a call counts as hanging.
     """
 
     def __init__(
@@ -102,18 +102,18 @@ class Trackers:
         self._followers = self._follow(run)
 
     def log(self, record: Metrics) -> None:
-        """Hand a record to all of them."""
+        """Pass a record to all of them."""
         for one in self._machine(record.step):
             self._each(lambda tracker, one=one: tracker.log(one))  # type: ignore[misc]
         self._each(lambda tracker: tracker.log(record))
         self._listen()
 
     def finish(self, *, complete: bool = False, patience_s: float = FOLLOWER_PATIENCE_S) -> None:
-        """Wait for what is under way, but not for ever.
+        """Wait for pending records, up to a timeout.
 
         Args:
             complete: whether the run is over.
-            patience_s: that services have for the last records, all at once.
+            patience_s: time that services have for the last records, in total.
         """
         self._each(lambda tracker: tracker.finish())
         for follower in self._followers:
@@ -136,7 +136,7 @@ class Trackers:
             try:
                 call(tracker)
             except Exception as error:
-                # Whatever a tracker raises: a run is worth more than its records.
+                # A tracker may raise anything: the run is worth more than its records.
                 del self._inline[name]
                 self._leave_out(name, f"failed: {type(error).__name__}: {error}")
         for name, one in list(self._background.items()):
@@ -154,11 +154,11 @@ class Trackers:
         self._leave_out(name, reason)
 
     def _leave_out(self, name: str, reason: str) -> None:
-        self._warn(f"the tracker {name} {reason}; training goes on without it, and metrics.jsonl has every record")
+        self._warn(f"the tracker {name} {reason}; training continues without it, and metrics.jsonl has every record")
 
 
 class _Background:
-    """A tracker with a thread and a queue of its own."""
+    """A tracker with its own thread and queue."""
 
     def __init__(self, tracker: Tracker, clock: Callable[[], float]) -> None:
         self.error: Exception | None = None

@@ -1,8 +1,8 @@
-"""Services that follow a run: what is in ``metrics.jsonl`` is sent to them, once, whenever they can be reached.
+"""Trackers that follow a run: records in ``metrics.jsonl`` are sent to them once, whenever they can be reached.
 
-Records are not pushed at a service, which may be down for hours: a thread of rank 0's process reads them from the run's
-own file. A small file beside it, the cursor, says how far the service has come. So a later start, or `finray sync`,
-goes on where this one ended.
+Records are not pushed to a service directly, because it may be down for hours: a thread of rank 0's process reads them
+from the run's own file. A small file next to it, the cursor, records what the service has. So a later start, or `finray
+sync`, continues where this one ended.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from finray.errors import FinrayError, TrainingError
 from finray.files import FileKind
 from finray.tracking.jsonl import FILE, read_from
 
-# Seconds between two looks at the file, and the most between two attempts to reach a service.
+# Polling interval of the file, and the maximum interval between attempts to reach a service, in seconds.
 EVERY_S, MOST_S = 1.0, 60.0
 # Seconds that the end of a run waits for a service.
 PATIENCE_S = 30.0
-# Records that are sent at once, before the cursor is written.
+# Records per batch; the cursor is written after each.
 BATCH = 50
 
-_CURSORS = FileKind(TrainingError, repair="delete the file: the service then gets the whole run again")
+_CURSORS = FileKind(TrainingError, repair="delete the file: the tracker then gets the whole run again")
 
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What a service is told of a run.
+    """A run, as passed to a service.
 
     Attributes:
         run_id: the same at every start.
@@ -55,14 +55,14 @@ class Followed:
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """How far a service has come. It names records and not lines, because a resume writes the file anew.
+    """The position of a tracker in the records. It names records, not lines, because a resume rewrites the file.
 
     Attributes:
-        where: the service's address and project; at another one, nothing of the run is known.
-        run: the run's name there.
-        train: the last step whose record was sent; steps that a resume does again are not sent again.
+        where: the service's address and project; the cursor is only valid there.
+        run: the run's id there.
+        train: the last training step sent; repeated steps after a resume are not sent again.
         evaluated: steps of the evaluations, in the order in which they were sent.
-        system: when the last record of the machine was taken.
+        system: time of the last system record.
     """
 
     where: str
@@ -72,7 +72,7 @@ class Cursor:
     system: float = 0.0
 
     def lacks(self, record: Mapping[str, Any]) -> bool:
-        """Whether the service is still to get a record. Notes are not sent."""
+        """Whether the service still needs a record. Notes are not sent."""
         kind, step = record["kind"], record["step"]
         return bool(
             (kind == "train" and step > self.train)
@@ -81,7 +81,7 @@ class Cursor:
         )
 
     def after(self, records: Iterable[Mapping[str, Any]]) -> Cursor:
-        """The cursor when these were sent."""
+        """The cursor after these records were sent."""
         train, evaluated, system = self.train, list(self.evaluated), self.system
         for record in records:
             if record["kind"] == "train":
@@ -94,7 +94,7 @@ class Cursor:
 
 
 class Cursors:
-    """The file that holds the cursors of one service: one for each address that the run was sent to.
+    """The file with the cursors of one service: one for each address that the run was sent to.
 
     Args:
         run_dir: the run directory.
@@ -117,7 +117,7 @@ class Cursors:
         return next((one for one in self.all() if one.where == where), None)
 
     def keep(self, cursor: Cursor) -> None:
-        """Replace the cursor of its address; a kill leaves the old file or the new one."""
+        """Replace the cursor of its address atomically."""
         others = [one for one in self.all() if one.where != cursor.where]
         scratch = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         scratch.write_text(json.dumps([asdict(one) for one in (*others, cursor)], indent=2) + "\n", encoding="utf-8")
@@ -125,24 +125,24 @@ class Cursors:
 
 
 class Service(ABC):
-    """A tracker at an address. Made without arguments; called from one thread, and never from the training's.
+    """A tracker at an address. Created without arguments; called from one thread, never from the training's.
 
-    Whatever it raises is an attempt that failed, and another follows; a :class:`FinrayError` says that none will help.
+    Any exception means that the attempt failed and is retried; a :class:`FinrayError` means that a retry cannot help.
     """
 
     @abstractmethod
     def where(self, run: Followed) -> str:
-        """The address and the project; raises a :class:`FinrayError` where the config does not say it."""
+        """The address and the project; raises a :class:`FinrayError` if the config lacks them."""
 
     @abstractmethod
     def open(self, run: Followed, known: Cursor | None) -> Cursor:
-        """Find the run at the service, or make it.
+        """Find the run at the service, or create it.
 
         Args:
-            run: what is followed.
-            known: of an earlier start; None where the service has nothing of the run yet.
+            run: the run to follow.
+            known: cursor of an earlier start; None if the service has nothing of the run yet.
 
-        Returns what the service has: ``known``, or less where that is known to be wrong.
+        Returns a cursor for what the service has: ``known``, or less if that is known to be wrong.
         """
 
     @abstractmethod
@@ -154,12 +154,12 @@ class Service(ABC):
         """The run ends here; ``complete`` when it is over."""
 
     def url(self) -> str:
-        """Where a person looks at the run; empty where nowhere."""
+        """Web page of the run; empty if there is none."""
         return ""
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record under the names that every tracker gives them: ``train/loss``."""
+    """The numbers of a record with their names in all trackers: ``train/loss``."""
     return {
         f"{record['kind']}/{name}": value
         for name, value in record.items()
@@ -169,11 +169,11 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass
 class Sending:
-    """One service and one run: what is missing there is sent, in batches, and the cursor written after each.
+    """One service and one run: sends missing records in batches, and writes the cursor after each.
 
     Attributes:
         name: of the service, in ``tracking.trackers``.
-        sent: records sent since this was made.
+        sent: number of records sent by this object.
     """
 
     name: str
@@ -181,17 +181,17 @@ class Sending:
     run: Followed
     sent: int = 0
     _cursor: Cursor | None = None
-    # Of the file, up to where it was sent. The cursor is what counts; this saves reading the file again and again.
+    # Position in the file up to which records were sent. Only a cache: the cursor decides.
     _offset: int = 0
 
     def catch_up(self, *, ended: Callable[[], bool] = lambda: False) -> None:
-        """Send what the service lacks.
+        """Send the records that the service lacks.
 
         Args:
-            ended: whether to leave the rest for another time; asked between batches.
+            ended: whether to leave the rest for later; called between batches.
 
         Raises:
-            Exception: whatever the service raises.
+            Exception: any exception of the service.
         """
         cursors = Cursors(self.run.run_dir, self.name)
         if self._cursor is None:
@@ -221,17 +221,17 @@ class Sending:
         return self._cursor is not None
 
     def lock(self) -> FileLock:
-        """Held by whoever sends: two at a time would send twice."""
+        """A lock for sending: two processes at a time would send records twice."""
         return FileLock(self.run.run_dir / f".sent-{self.name.replace(':', '.')}.lock")
 
 
 class Follower:
-    """Lets a service follow a run that is training, from a thread of its own.
+    """Makes a service follow a running training, in a separate thread.
 
     Args:
         sending: the service and the run.
-        every_s: between two looks.
-        most_s: the most between two attempts.
+        every_s: polling interval.
+        most_s: maximum interval between attempts.
         clock: seconds, monotonic.
     """
 
@@ -247,34 +247,34 @@ class Follower:
         self._every_s, self._most_s, self._clock = every_s, most_s, clock
         self._ending, self._complete = threading.Event(), False
         self._until = float("inf")
-        self._said = False
+        self._is_reported = False
         self._warning: str | None = None
         self._thread = threading.Thread(target=self._work, name=f"finray-{sending.name}", daemon=True)
         self._thread.start()
 
     def warning(self) -> str | None:
-        """What is to be said, once."""
+        """A warning, once."""
         found, self._warning = self._warning, None
         return found
 
     def end(self, *, complete: bool, patience_s: float) -> None:
-        """Ask for the last records to be sent; wait with :meth:`join`."""
+        """Request that the last records are sent; wait with :meth:`join`."""
         self._complete, self._until = complete, self._clock() + patience_s
         self._ending.set()
 
     def join(self) -> None:
-        """Wait for the thread, no longer than was said."""
+        """Wait for the thread, up to the timeout."""
         self._thread.join(max(0.0, self._until - self._clock()))
         if self._thread.is_alive():
-            self._warn("did not take the last records in time")
+            self._warn("did not accept the last records in time")
 
     def _warn(self, what: str) -> None:
-        if not self._said:
-            self._said = True
+        if not self._is_reported:
+            self._is_reported = True
             name = self._sending.name
             self._warning = (
-                f"the tracker {name} {what}; training goes on, metrics.jsonl has every record, and what is missing "
-                f"there is sent later: at the next start, or by `finray sync {self._sending.run.run_dir}`"
+                f"the tracker {name} {what}; training continues, metrics.jsonl has every record, and missing ones are "
+                f"sent later: at the next start, or by `finray sync {self._sending.run.run_dir}`"
             )
 
     def _work(self) -> None:
@@ -285,17 +285,17 @@ class Follower:
                         self._send()
                         return
                 except Timeout:
-                    self._warn("is sent this run by another process")
-                    # That one ends some day: a `finray sync`, or a worker that is being killed.
+                    self._warn("is already being sent this run by another process")
+                    # The other sender will end: a `finray sync`, or a worker that is being killed.
                     if self._ending.wait(self._every_s):
                         return
         except Exception as error:
-            self._warn(f"failed: {_said(error)}")
+            self._warn(f"failed: {_described(error)}")
 
     def _send(self) -> None:
         failures = 0
         while True:
-            # Whatever is written before the end is asked for is sent by the attempt that follows.
+            # Records written before the end is requested are sent by the following attempt.
             ending = self._ending.is_set()
             try:
                 self._sending.catch_up(ended=self._is_late)
@@ -307,11 +307,11 @@ class Follower:
                 raise
             except Exception as error:
                 failures += 1
-                self._warn(f"cannot be reached: {_said(error)}")
+                self._warn(f"cannot be reached: {_described(error)}")
                 if self._is_late():
                     break
             if self._ending.is_set():
-                # An event that is set waits for nobody.
+                # Waiting for a set event would not block.
                 time.sleep(self._every_s)
             else:
                 self._ending.wait(min(self._every_s * 2**failures, self._most_s))
@@ -320,5 +320,5 @@ class Follower:
         return self._clock() > self._until
 
 
-def _said(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return redact_text(f"{type(error).__name__}: {str(error)[:300]}")

@@ -24,7 +24,7 @@ class JsonlTracker:
     """Appends records to ``<run>/metrics.jsonl``.
 
     Args:
-        warn: told of lines that were damaged.
+        warn: called about damaged lines.
         now: the time, in seconds since 1970.
     """
 
@@ -35,10 +35,10 @@ class JsonlTracker:
         self._now = now
 
     def start(self, run: RunInfo) -> None:
-        """Drop what was logged after the step to resume at: those steps will be done again.
+        """Drop records after the step to resume at: those steps will run again.
 
-        The file is replaced, not cut, so that a process left over from an earlier start keeps writing to the old one.
-        What cannot be read is set aside: a run is worth more than its records.
+        The file is replaced, not truncated, so that a leftover process of an earlier start keeps writing to the old
+        one. An unreadable file is set aside: a run is worth more than its records.
         """
         path = run.run_dir / FILE
         aside = path.with_name(f"damaged-{FILE}")
@@ -49,14 +49,14 @@ class JsonlTracker:
                 for line, record in _lines(path):
                     if record is None:
                         damaged.append(line)
-                    # A run that begins anew evaluates anew.
+                    # A run that starts over evaluates again.
                     elif record["step"] <= run.resume_step and (run.resume_step or record["kind"] != "eval"):
                         stream.write(line)
             except OSError as error:
                 aside = aside.with_name(f"{aside.name}-{uuid.uuid4().hex[:8]}")
                 os.replace(path, aside)
                 self._warn(
-                    f"{path} cannot be read ({error.strerror}): it was set aside as {aside.name}, and is begun anew"
+                    f"{path} cannot be read ({error.strerror}): it was moved to {aside.name}, and a new one was started"
                 )
         if damaged:
             with aside.open("ab") as kept:
@@ -68,9 +68,9 @@ class JsonlTracker:
         self._stream = path.open("a", encoding="utf-8")
 
     def log(self, record: Metrics) -> None:
-        """Append one record; it is the operating system's when this returns."""
+        """Append one record; it has been passed to the operating system when this returns."""
         plain = record.json()
-        # Records of the machine say themselves when they were taken.
+        # System records have their own time of sampling.
         plain.setdefault("time", round(self._now(), 3))
         self._stream.write(json.dumps(plain) + "\n")
         self._stream.flush()
@@ -81,7 +81,7 @@ class JsonlTracker:
 
 
 def metrics_table(run_dir: Path) -> pandas.DataFrame:
-    """The records of a run by step: those of training, with evaluations in the columns beside them."""
+    """The training records of a run by step, with evaluations as additional columns."""
     import pandas
 
     rows: dict[int, dict[str, Any]] = {}
@@ -93,7 +93,7 @@ def metrics_table(run_dir: Path) -> pandas.DataFrame:
 
 
 def mean_loss(run_dir: Path) -> float | None:
-    """The mean over all targets of a run, each with the loss it had when it was learned; None without records."""
+    """The mean loss over all targets of a run, each at the time it was trained on; None without records."""
     weight = total = 0.0
     for record in read_records(run_dir / FILE):
         if record["kind"] == "train":
@@ -103,14 +103,12 @@ def mean_loss(run_dir: Path) -> float | None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a file, if it is there; lines that are damaged, or that a killed process left unfinished, are passed
-    over.
-    """
+    """Records of a file, if it exists; damaged lines, and those left unfinished by a killed process, are skipped."""
     return (record for _, record in _lines(path) if record is not None)
 
 
 def read_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """Whole records of a file that may still grow, from a byte on, each with the byte after it."""
+    """Complete records of a growing file, from a byte offset on, each with the offset after it."""
     for line, record in _lines(path, offset):
         offset += len(line)
         if record is not None:
@@ -118,7 +116,7 @@ def read_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Lines of a file with the record in each; None where it is damaged. One that was left unfinished is none."""
+    """Lines of a file with the record in each; None if it is damaged. An unfinished line is ignored."""
     if not path.exists():
         return
     with path.open("rb") as stream:
@@ -130,7 +128,7 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[bytes, dict[str, Any] 
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """The record in a line; None where it is damaged."""
+    """The record in a line; None if it is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""MLflow: a tracking server, or whatever else its client takes for an address."""
+"""MLflow: a tracking server, or any other address that its client accepts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _METRICS, _PARAMS, _PARAM_TEXT, _TAG_TEXT = 1000, 100, 6000, 5000
 
 
 def address_of(tracking: Mapping[str, Any]) -> str:
-    """The address in a config's section, else in the environment.
+    """The tracking URI from the config, else from the environment.
 
     Raises:
         ConfigError: there is none.
@@ -30,13 +30,13 @@ def address_of(tracking: Mapping[str, Any]) -> str:
         raise ConfigError(
             "MLflow needs an address",
             where="tracking.mlflow_uri",
-            repair=f"set it to that of your server, such as http://127.0.0.1:5000, or set {URI}",
+            repair=f"set it to the address of your server, such as http://127.0.0.1:5000, or set {URI}",
         )
     return str(found)
 
 
 class MlflowService(Service):
-    """A run of an experiment: parameters are the flattened config, metrics have the records' steps and times."""
+    """A run of an experiment: parameters are the flattened config; metrics have the steps and times of the records."""
 
     def where(self, run: Followed) -> str:
         """Address and experiment."""
@@ -46,8 +46,8 @@ class MlflowService(Service):
         return f"{redact_text(self._uri)} {self._experiment}"
 
     def open(self, run: Followed, known: Cursor | None) -> Cursor:
-        """Find the run by its id, else by its tag, else make it."""
-        # Attempts are repeated here, where a run is not kept waiting.
+        """Find the run by its id, else by its tag, else create it."""
+        # finray retries by itself, without keeping the run waiting.
         for name, value in (
             ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1"),
             ("MLFLOW_HTTP_REQUEST_TIMEOUT", "15"),
@@ -69,7 +69,7 @@ class MlflowService(Service):
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
         if found is None or found.info.lifecycle_stage != "active":
-            # The same run of finray is the same run there, also where a kill came before its id was kept here.
+            # Find the same finray run there, even if a kill came before its id was stored here.
             same = self._client.search_runs([place], f"tags.`finray.run_id` = '{run.run_id}'", max_results=1)
             own = {"finray.run_id": run.run_id}
             found = same[0] if same else self._client.create_run(place, run_name=run.name, tags=own)
@@ -78,7 +78,7 @@ class MlflowService(Service):
         tags = {
             "finray.run_dir": str(run.run_dir),
             "finray.final": str(run.run_dir / "final"),
-            # A parameter cannot be changed; what a later start changed is told by tags.
+            # A parameter cannot be changed; changes of later starts are stored as tags.
             **{f"changed.{path}": text[:_TAG_TEXT] for path, text in changed.items()},
             **dict.fromkeys(run.config["tracking"]["tags"], "true"),
         }
@@ -88,7 +88,7 @@ class MlflowService(Service):
         self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items()])
         self._client.update_run(self._run_id, status="RUNNING")
         self._experiment_id = found.info.experiment_id
-        # The server says how far it came: a kill may have come before the cursor was written.
+        # The server knows what it has: a kill may have come before the cursor was written.
         return Cursor(
             self.where(run),
             self._run_id,
@@ -116,7 +116,7 @@ class MlflowService(Service):
         self._client.log_batch(self._run_id, metrics=batch)
 
     def close(self, *, complete: bool) -> None:
-        """Say how the run ended; one that goes on later is running again then."""
+        """Set the final status; a run that continues later is set to running again."""
         self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
 
     def url(self) -> str:
@@ -126,7 +126,7 @@ class MlflowService(Service):
 
 
 def _params(config: dict[str, Any], known: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Parameters that the server lacks, and those that have another value there: dotted paths, and text."""
+    """Parameters that the server lacks, and those with another value there: dotted paths, and text."""
     wanted = {path: _text(value)[:_PARAM_TEXT] for path, value in flatten(config).items()}
     missing = {path: text for path, text in wanted.items() if path not in known}
     return missing, {path: text for path, text in wanted.items() if path in known and known[path] != text}

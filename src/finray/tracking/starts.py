@@ -1,7 +1,6 @@
-"""Every start of a run's workers, in ``starts.jsonl``: when, from which step, on what, and with which versions.
+"""Records every start of a run's workers in ``starts.jsonl``: time, step, setup, and versions.
 
-``metrics.jsonl`` begins again at the step from which a run goes on, so it cannot tell that there was a restart; this
-file can.
+``metrics.jsonl`` is rewritten from the step at which a run continues, so it does not show restarts; this file does.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Start:
     Attributes:
         time: seconds since 1970.
         versions: of Python and the packages that compute.
-        header: what is trained on what; its ``step`` is the one that the workers started from.
+        header: the run header; its ``step`` is the one that the workers started from.
     """
 
     time: float
@@ -49,20 +48,20 @@ class StartsTracker:
         self._clock = clock
 
     def start(self, run: RunInfo) -> None:
-        """Append the start."""
+        """Append this start."""
         found = Start(round(self._clock(), 3), versions(), run.header)
         with (run.run_dir / FILE).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(asdict(found)) + "\n")
 
     def log(self, record: Metrics) -> None:
-        """Records are in another file."""
+        """Does nothing: records are in another file."""
 
     def finish(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def read_starts(run_dir: Path) -> list[Start]:
-    """The starts of a run in their order, if they are known; damaged lines are passed over.
+    """The starts of a run in order, if known; damaged lines are skipped.
 
     Raises:
         OSError: the file cannot be read.
@@ -78,7 +77,7 @@ def read_starts(run_dir: Path) -> list[Start]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that compute, where they are installed."""
+    """Versions of Python and of the installed packages that compute."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

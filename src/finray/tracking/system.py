@@ -1,4 +1,4 @@
-"""What rank 0's machine is doing: CPU, memory, network, disk, and its GPUs where NVIDIA's library is installed."""
+"""System metrics of rank 0's machine: CPU, memory, network, disk, and GPUs if NVIDIA's library is installed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import psutil
 
 from finray.records import SystemRecord
 
-# Samples that wait for the next step to be logged; of a step that takes longer, the oldest are given up.
+# Maximum number of samples waiting for the next logged step; beyond it, the oldest are dropped.
 _WAITING = 1000
 
 
 class System:
-    """Takes a sample now and then.
+    """Samples system metrics.
 
     Args:
-        folder: on the disk whose room is told.
+        folder: on the disk whose free space is reported.
         clock: seconds, monotonic.
-        nvml: NVIDIA's library, initialised; None where there is none.
+        nvml: NVIDIA's library, initialised; None if there is none.
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic, nvml: Any | None = None) -> None:
@@ -34,7 +34,7 @@ class System:
         self._before = self._clock(), self._counters()
 
     def sample(self) -> dict[str, float]:
-        """Numbers by name: percent, bytes, and bytes a second since the sample before."""
+        """Numbers by name: percent, bytes, and bytes a second since the previous sample."""
         now, counters = self._clock(), self._counters()
         then, before = self._before
         self._before = now, counters
@@ -63,18 +63,18 @@ class System:
 
 
 def find_nvml() -> Any | None:
-    """NVIDIA's library, initialised; None where it, a driver or a GPU is missing."""
+    """NVIDIA's library, initialised; None if it, a driver or a GPU is missing."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         return pynvml if pynvml.nvmlDeviceGetCount() else None
     except Exception:
-        # Its own errors, and those of a driver that is half there.
+        # Its own errors, and those of an incomplete driver.
         return None
 
 
-_ASKED: dict[str, Callable[[Any, Any], float]] = {
+_READERS: dict[str, Callable[[Any, Any], float]] = {
     "percent": lambda nvml, device: nvml.nvmlDeviceGetUtilizationRates(device).gpu,
     "memory_bytes": lambda nvml, device: nvml.nvmlDeviceGetMemoryInfo(device).used,
     "power_watts": lambda nvml, device: nvml.nvmlDeviceGetPowerUsage(device) / 1000,
@@ -83,25 +83,25 @@ _ASKED: dict[str, Callable[[Any, Any], float]] = {
 
 
 def _gpus(nvml: Any) -> dict[str, float]:
-    """All GPUs of the machine: utilisation, memory, power and temperature, each where the GPU tells it."""
+    """All GPUs of the machine: utilisation, memory, power and temperature, as far as the GPU reports them."""
     found: dict[str, float] = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         device = nvml.nvmlDeviceGetHandleByIndex(index)
-        for name, ask in _ASKED.items():
+        for name, read in _READERS.items():
             try:
-                found[f"gpu{index}_{name}"] = ask(nvml, device)
+                found[f"gpu{index}_{name}"] = read(nvml, device)
             except nvml.NVMLError:
-                # A slice of a GPU has no utilisation, and some have no power.
+                # A MIG slice has no utilisation, and some have no power.
                 continue
     return found
 
 
 class Sampler:
-    """Takes samples in a thread; whoever writes records takes them from here.
+    """Samples in a thread; the writer of records takes the samples from here.
 
     Args:
-        sample: gives numbers.
-        every_s: between two samples.
+        sample: returns the numbers.
+        every_s: interval between samples.
         now: the time, in seconds since 1970.
     """
 
@@ -119,7 +119,7 @@ class Sampler:
         return [SystemRecord(step, *self._taken.popleft()) for _ in range(len(self._taken))]
 
     def stop(self) -> None:
-        """Take no more."""
+        """Stop sampling."""
         self._over.set()
 
     def _work(self) -> None:
@@ -127,5 +127,5 @@ class Sampler:
             try:
                 self._taken.append((round(self._now(), 3), self._sample()))
             except Exception:
-                # A number of the machine that cannot be had is no reason to say anything.
+                # A missing system metric is not worth a message.
                 continue

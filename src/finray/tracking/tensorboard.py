@@ -19,18 +19,18 @@ class TensorBoardTracker:
     as hyperparameters."""
 
     def start(self, run: RunInfo) -> None:
-        """Open the event files; TensorBoard hides what an earlier start wrote after the step to resume at."""
+        """Open the event files; TensorBoard hides records of an earlier start after the step to resume at."""
         from torch.utils.tensorboard import summary, writer
 
-        # Neither has types.
+        # These functions are untyped.
         begin_writing: Any = writer.SummaryWriter
         make: Any = summary.hparams
         self._writer = begin_writing(str(run.run_dir / FOLDER), purge_step=run.resume_step and run.resume_step + 1)
         text = yaml.safe_dump(run.config, sort_keys=False)
-        # Markdown shows what is indented as it is.
+        # Markdown shows indented text verbatim.
         self._writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), run.resume_step)
         values = {path: _plain(value) for path, value in flatten(run.config).items() if value is not None}
-        # Into these files: `add_hparams` would begin others, which TensorBoard shows as another run.
+        # In these files: `add_hparams` would create others, which TensorBoard shows as another run.
         begin, values_now, self._end = make(values, {"train/loss": 0.0, "eval/eval_loss": 0.0})
         for one in (begin, values_now):
             self._writer.file_writer.add_summary(one)

@@ -1,4 +1,4 @@
-"""Weights & Biases: online, or as files of its own that its program sends later."""
+"""Weights & Biases: online, or as offline files that `wandb sync` sends later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from finray.tracking.follow import Cursor, Followed, Service, numbers_of
 
 KEY, MODE, ADDRESS, PROJECT, ENTITY = "WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_PROJECT", "WANDB_ENTITY"
-# How long it may take to reach the service, and to hand over the last records.
+# Timeouts for reaching the service, and for sending the last records.
 _START_S, _FINISH_S = 30.0, 25.0
 
 
@@ -31,14 +31,14 @@ def address() -> str:
 
 
 class WandbService(Service):
-    """A run of a project, under finray's id of it, which is the same at every start.
+    """A run of a project, with finray's run id, which is the same at every start.
 
-    A record is a row of its own: an evaluation of an earlier step may come after later steps. Charts are drawn over the
-    steps in the records.
+    Each record is a separate row: an evaluation of an earlier step may arrive after later steps. Charts use the steps
+    in the records as x axis.
     """
 
     def where(self, run: Followed) -> str:
-        """Address, entity and project; files of its own have no address."""
+        """Address, entity and project; offline files have no address."""
         tracking = run.config["tracking"]
         self._mode = mode_of(tracking)
         self._project = tracking["wandb_project"] or os.environ.get(PROJECT) or "finray"
@@ -47,17 +47,17 @@ class WandbService(Service):
         return f"{place} {self._entity or ''}/{self._project}"
 
     def open(self, run: Followed, known: Cursor | None) -> Cursor:
-        """Begin the run there, or go on with it."""
+        """Start the run there, or resume it."""
         import wandb
 
         where = self.where(run)
         if self._mode == "offline":
-            # Its process keeps rows in memory for a while, and a kill takes them along. So each start writes the whole
-            # run, and there is one folder of it.
+            # wandb's process buffers rows in memory, and a kill loses them. So each start writes the whole run, into a
+            # single folder.
             if folders := [*(run.run_dir / "wandb").glob(f"offline-run-*-{run.run_id}")]:
                 for folder in folders:
                     shutil.rmtree(folder, ignore_errors=True)
-                # Folders are named by the second, and the process of a start that was killed may still write into its.
+                # Folders are named by the second, and the process of a killed start may still write into its own.
                 time.sleep(1.1)
             known = None
         self._run: Any = wandb.init(
@@ -70,17 +70,17 @@ class WandbService(Service):
             dir=str(run.run_dir),
             config=run.config,
             tags=list(run.config["tracking"]["tags"]),
-            # No other run of this process is concerned.
+            # Do not affect other runs of this process.
             reinit="create_new",
             settings=wandb.Settings(
-                # Else what it read when it was first used in this process.
+                # Otherwise wandb uses the settings from its first use in this process.
                 base_url=address(),
                 silent=True,
                 console="off",
                 save_code=False,
                 disable_git=True,
                 disable_code=True,
-                # The command line is nobody's business, and the machine's numbers are records.
+                # The command line is private, and finray records the machine's metrics itself.
                 program="finray",
                 x_disable_meta=True,
                 x_disable_stats=True,
@@ -95,20 +95,20 @@ class WandbService(Service):
         if known is None:
             known = Cursor(where, run.run_id)
         if self._mode == "online":
-            # What was on its way when a process was killed is not there, and a cursor that was fetched from storage may
-            # be an older one. The service knows how far it came.
+            # Records in flight when a process was killed are lost, and a cursor from storage may be outdated. The
+            # service knows what it has.
             summary = self._run.summary
             known = as_far_as(known, *(summary.get(f"{kind}/{name}") for kind, name in _MARKS))
         return known
 
     def send(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Hand rows to its own process, which keeps them in a file and sends them."""
+        """Pass rows to wandb's process, which writes them to a file and sends them."""
         for record in records:
             row = {**numbers_of(record), f"{record['kind']}/step": record["step"]}
             self._run.log({**row, f"{record['kind']}/time": record["time"]} if "time" in record else row)
 
     def close(self, *, complete: bool) -> None:
-        """Wait until it has sent everything; a run that goes on later is marked as failed until then."""
+        """Wait until everything is sent; a run that continues later is marked as failed until then."""
         self._run.finish(exit_code=0 if complete else 1)
 
     def url(self) -> str:
@@ -116,18 +116,18 @@ class WandbService(Service):
         return str(self._run.url or "")
 
 
-# By which numbers the service tells how far it has come: of the last record of each kind.
+# The numbers that tell what the service has: of the last record of each kind.
 _MARKS = (("train", "step"), ("eval", "step"), ("system", "time"))
 
 
 def as_far_as(known: Cursor, train: float | None, evaluated: float | None, system: float | None) -> Cursor:
-    """A cursor that says what the service has.
+    """A cursor for what the service has.
 
     Args:
-        known: what was handed over, in an order that the service keeps.
-        train: step of the last training record there; None where there is none.
+        known: what was sent, in an order that the service keeps.
+        train: step of the last training record there; None if there is none.
         evaluated: step of the last evaluation.
-        system: time of the last record of the machine.
+        system: time of the last system record.
     """
     last = [] if evaluated is None else [int(evaluated)]
     sent = known.evaluated

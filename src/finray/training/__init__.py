@@ -1,1 +1,1 @@
-"""The training room: the step, the loop, loss normalisation, optimizer, schedule, state. It knows nothing of Ray."""
+"""The training package: step, loop, loss normalisation, optimizer, schedule, state. Does not depend on Ray."""

@@ -1,8 +1,8 @@
-"""Memory of a training process: kept, and not given back to the system after every tensor.
+"""Makes a training process keep freed memory instead of returning it to the system after every tensor.
 
-glibc maps every large tensor afresh and unmaps it when it is freed; touching the new pages costs more than the
-arithmetic on some virtual machines. ``GLIBC_TUNABLES`` can say otherwise, but only before a process starts, and glibc
-before 2.39 hands a process's children nothing but the first of several tunables. So it is said here, from within.
+glibc maps every large tensor afresh and unmaps it when it is freed; on some virtual machines touching the new pages
+costs more than the arithmetic. ``GLIBC_TUNABLES`` can change that, but only before a process starts, and glibc before
+2.39 passes only the first of several tunables to child processes. So it is set here, from within.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _M_ARENA_MAX = -8
 _LARGEST_INT = 2**31 - 1
 
 
-# The largest that glibc takes for the size from which on a block is mapped for itself.
+# The largest mmap threshold that glibc accepts.
 _LARGE = 32 * 2**20
 _MANY = 65_536
 
 
 def keep_freed_memory(*, but_large: bool = False) -> bool:
-    """Have malloc reuse what is freed: no mappings of their own for large blocks, no trimming below 2 GiB.
+    """Have malloc reuse freed memory: no separate mappings for large blocks, no trimming below 2 GiB.
 
-    One arena serves all threads, because the arenas of threads other than the first cannot hold large blocks, and Ray
-    Train's training thread is not the first. Returns whether the C library took it; others than glibc do not.
+    One arena serves all threads, because arenas of threads other than the first cannot hold large blocks, and Ray
+    Train's training thread is not the first. Returns whether the C library accepted this; only glibc does.
 
     Args:
-        but_large: blocks of 32 MiB and more go back to the system. Weights that are gathered and freed again leave
-            holes that later ones do not fit into: with two workers as much memory as one needs alone.
+        but_large: return blocks of 32 MiB and more to the system. Weights that are gathered and freed again leave holes
+            that later ones do not fit into: two workers would need as much memory as a single one.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""Puts one rank's loop together from a config, a prepared dataset and a run directory; needs no Ray."""
+"""Builds one rank's loop from a config, a prepared dataset and a run directory; needs no Ray."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from finray.training.state import TrainState
 from finray.training.step import evaluate
 from finray.training.task import Task
 
-# Names the run for trackers; the same at every start.
+# File with the run's id for trackers; the same at every start.
 RUN_ID = "run_id"
 Notify = Callable[[Record], None]
 Warn = Callable[[str], None]
@@ -65,7 +65,7 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A loop ready to run, and what the run header says of it."""
+    """A loop ready to run, and its run header."""
 
     loop: Loop
     header: RunHeader
@@ -83,24 +83,24 @@ def assemble(
     answering: Answering | None = None,
     evaluator: Callable[[Settled], Evaluator] | None = None,
     memory: Memory | None = None,
-    asked: Callable[[], bool] = lambda: False,
-    wish: Callable[[], str] = lambda: "stop",
+    has_request: Callable[[], bool] = lambda: False,
+    take_request: Callable[[], str] = lambda: "stop",
     clock: Callable[[], float] = time.perf_counter,
 ) -> Assembled:
     """Build model, data, optimizer and trackers, and restore the newest valid checkpoint if there is one.
 
-    What may fail runs through :func:`on_all_ranks`, so that no rank waits for one that is gone.
+    Whatever may fail runs through :func:`on_all_ranks`, so that no rank waits for one that has failed.
 
     Args:
-        resolved: what every ``auto`` of the config comes to.
+        resolved: the value of every ``auto`` in the config.
         prepared: directory or URL of the prepared dataset, or a function that waits for it while the model is loaded.
-        notify: shown records (header, warnings, metrics), on rank 0.
+        notify: called with records (header, warnings, metrics), on rank 0.
         reported: called on every rank after each checkpoint.
-        answering: lets the model answer prompts at evaluations, where ``evaluation.generate_rows`` asks for that.
-        evaluator: makes what evaluates checkpoints on other resources, with ``evaluation.mode: async``.
-        memory: keeps checkpoints between those on storage, with ``checkpoint.in_memory_every``.
-        asked: whether this rank has been asked for something.
-        wish: what rank 0 was asked for; see :class:`finray.training.loop.Loop`.
+        answering: lets the model answer prompts at evaluations, if ``evaluation.generate_rows`` is set.
+        evaluator: creates the evaluator of checkpoints on other resources, for ``evaluation.mode: async``.
+        memory: keeps checkpoints between those on storage, for ``checkpoint.in_memory_every``.
+        has_request: whether this rank has received a request.
+        take_request: the request to rank 0; see :class:`finray.training.loop.Loop`.
         clock: seconds, monotonic.
 
     Raises:
@@ -117,8 +117,8 @@ def assemble(
         notify(Note(f"loading {config.model.name}"))
     store = open_store(run_dir, run_url(config), strategy)
 
-    task, optimizer, dataset, late, waited = _load(config, resolved, prepared, strategy, warn, clock)
-    resolved = late.resolved
+    task, optimizer, dataset, settled_data, waited = _load(config, resolved, prepared, strategy, warn, clock)
+    resolved = settled_data.resolved
     config = settled(config, resolved)
     on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
     dataset.trust()
@@ -129,7 +129,7 @@ def assemble(
         answered = partial(answering, task, held_out.sample(count, seed=config.run.seed), strategy)
     every = config.checkpoint.in_memory_every
     memory = None if every is None else memory
-    state, steps, said = _resume(config, task, optimizer, loader, dataset, steps, store, strategy, warn, memory)
+    state, steps, notes = _resume(config, task, optimizer, loader, dataset, steps, store, strategy, warn, memory)
     state.total_steps = steps
     if dataset.folder.is_remote:
         loader.split.prefetch(loader.rows_from(state.position))
@@ -138,7 +138,7 @@ def assemble(
     header = replace(header, workers=strategy.all_gather_object(_place(strategy)))
     if first:
         notify(header)
-        for message in (*config.train.replaced, *said):
+        for message in (*config.train.replaced, *notes):
             notify(Note(message, state.step))
         for message in warnings_of(config.train, strategy.device):
             warn(message, state.step)
@@ -154,11 +154,11 @@ def assemble(
         attempt = strategy.broadcast_object(uuid.uuid4().hex)
         writer = MemoryWriter(memory, strategy, run_dir, every, warn, attempt, records=run_url(config) is not None)
     best = task.spec.chosen(config.evaluation)
-    beside, come = None, []
+    background, evaluated = None, []
     if first and evaluation is not None:
         if config.evaluation.mode == "async" and evaluator is not None:
-            beside = evaluator(late)
-        come = _taken_up(state, store, beside)
+            background = evaluator(settled_data)
+        evaluated = _taken_up(state, store, background)
     loop = Loop(
         config=config,
         task=task,
@@ -173,14 +173,14 @@ def assemble(
         save_extras=extras,
         reported=reported,
         answered=answered,
-        evaluator=beside,
-        come=strategy.broadcast_object(come),
+        evaluator=background,
+        evaluated=strategy.broadcast_object(evaluated),
         precision=resolved.precision,
         clock=clock,
-        asked=asked,
-        wish=wish,
+        has_request=has_request,
+        take_request=take_request,
         memory=writer,
-        profiler=Profiler(config.train.profile, run_dir, strategy, tell=lambda text: notify(Note(text))),
+        profiler=Profiler(config.train.profile, run_dir, strategy, notify=lambda text: notify(Note(text))),
     )
     loop.phases["load"] = clock() - started - waited
     return Assembled(loop, header)
@@ -194,38 +194,43 @@ def _load(
     warn: Warn,
     clock: Callable[[], float],
 ) -> tuple[Task, NamedOptimizer, PreparedDataset, Settled, float]:
-    """Task, optimizer and dataset, what is known with the data, and the seconds waited for them; a collective."""
+    """Task, optimizer and dataset, the decisions that depend on the data, and the seconds waited for them. A
+    collective."""
 
     def opened() -> tuple[PreparedDataset, Settled, float]:
-        late = prepared() if callable(prepared) else Settled(str(prepared), resolved)
+        settled_data = prepared() if callable(prepared) else Settled(str(prepared), resolved)
         at = clock()
-        return open_dataset(config, late.prepared, rank=strategy.rank, world_size=strategy.world_size), late, at
+        return (
+            open_dataset(config, settled_data.prepared, rank=strategy.rank, world_size=strategy.world_size),
+            settled_data,
+            at,
+        )
 
     with ThreadPoolExecutor(1, thread_name_prefix="finray-verify") as pool:
-        # While the model is loaded: each rank compares a share of the prepared files with their digests.
+        # While the model loads, each rank checks the digests of a share of the prepared files.
         opening = pool.submit(opened)
         task, optimizer = _model(config, resolved, strategy, warn)
         model_at = clock()
-        dataset, late, data_at = on_all_ranks(strategy, opening.result)
-    return task, optimizer, dataset, late, max(0.0, data_at - model_at)
+        dataset, settled_data, data_at = on_all_ranks(strategy, opening.result)
+    return task, optimizer, dataset, settled_data, max(0.0, data_at - model_at)
 
 
 def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -> tuple[Task, NamedOptimizer]:
-    """The task with its model as the strategy shares it, and the optimizer; a collective."""
+    """The task with its model sharded by the strategy, and the optimizer. A collective."""
     train, device, seed = config.train, strategy.device, derive_key(config.run.seed, "adapter")
 
     task = on_all_ranks(
         strategy, lambda: _task(config, resolved, device=device, seed=seed, on_meta=strategy.shards_weights, warn=warn)
     )
-    # ZeRO gives tensors on the meta device some memory when it shards them, and no values.
+    # ZeRO allocates memory for tensors on the meta device when it shards them, without values.
     on_meta = task.is_on_meta
     strategy.shard(task.module, blocks_of(task.model))
     if on_meta and on_all_ranks(
         strategy, lambda: materialise(task.model, config.model, config.adapter, device=device, seed=seed)
     ):
         warn(
-            "the weights have other names in the model's files than in the model, so every worker read all of "
-            "them before it kept its share"
+            "the weights have different names in the model's files and in the model, so every worker had to read all "
+            "of them"
         )
     ratio, roles = config.adapter.lora_plus_ratio, roles_of(task.model)
     rounding = derive_key(config.run.seed, "rounding")
@@ -235,7 +240,7 @@ def _model(config: Config, resolved: Resolved, strategy: Strategy, warn: Warn) -
 
 
 def _task(config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool, warn: Warn) -> Task:
-    """The task with its model, before it is sharded."""
+    """The task with its unsharded model."""
     if device.type == "cpu":
         for refusal in refusals_on_cpu(config):
             raise refusal
@@ -263,18 +268,18 @@ def evaluate_checkpoint(
     answering: Answering | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Evaluated:
-    """Evaluate a checkpoint as the training does it, in a process of its own.
+    """Evaluate a checkpoint as training does, in a separate process.
 
-    The arithmetic is that of one rank that holds the whole model: the same forward passes, and their sums in the order
-    of the packs. It needs no optimizer, and reads nothing that a training writes but the checkpoint.
+    The arithmetic is that of one rank with the whole model: the same forward passes, with their sums in the order of
+    the packs. It needs no optimizer, and reads only the checkpoint from the running training.
 
     Args:
-        config: the run's.
-        known: the prepared dataset, and what every ``auto`` of the config comes to.
+        config: of the run.
+        known: the prepared dataset, and the value of every ``auto`` in the config.
         step: of the checkpoint.
-        checkpoint: its directory; None is the model that training starts from.
+        checkpoint: its directory; None means the model that training starts from.
         device: to compute on.
-        answering: lets the model answer prompts, where ``evaluation.generate_rows`` asks for that.
+        answering: lets the model answer prompts, if ``evaluation.generate_rows`` is set.
         clock: seconds, monotonic.
 
     Raises:
@@ -300,25 +305,25 @@ def evaluate_checkpoint(
 
 
 def _taken_up(state: TrainState, store: CheckpointStore, evaluator: Evaluator | None) -> list[Evaluated]:
-    """Have evaluations done again that were out at the checkpoint that a run goes on from; what is known of the others.
+    """Repeat evaluations that were pending at the checkpoint from which a run continues; returns the known results.
 
-    A result that came later, before the run ended, is in ``metrics.jsonl``.
+    A later result, from before the run ended, is in ``metrics.jsonl``.
     """
     if not state.evaluating:
         return []
     records = {one["step"]: one for one in read_records(store.run_dir / METRICS) if one["kind"] == "eval"}
-    come = []
+    evaluated = []
     for step in state.evaluating:
         checkpoint = store.path_of(step) if step else None
         if step in records:
-            come.append(Evaluated(step, EvalRecord.metrics_of(records[step])))
+            evaluated.append(Evaluated(step, EvalRecord.metrics_of(records[step])))
         elif checkpoint is not None and step not in store.steps():
-            come.append(Evaluated(step, failure="it did not come to its end, and the checkpoint is gone"))
+            evaluated.append(Evaluated(step, failure="it did not finish, and the checkpoint is gone"))
         elif evaluator is None:
-            come.append(Evaluated(step, failure="it did not come to its end before evaluation.mode became inline"))
+            evaluated.append(Evaluated(step, failure="it did not finish before evaluation.mode became inline"))
         else:
             evaluator.submit(step, checkpoint)
-    return come
+    return evaluated
 
 
 def _resume(
@@ -333,7 +338,7 @@ def _resume(
     warn: Warn,
     memory: Memory | None,
 ) -> tuple[TrainState, int, list[str]]:
-    """Where the run stands: its newest valid checkpoint, restored, or its begin; its steps, and what is to be said."""
+    """The restored state from the newest valid checkpoint, or a new one; the number of steps; and notes."""
     first = strategy.rank == 0
     candidates = on_all_ranks(
         strategy, lambda: extending.by_preference(store, loader, dataset.content) if first else []
@@ -342,7 +347,7 @@ def _resume(
     kept = None if memory is None else fetch_newest(memory, strategy, store.run_dir, after=newest, warn=warn)
     found = kept or find_latest(store, strategy, warn, steps=candidates)
     if memory is not None and found is not None and kept is None and found.step < newest:
-        # What is stored was damaged.
+        # The checkpoints on storage are damaged.
         kept = fetch_newest(memory, strategy, store.run_dir, after=found.step, warn=warn)
         found = kept or found
     if found is None:
@@ -352,20 +357,20 @@ def _resume(
         shutil.rmtree(kept.path, ignore_errors=True)
     on_all_ranks(strategy, lambda: require_same_data(state.data, dataset, config))
     newest = strategy.broadcast_object(max([state.step, *store.steps()]) if first else 0)
-    steps, said = on_all_ranks(
+    steps, notes = on_all_ranks(
         strategy, lambda: extending.go_on(config, state, loader, steps, newest=newest, run_dir=store.run_dir)
     )
     on_all_ranks(strategy, lambda: store.drop_after(state.step) if first else None)
     if kept is not None:
-        said = [f"the checkpoint of step {state.step} was taken from the memory of the cluster", *said]
-    return state, steps, said
+        notes = [f"loaded the checkpoint of step {state.step} from the cluster's memory", *notes]
+    return state, steps, notes
 
 
 def open_dataset(config: Config, prepared: str | Path, *, rank: int, world_size: int) -> PreparedDataset:
-    """The prepared dataset of a run, of which this rank has verified a share.
+    """Open the prepared dataset of a run; this rank verifies a share of it.
 
     Raises:
-        DataError: it is damaged.
+        DataError: the dataset is damaged.
     """
     local_dir = config.prepare.local_dir
     dataset = PreparedDataset(prepared, local_dir=None if local_dir is None else Path(local_dir).expanduser())
@@ -374,21 +379,21 @@ def open_dataset(config: Config, prepared: str | Path, *, rank: int, world_size:
 
 
 def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config) -> None:
-    """Refuse rows other than those a run began with; its cursor and its held-out rows mean something in these only.
+    """Refuse rows other than those a run started with; its cursor and held-out rows are only valid for these.
 
     The config cannot tell, because it only names files; and the fingerprint would be too strict: it covers versions of
     libraries, which may change and give the same tokens.
 
     Raises:
-        DataError: the rows are others.
+        DataError: the rows differ.
     """
     if trained_on != dataset.content:
         raise DataError(
             "the data, the tokenizer or its chat template has changed since the run began",
             where=f"data.source={config.data.source}",
-            repair="put it back to continue the run, or start anew with --fresh"
+            repair="restore it to continue the run, or start over with --fresh"
             + (
-                "; a run from before data.format: auto made chat turns of prompts and completions goes on with "
+                "; a run from before data.format: auto turned prompts and completions into chat turns continues with "
                 "data.format=prompt_completion"
                 if config.data.format == "auto" and dataset.kind() == "chat"
                 else ""
@@ -399,7 +404,7 @@ def require_same_data(trained_on: str, dataset: PreparedDataset, config: Config)
 def _data(
     config: Config, resolved: Resolved, task: Task, dataset: PreparedDataset, strategy: Strategy
 ) -> tuple[StepLoader, PreparedSplit | None, int]:
-    """This rank's training data, all rows that are held out, and the steps of the run."""
+    """This rank's training data, all held-out rows, and the number of steps of the run."""
     data, train = config.data, config.train
     splits = dataset.splits(data, seed=config.run.seed)
     rows, held_out = splits.train, splits.eval
@@ -427,10 +432,10 @@ def _data(
 def _held_out(
     config: Config, resolved: Resolved, task: Task, held_out: PreparedSplit, strategy: Strategy
 ) -> EvalLoader:
-    """This rank's share of the rows that are evaluated."""
+    """This rank's share of the evaluation rows."""
     sampled = held_out.sample(config.evaluation.max_rows, seed=config.run.seed)
     return EvalLoader(
-        # Packed even where training is not: the loss of a row does not depend on its neighbours.
+        # Packed even if training is not: the loss of a row does not depend on its neighbours.
         plan=(plan_packs if resolved.packs else one_length_each)(sampled.lengths, config.data.max_length),
         collate=partial(task.collate, sampled),
         rows=len(sampled),
@@ -443,12 +448,12 @@ def _held_out(
 
 
 def _start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn) -> Trackers:
-    """The trackers of rank 0, told that the run starts here. A run has one id at every start, kept in its directory."""
+    """Start the trackers of rank 0. A run has the same id at every start, stored in its directory."""
     run_id = run_dir / RUN_ID
     if not run_id.exists():
         run_id.write_text(uuid.uuid4().hex, encoding="utf-8")
     name = FileKind(TrainingError, repair="delete the file: trackers then see a new run").text(run_id)
-    # metrics.jsonl at once: after a resume it must have every step before the checkpoint.
+    # Written synchronously: after a resume metrics.jsonl must have every step before the checkpoint.
     inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(warn), "console": _Notifier(notify)}
     inline["starts.jsonl"] = StartsTracker()
     names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
@@ -475,7 +480,7 @@ def _sampled(config: Config, run_dir: Path) -> Callable[[int], list[SystemRecord
 
 @dataclass(frozen=True, slots=True)
 class _Notifier:
-    """Passes records on to whoever shows the run."""
+    """Passes records to the progress display."""
 
     notify: Notify
 
@@ -507,7 +512,7 @@ def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved) -> Cal
     if resolved.problem is not None:
         notes |= {"problem": resolved.problem, "labels": list(resolved.labels)}
         if tokenizer.pad_token is None:
-            # Whoever classifies batches needs one, and the model's configuration names it.
+            # Classifying batches needs a pad token, and the model's configuration names it.
             tokenizer.pad_token = tokenizer.eos_token
 
     def save(folder: Path) -> None:
@@ -559,14 +564,14 @@ def _header(
 
 
 def _place(strategy: Strategy) -> str:
-    """This worker's ranks as torch's launchers name them, and its host."""
+    """This worker's ranks, named as torch's launchers do, and its host."""
     local, node = os.environ.get("LOCAL_RANK", strategy.rank), os.environ.get("NODE_RANK", 0)
     ranks = f"RANK={strategy.rank} LOCAL_RANK={local} WORLD_SIZE={strategy.world_size} NODE_RANK={node}"
     return f"{ranks} on {socket.gethostname()}"
 
 
 def method_of(config: Config, resolved: Resolved) -> str:
-    """What is trained how, in a line."""
+    """A one-line description of the model and training method."""
     adapter, train = config.adapter, config.train
     what = "all weights"
     if adapter.method != "none":

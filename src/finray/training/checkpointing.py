@@ -1,9 +1,10 @@
-"""Checkpoints of a group of ranks: taken from the running model, written at once or behind the training, and restored.
+"""Checkpoints of a group of ranks: snapshots of the running model, written synchronously or in the background;
+restoring.
 
-A full tensor belongs to one rank, so that ranks write in parallel even where all hold the same weights; of a sharded
-moment every rank writes its own rows. Sharded weights are gathered one at a time, because what is saved must be an
-ordinary model or adapter. Written behind the training, a snapshot is written by a thread of each rank, and becomes a
-checkpoint at the step at which every rank has said that it is done (a number that travels with the sum of the loss).
+Each full tensor is written by one rank, so that ranks write in parallel even if all hold the same weights; sharded
+moments are written by every rank for its own rows. Sharded weights are gathered one at a time, because what is saved
+must be an ordinary model or adapter. In the background, a thread of each rank writes the snapshot, which becomes a
+checkpoint at the step at which every rank has reported that it is done (a number in the all-reduce of the loss).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from finray.training.state import COUNTERS, FOLDER, TrainState
 from finray.training.task import SavedLayout
 
 MOMENTS = "optimizer"
-# Only the library that wrote these files reads them.
+# Read only by the library that wrote these files.
 LIBRARY = "deepspeed"
 
 
@@ -50,12 +51,12 @@ class Snapshot:
     """One rank's part of a checkpoint.
 
     Attributes:
-        weights: file name to tensors, of this rank.
-        moments: rows of the optimizer's state, of this rank.
+        weights: file name to tensors that this rank writes.
+        moments: rows of the optimizer's state that this rank writes.
         moments_file: their file name.
         texts: path to content, on rank 0.
-        others: writes the rest, on rank 0.
-        library: a directory with what the strategy's library wrote of its own, moved into the checkpoint.
+        others: writes all other files, on rank 0.
+        library: a directory written by the strategy's library, moved into the checkpoint.
     """
 
     weights: dict[str, dict[str, torch.Tensor]]
@@ -66,11 +67,11 @@ class Snapshot:
     library: Path | None = None
 
     def write(self, folder: Path) -> None:
-        """Write this rank's files into a checkpoint in the making."""
+        """Write this rank's files into an unfinished checkpoint."""
         (folder / FOLDER).mkdir(exist_ok=True)
         for name, tensors in self.weights.items():
             save_file(tensors, folder / name, metadata={"format": "pt"})
-        # Where every update was skipped so far there may be none; one file says so.
+        # If every update was skipped so far there may be no moments; one file says so.
         if self.moments or self.texts:
             write_pieces(folder / FOLDER / self.moments_file, self.moments)
         for path, content in self.texts.items():
@@ -89,11 +90,11 @@ def take_snapshot(
     others: Callable[[Path], None],
     buffers: dict[str, torch.Tensor] | None = None,
 ) -> Snapshot:
-    """Collect a checkpoint; a collective.
+    """Collect a checkpoint. A collective.
 
     Args:
-        others: writes what else belongs in a checkpoint; kept on rank 0.
-        buffers: where copies are kept, so that training may go on while they are written; None makes none.
+        others: writes the other files of a checkpoint; kept on rank 0.
+        buffers: buffers for copies, so that training can continue while they are written; None makes no copies.
     """
     rank, world_size, stem = strategy.rank, strategy.world_size, layout.stem
 
@@ -111,7 +112,7 @@ def take_snapshot(
     files = files or [file_name(stem, rank=writer, world_size=writers) for writer in range(writers)]
     own: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
-        # Collective where sharded, so every rank asks for every tensor; only the owner keeps it.
+        # A collective for shards, so every rank gathers every tensor; only the owner keeps it.
         full = full_tensor(tensor)
         if owners[name] == rank:
             own[name] = held(name, full)
@@ -137,7 +138,7 @@ def take_snapshot(
         return snapshot
     snapshot.texts[COUNTERS] = state.text()
     if writers > 1:
-        # The index that Transformers reads beside several files of weights.
+        # The index that Transformers reads if there are several weight files.
         size = sum(bytes_of(tensor) for tensor in weights.values())
         where = {name: files[owner] for name, owner in sorted(owners.items())}
         index = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2) + "\n"
@@ -152,7 +153,7 @@ def take_snapshot(
 
 
 def _owners(tensors: Mapping[str, torch.Tensor], ranks: int) -> dict[str, int]:
-    """Which rank writes a tensor: the one with the least to write so far, the same on every rank."""
+    """The rank that writes each tensor: the one with the least to write so far. The same result on every rank."""
     load = [0] * ranks
     owners = {}
     for name, tensor in tensors.items():
@@ -165,11 +166,10 @@ def _owners(tensors: Mapping[str, torch.Tensor], ranks: int) -> dict[str, int]:
 
 
 def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> CheckpointStore:
-    """The checkpoints of a run, which this group of ranks takes over; a collective.
+    """Take over the checkpoints of a run for this group of ranks. A collective.
 
     Args:
-        run_dir: the run directory; of a run behind a URL its copy, of which machines without a common disk have one
-            each.
+        run_dir: the run directory; for a run behind a URL the local copy, one for each machine without a shared disk.
         url: of the run.
 
     Raises:
@@ -196,9 +196,9 @@ def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> Checkpoint
 
 
 def ranks_here(strategy: Strategy, folder: Path) -> list[int]:
-    """The ranks that see the same directory of this name, which is made where there is none; a collective.
+    """The ranks that see the same directory of this name, which is created if needed. A collective.
 
-    Names of hosts say little of disks: who sees whose file shares one.
+    Host names say little about disks: ranks that see each other's files share one.
     """
     name = strategy.broadcast_object(f".tmp-rank-{uuid.uuid4().hex[:8]}")
     mark = folder / f"{name}-{strategy.rank}"
@@ -227,11 +227,11 @@ class CheckpointWriter:
     """Writes checkpoints, one at a time; every method is a collective.
 
     Args:
-        store: where they go.
+        store: where checkpoints are written.
         strategy: of the group.
         config: the checkpoint section.
-        best: the metric whose best checkpoint is kept, and whether less or more is better.
-        in_use: steps of checkpoints that are kept as long as they are here.
+        best: the metric whose best checkpoint is kept, and ``min`` or ``max``.
+        in_use: steps whose checkpoints are kept while they are listed here.
     """
 
     def __init__(
@@ -249,36 +249,36 @@ class CheckpointWriter:
         self._best = best
         self._in_use = in_use
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="finray-checkpoint")
-        # What is being written, still under its scratch name.
+        # The checkpoint that is being written, still under its temporary name.
         self._pending: tuple[Saved, Future[list[Entry]]] | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has written its part of a checkpoint that is not one yet."""
+        """Whether this rank has written its part of an unfinished checkpoint."""
         return self._pending is not None and self._pending[1].done()
 
     def begin(self, snapshot: Snapshot, *, step: int, metrics: dict[str, float]) -> None:
-        """Start to write a snapshot; the one before must be finished.
+        """Start writing a snapshot; the previous one must be finished.
 
         Raises:
-            FinrayError: on every rank alike.
+            FinrayError: on every rank.
         """
         assert self._pending is None
         first = self._strategy.rank == 0
         scratch = on_all_ranks(self._strategy, lambda: str(self._store.begin(step)) if first else "")
         folder = Path(self._strategy.broadcast_object(scratch))
         on_all_ranks(self._strategy, lambda: self._store.join(folder))
-        # A collective, and of what training changes: it cannot be done behind the training.
+        # A collective that reads what training changes, so it cannot run in the background.
         library = folder / f".library-{self._strategy.rank}"
         snapshot.library = library if self._strategy.save_own(library) else None
         written = self._pool.submit(self._store.fill, folder, step, snapshot.write)
         self._pending = Saved(folder, step, metrics), written
 
     def finish(self) -> Saved | None:
-        """Wait for what is being written, and make it a checkpoint; None where nothing is.
+        """Wait for the pending snapshot, and commit it as a checkpoint; None if there is none.
 
         Raises:
-            FinrayError: on every rank alike; the checkpoint before stands.
+            FinrayError: on every rank; the previous checkpoint remains valid.
         """
         if self._pending is None:
             return None
@@ -287,7 +287,7 @@ class CheckpointWriter:
         try:
             entries = on_all_ranks(self._strategy, written.result)
             everyone = [entry for own in self._strategy.all_gather_object(entries) for entry in own]
-            # A failed commit must stop every rank: a rank that went on would wait for this one for ever.
+            # A failed commit must stop every rank: a rank that continued would wait for this one forever.
             on_all_ranks(self._strategy, lambda: self._commit(saved, everyone) if first else None)
         finally:
             if first:
@@ -308,10 +308,10 @@ class CheckpointWriter:
         return self._store.path_of(step)
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write what an evaluation came to into the checkpoint it was of, and keep those that the rules keep now.
+        """Write the metrics of an evaluation into its checkpoint, and apply retention again.
 
         Raises:
-            FinrayError: on every rank alike.
+            FinrayError: on every rank.
         """
 
         def add() -> None:
@@ -321,12 +321,12 @@ class CheckpointWriter:
         on_all_ranks(self._strategy, add if self._strategy.rank == 0 else lambda: None)
 
     def follow(self) -> None:
-        """Bring records to where the checkpoints are, if possible: the next start has them from there."""
+        """Sync records to where the checkpoints are, if possible: the next start reads them there."""
         with suppress(FinrayError):
             self._store.follow()
 
     def close(self) -> None:
-        """Leave the thread behind, and a checkpoint that was not finished unfinished."""
+        """Stop the thread; an unfinished checkpoint is not committed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -336,14 +336,14 @@ class CheckpointWriter:
 def find_latest(
     store: CheckpointStore, strategy: Strategy, warn: Callable[[str], None], *, steps: Sequence[int]
 ) -> Checkpoint | None:
-    """The last of some checkpoints whose every file is as it was written; a collective.
+    """The last of the given checkpoints whose files are all intact. A collective.
 
-    Each rank hashes a share of the files: one rank alone would take longer over a terabyte than the others wait for it.
-    Those after it, which are damaged, are renamed, so that retention does not count them and delete good ones.
-    ``warn`` is told of them, by file, on rank 0. ``steps`` are those of rank 0.
+    Each rank hashes a share of the files, because hashing a terabyte takes one rank too long. Damaged checkpoints after
+    it are renamed, so that retention does not count them and delete good ones. On rank 0 ``warn`` is called for each,
+    naming the file. ``steps`` are those of rank 0.
 
     Raises:
-        CheckpointError: there are checkpoints and all are damaged; starting afresh is the user's decision.
+        CheckpointError: there are checkpoints and all are damaged; starting over is the user's decision.
     """
 
     share, among = store.share or (strategy.rank, strategy.world_size)
@@ -360,7 +360,7 @@ def find_latest(
 
 
 def restore(found: Checkpoint, layout: SavedLayout, optimizer: NamedOptimizer) -> TrainState:
-    """Put a verified checkpoint back into a model and optimizer of any strategy and any number of ranks.
+    """Load a verified checkpoint into a model and optimizer with any strategy and any number of ranks.
 
     Raises:
         CheckpointError: it belongs to another model, or lacks something.

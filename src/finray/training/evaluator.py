@@ -1,4 +1,4 @@
-"""What training asks of others in an evaluation: answers to prompts, and checkpoints evaluated on other resources."""
+"""Interfaces for evaluation during training: answers to prompts, and evaluation of checkpoints on other resources."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from finray.parallel.base import Strategy
 from finray.records import Confusion
 from finray.training.task import Task
 
-# Checkpoints whose evaluation has not ended, at most: each of them takes room on the disk. Then training waits.
+# Maximum number of checkpoints with a pending evaluation, because each takes disk space. Beyond it, training waits.
 MOST_OUT = 4
 
 
 class Answering(Protocol):
-    """Lets a model answer held-out prompts and scores the answers; lies in rooms above, and is handed in."""
+    """Lets a model answer held-out prompts and scores the answers; implemented in higher-level packages and passed
+    in."""
 
     def __call__(self, task: Task, split: PreparedSplit, strategy: Strategy) -> dict[str, float]:
-        """The metrics of the answers to all rows of a split, shared out over the ranks; a collective.
+        """Metrics of the answers to all rows of a split, distributed over the ranks. A collective.
 
         Raises:
-            FinrayError: on every rank alike.
+            FinrayError: on every rank.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What came of the evaluation of a checkpoint.
+    """The result of evaluating a checkpoint.
 
     Attributes:
         step: of the checkpoint; 0 is the model that training starts from.
-        metrics: by name; none where it failed for good.
-        targets: that the loss is a mean over.
-        seconds: that it took.
+        metrics: by name; empty if the evaluation failed for good.
+        targets: number of targets that the loss is averaged over.
+        seconds: duration.
         failure: why there are no metrics.
         confusion: as in :class:`finray.records.EvalRecord`.
     """
@@ -49,13 +50,13 @@ class Evaluated:
 
 
 class Evaluator(Protocol):
-    """Evaluates checkpoints one after the other while training goes on; on rank 0. No call waits."""
+    """Evaluates checkpoints one after the other while training continues; on rank 0. No call blocks."""
 
     def submit(self, step: int, checkpoint: Path | None) -> None:
-        """Evaluate a checkpoint after those before it; None is the model that training starts from."""
+        """Queue the evaluation of a checkpoint; None means the model that training starts from."""
 
     def results(self) -> Sequence[Evaluated]:
-        """What has come since the last call, in the order of submission."""
+        """Results since the last call, in the order of submission."""
 
     def close(self) -> None:
-        """Give up what is out."""
+        """Cancel pending evaluations."""

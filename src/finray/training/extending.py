@@ -1,7 +1,7 @@
-"""Making a run longer: from which checkpoint it goes on, and what is said of it.
+"""Extending a run: the checkpoint from which it continues, and the notes about it.
 
-Position *p* of the data's stream is the same in a run of any length, and a step takes the next ``global_batch_size``
-positions; only the last step of a run of epochs takes what is left. A longer run would have filled it up.
+Position *p* of the data stream is the same in a run of any length, and a step takes the next ``global_batch_size``
+positions; only the last step of a run of epochs may be smaller. A longer run would have filled it up.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from finray.training.state import COUNTERS, TrainState
 
 
 def by_preference(store: CheckpointStore, loader: StepLoader, content: str) -> list[int]:
-    """The steps of all checkpoints, ascending, but first those that a run of this length would not have.
+    """The steps of all checkpoints, ascending, but with those first that a run of this length would not have written.
 
     Args:
-        content: digest of the prepared rows; positions in others mean nothing.
+        content: digest of the prepared rows; positions in other rows are meaningless.
     """
 
     def is_short(step: int) -> bool:
@@ -42,20 +42,20 @@ def by_preference(store: CheckpointStore, loader: StepLoader, content: str) -> l
 def go_on(
     config: Config, state: TrainState, loader: StepLoader, planned: int, *, newest: int, run_dir: Path
 ) -> tuple[int, list[str]]:
-    """Steps of a continued run in all, and what to say where they have become more.
+    """Total steps of a continued run, and notes if there are more than before.
 
     Args:
-        state: where it goes on.
-        planned: steps of a run that begins now.
-        newest: of its checkpoints, before those newer than the state were given up.
+        state: from which it continues.
+        planned: steps of a run that starts now.
+        newest: step of the newest checkpoint, before those newer than the state were discarded.
         run_dir: the run directory.
 
     Raises:
-        ConfigError: it would be shorter than before, or has stopped early and would do so again.
+        ConfigError: the run would be shorter than before, or has stopped early and would do so again.
     """
     train, total, steps, before = config.train, loader.order.total, planned, state.total_steps
     if total is not None:
-        # Another number than planned only where an earlier extension had to go on after a step that was not full.
+        # Differs from the plan only if an earlier extension had to continue after a step that was not full.
         steps = state.step + math.ceil((total - state.position) / loader.global_batch_size)
     if before in (0, steps):
         return steps, []
@@ -66,25 +66,25 @@ def go_on(
     stopping = config.evaluation.early_stopping
     if stopping is not None and state.stale_evaluations >= stopping.patience:
         raise ConfigError(
-            f"the run stopped early at step {state.step}, and would do so again at once",
+            f"the run stopped early at step {state.step}, and would stop again immediately",
             where="evaluation.early_stopping",
             repair=f"set evaluation.early_stopping.patience to more than {state.stale_evaluations}, or "
             "evaluation.early_stopping to null",
         )
     rate, old_rate = (learning_rate(train, update=state.updates, total=number) for number in (steps, before))
-    change = f"the {train.schedule} schedule goes on as it was"
+    change = f"the {train.schedule} schedule is unchanged"
     if not math.isclose(rate, old_rate):
         last = learning_rate(train, update=max(0, state.updates - 1), total=before)
         change = (
-            f"the learning rate of the {train.schedule} schedule goes from {last:.2e} to {rate:.2e}, and its end is "
-            f"now at step {steps:,}"
+            f"the learning rate of the {train.schedule} schedule changes from {last:.2e} to {rate:.2e}, and now ends "
+            f"at step {steps:,}"
         )
-    said = [f"the run is extended from {before:,} to {steps:,} steps; {change}"]
+    notes = [f"the run is extended from {before:,} to {steps:,} steps; {change}"]
     if newest > state.step:
-        said.append(f"the last step was not a full one: steps {state.step + 1:,} to {newest:,} are done again")
+        notes.append(f"the last step was not a full one: repeating steps {state.step + 1:,} to {newest:,}")
     elif state.position != state.step * loader.global_batch_size:
-        said.append(
-            "the last step was not a full one, and there is no earlier checkpoint: later steps begin where it ended, "
-            "so their rows are not those of a run that was as long from the start"
+        notes.append(
+            "the last step was not a full one, and there is no earlier checkpoint: later steps see other rows than "
+            "in a run of this length from the start"
         )
-    return steps, said
+    return steps, notes

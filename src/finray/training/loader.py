@@ -1,4 +1,4 @@
-"""The data of each optimizer step, made one step ahead in a thread of its own."""
+"""The data of each optimizer step, prefetched one step ahead in a thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Collate = Callable[[Sequence[int]], Batch]
 
 @dataclass(frozen=True, slots=True)
 class StepData:
-    """One rank's share of an optimizer step, and what is known of the whole.
+    """One rank's share of an optimizer step, and totals of the whole step.
 
     Attributes:
         micro_batches: (index of the micro-batch within the step, batch).
-        dummy_batches: batches passed through the model for nothing, where all ranks must do the same number.
-        weight: of the whole step, over all ranks: what the loss is divided by.
+        dummy_batches: batches whose result is ignored, if all ranks must run the same number of forward passes.
+        weight: of the whole step, over all ranks: the divisor of the loss.
         supervised: targets of the whole step.
         tokens: tokens of the whole step.
         samples: rows of the whole step, in order.
@@ -40,23 +40,23 @@ class StepData:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that two steps share exactly when they saw the same rows in the same order."""
+        """16 hexadecimal digits; equal for two steps exactly if they saw the same rows in the same order."""
         return hashlib.sha256(",".join(map(str, self.samples)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoader:
-    """Makes :class:`StepData` from prepared rows: a pure function of the position in the stream.
+    """Creates :class:`StepData` from prepared rows: a pure function of the position in the stream.
 
     Attributes:
         plan: how rows form packs.
         order: the stream of packs.
-        collate: makes a batch of rows of the split.
+        collate: makes a batch from rows of the split.
         weight: of each row in the loss.
-        lockstep: whether every process must do the same number of forward passes.
-        rows_apart: whether a forward pass has rows of one length only (see ``finray.models.packing_check``). What a
-            step consists of does not change.
-        pin: whether batches are put in page-locked memory.
+        lockstep: whether every process must run the same number of forward passes.
+        rows_apart: whether a forward pass only has rows of one length (see ``finray.models.packing_check``). The rows
+            of a step stay the same.
+        pin: whether batches are put in pinned memory.
     """
 
     split: PreparedSplit
@@ -73,7 +73,7 @@ class StepLoader:
     pin: bool = False
 
     def rows_from(self, position: int) -> Iterator[int]:
-        """The rows that will be read from a position of the stream on, through one epoch."""
+        """The rows in the order of the stream, from a position on, through one epoch."""
         for item in self.order.batch(position, self.order.count):
             yield from self.plan.pack(item)
 
@@ -82,7 +82,7 @@ class StepLoader:
         items = self.order.batch(position, self.global_batch_size)
         packs = [self.plan.pack(item) for item in items]
         samples = [row for pack in packs for row in pack]
-        # Every rank works out the passes of all ranks, so that no rank has to be asked how many it has.
+        # Every rank computes the passes of all ranks, which saves communication.
         passes = [self._passes(packs, rank) for rank in range(self.world_size)]
         own = passes[self.rank]
         missing = max(map(len, passes)) - len(own) if self.lockstep else 0
@@ -98,7 +98,7 @@ class StepLoader:
         )
 
     def _passes(self, packs: list[tuple[int, ...]], rank: int) -> list[tuple[int, tuple[int, ...]]]:
-        """A rank's forward passes: a number that no other of the step has, over all ranks, and rows."""
+        """A rank's forward passes: an index that is unique in the step over all ranks, and rows."""
         size, everything = self.micro_batch_size, list(range(len(packs)))
         found: list[tuple[int, tuple[int, ...]]] = []
         for one in micro_batches(everything, micro_batch_size=size, rank=rank, world_size=self.world_size):
@@ -119,7 +119,7 @@ class StepLoader:
 
 
 class Prefetcher:
-    """Hands out the data of consecutive positions, always making the next one.
+    """Returns the data of consecutive positions, always prefetching the next one.
 
     Attributes:
         waited: seconds the caller has waited for data.
@@ -136,7 +136,7 @@ class Prefetcher:
         self.waited = 0.0
 
     def take(self, *, last: bool) -> StepData:
-        """The data at the cursor, which moves on."""
+        """The data at the cursor; advances the cursor."""
         start = self._clock()
         data = self._next.result()
         self.waited += self._clock() - start
@@ -152,15 +152,15 @@ class Prefetcher:
 
 @dataclass(frozen=True, slots=True)
 class EvalLoader:
-    """One rank's share of the evaluation rows, a pack at a time; made anew for each evaluation and never kept.
+    """One rank's share of the evaluation rows, one pack at a time; created for each evaluation.
 
     Attributes:
         plan: how rows form packs.
-        collate: makes a batch of rows of the split.
-        lockstep: whether every process must do the same number of forward passes.
-        rows: that are evaluated, over all ranks.
-        weight: of these rows.
-        held_out: rows of the split, of which ``evaluation.max_rows`` may leave some out.
+        collate: makes a batch from rows of the split.
+        lockstep: whether every process must run the same number of forward passes.
+        rows: number of evaluated rows, over all ranks.
+        weight: total weight of these rows.
+        held_out: number of rows in the split; ``evaluation.max_rows`` may exclude some.
     """
 
     plan: PackPlan
@@ -173,7 +173,7 @@ class EvalLoader:
     held_out: int
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
-        """Batches; False marks one that does not count and is there because the other ranks have one more."""
+        """Batches; False marks a dummy batch, which is only there because other ranks have one more."""
         own = range(self.rank, len(self.plan), self.world_size)
         for pack in own:
             yield self.collate(self.plan.pack(pack)), True

@@ -1,4 +1,4 @@
-"""The loop: bookkeeping around the step. It knows nothing of Ray, of tasks, or of strategies by name."""
+"""The training loop: bookkeeping around the step. It does not depend on Ray, or on specific tasks or strategies."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from finray.training.profile import Profiler
 from finray.training.pulse import Pulse
 from finray.training.schedule import learning_rate, passes_multiple
 from finray.training.state import TrainState
-from finray.training.step import ASKED, CAME, StepResult, evaluate, train_step
+from finray.training.step import EVALUATED, REQUESTED, StepResult, evaluate, train_step
 from finray.training.task import Task
 
-# How long evaluations are waited for in silence, and between two looks at them.
+# How long to wait for evaluations before reporting it, and the polling interval.
 _PATIENCE_S, _PAUSE_S = 10.0, 0.1
 
 
@@ -41,25 +41,25 @@ class Loop:
 
     Attributes:
         evaluation: the evaluation rows, or None when nothing is held out.
-        trackers: where metrics go; on other ranks than the first, nowhere.
-        save_extras: writes what else belongs in a checkpoint (tokenizer, template).
+        trackers: receive metrics; empty on ranks other than the first.
+        save_extras: writes the other files of a checkpoint (tokenizer, template).
         reported: called on every rank after each checkpoint, with its directory and metrics.
         precision: dtype of the forward and backward pass.
         clock: seconds, monotonic.
         phases: seconds by phase.
-        answered: metrics of answers to held-out prompts, beside those of the task; a collective. None where none are
-            asked for.
-        evaluator: with ``evaluation.mode: async`` on rank 0, what evaluates checkpoints on other resources.
-        come: what came of evaluations that were out at the checkpoint that the run goes on from, where that is known
-            already; the same on every rank.
-        pause: sleeps so many seconds, on rank 0, while evaluations are waited for.
-        asked: whether this rank has been asked for something; the ranks do it together where rank 0 has.
-        wish: what rank 0 was asked for: ``stop`` and ``resize`` save a checkpoint and end, ``save`` saves one.
-        last_metrics: of the evaluation after this step, if there was one.
+        answered: metrics of answers to held-out prompts, in addition to those of the task; a collective. None if not
+            configured.
+        evaluator: on rank 0 with ``evaluation.mode: async``, evaluates checkpoints on other resources.
+        evaluated: known results of evaluations that were pending at the checkpoint from which the run continues; the
+            same on every rank.
+        pause: sleeps for the given seconds, on rank 0, while waiting for evaluations.
+        has_request: whether this rank has received a request; the ranks act on it together if rank 0 has.
+        take_request: the request to rank 0: ``stop`` and ``resize`` save a checkpoint and end, ``save`` saves one.
+        last_metrics: of the evaluation after this step, if any.
         memory: keeps checkpoints in memory, between those on storage.
-        stopped: it ended before its time, with a checkpoint, because that was asked for.
-        ended_by: the wish that ended it.
-        pulse: where this rank stands.
+        stopped: the run ended early, with a checkpoint, on request.
+        ended_by: the request that ended it.
+        pulse: progress of this rank.
     """
 
     config: Config
@@ -79,10 +79,10 @@ class Loop:
     profiler: Profiler
     answered: Callable[[], dict[str, float]] | None = None
     evaluator: Evaluator | None = None
-    come: Sequence[Evaluated] = ()
+    evaluated: Sequence[Evaluated] = ()
     pause: Callable[[float], None] = time.sleep
-    asked: Callable[[], bool] = lambda: False
-    wish: Callable[[], str] = lambda: "stop"
+    has_request: Callable[[], bool] = lambda: False
+    take_request: Callable[[], str] = lambda: "stop"
     phases: dict[str, float] = field(
         default_factory=lambda: {"train": 0.0, "evaluate": 0.0, "checkpoint": 0.0, "data_wait": 0.0}
     )
@@ -97,27 +97,27 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._window = _Window()
-        self._said = _Said()
+        self._signals = _Signals()
         self._waiting: list[Evaluated] = []
         self._best = self.task.spec.chosen(self.config.evaluation)
         if self.state.metric not in ("", self._best[0]):
-            message = f"{self._best[0]} chooses the best checkpoint from now on, and no longer {self.state.metric}"
-            self.trackers.log(Note(f"{message}; its best value is looked for anew", self.state.step))
+            message = f"{self._best[0]} now chooses the best checkpoint, instead of {self.state.metric}"
+            self.trackers.log(Note(f"{message}; its best value starts over", self.state.step))
             self.state.best, self.state.stale_evaluations = None, 0
         self.state.metric = self._best[0]
         self._guard = NonFiniteGuard(self.state, self.strategy.device, scaled=self.precision == "fp16")
-        # Reused by every snapshot: fresh memory costs more than copying.
+        # Reused by every snapshot: allocating fresh memory costs more than copying.
         self._copies: dict[str, torch.Tensor] = {}
 
     def run(self) -> None:
-        """Train from where the state stands to the end.
+        """Train from the current state to the end.
 
         Raises:
-            FinrayError: on every rank alike.
+            FinrayError: on every rank.
         """
         config, state = self.config, self.state
         try:
-            self._count(self.come, is_logged=True)
+            self._count(self.evaluated, is_logged=True)
             if not self._is_over():
                 if self.evaluation is not None and config.evaluation.on_start and state.step == 0:
                     self._begin_evaluation(self.evaluation)
@@ -135,7 +135,7 @@ class Loop:
         self.task.model.train()
         self.first_step = state.step + 1
         data_ahead = Prefetcher(self.loader.at, state.position, clock=self.clock)
-        # Numbers are read from the device at these intervals; between such steps nothing waits for it.
+        # Numbers are read from the device at these intervals; other steps do not wait for it.
         reading = [config.tracking.log_every]
         if self.memory is not None:
             reading.append(self.memory.interval)
@@ -157,7 +157,9 @@ class Loop:
                     self._guard,
                     learning_rate=rate,
                     max_grad_norm=config.train.max_grad_norm,
-                    say=float(self.writer.is_done) + ASKED * self.asked() + CAME * self._has_results(),
+                    signal=float(self.writer.is_done)
+                    + REQUESTED * self.has_request()
+                    + EVALUATED * self._has_results(),
                     parts=self.profiler.parts,
                     pulse=self.pulse,
                 )
@@ -165,13 +167,13 @@ class Loop:
                 state.advance(items=data.items, tokens=data.tokens, supervised=data.supervised)
                 self._window.add(data, result, waited)
                 numbers = None
-                said = self._said.read(result.said)
-                asked, came = said % CAME >= ASKED, said >= CAME
-                # A checkpoint that waits to be evaluated becomes one at once.
-                came = came or (bool(state.evaluating) and round(said % ASKED) == self.strategy.world_size)
+                signals = self._signals.read(result.signals)
+                has_request, came = signals % EVALUATED >= REQUESTED, signals >= EVALUATED
+                # A checkpoint with a pending evaluation is committed at once.
+                came = came or (bool(state.evaluating) and round(signals % REQUESTED) == self.strategy.world_size)
                 due = state.step == self.total_steps or any(state.step % every == 0 for every in reading)
                 due = due or any(self._is_due(one, data.items) for one in (config.checkpoint, config.evaluation))
-                if asked or came or due:
+                if has_request or came or due:
                     numbers = self._window.read(result)
                     self._guard.raise_if_bad(state)
                     if self.first_loss is None:
@@ -184,7 +186,7 @@ class Loop:
                 self.phases["data_wait"] += waited
                 self.profiler.after(state.step)
                 if numbers is not None:
-                    self._after_step(data, rate, numbers, asked=asked, came=came)
+                    self._after_step(data, rate, numbers, has_request=has_request, came=came)
         finally:
             data_ahead.close()
             self.profiler.close()
@@ -193,24 +195,24 @@ class Loop:
         return self.stopped or self.state.step >= self.total_steps or self._has_stopped()
 
     def _has_stopped(self) -> bool:
-        """Whether evaluations have brought no gain for so long that the run ends here."""
+        """Whether early stopping ends the run here."""
         stopping = self.config.evaluation.early_stopping
         return stopping is not None and self.state.stale_evaluations >= stopping.patience
 
     def _is_due(self, section: CheckpointConfig | EvaluationConfig, items: int) -> bool:
-        """Whether a checkpoint or an evaluation is due after this step, of so many items."""
+        """Whether a checkpoint or an evaluation is due after this step of ``items`` items."""
         if section.every_epochs is None:
             return section.every_steps is not None and self.state.step % section.every_steps == 0
         every, position = section.every_epochs * len(self.loader.plan), self.state.position
         return passes_multiple(position - items, position, every)
 
-    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, asked: bool, came: bool) -> None:
-        """Log, evaluate and save, each where it is due; where the run is stopped, log what is left and save."""
+    def _after_step(self, data: StepData, rate: float, numbers: _Numbers, *, has_request: bool, came: bool) -> None:
+        """Log, evaluate and save, if due; if the run is stopped, log the rest and save."""
         config, state = self.config, self.state
-        wish = self.strategy.broadcast_object(self.wish()) if asked else ""
+        request = self.strategy.broadcast_object(self.take_request()) if has_request else ""
         if came:
             self._count(self._fetch())
-        if round(numbers.said % ASKED) == self.strategy.world_size:
+        if round(numbers.signals % REQUESTED) == self.strategy.world_size:
             self._finish_saving()
         last = state.step == self.total_steps
         if last or state.step % config.tracking.log_every == 0:
@@ -218,7 +220,7 @@ class Loop:
         self.last_metrics, is_wanted = {}, False
         if self.evaluation is not None and (last or self._is_due(config.evaluation, data.items)):
             self.last_metrics = self._begin_evaluation(self.evaluation)
-            # What is evaluated beside the training is a checkpoint.
+            # Only checkpoints are evaluated during training.
             is_wanted = self._is_best(self.last_metrics) and config.checkpoint.keep_best if self.last_metrics else True
         if self._has_stopped() and not last:
             last = True
@@ -232,15 +234,15 @@ class Loop:
                 f"{state.stale_evaluations} evaluations (evaluation.early_stopping); its best value is {state.best:.4f}"
             )
             self.trackers.log(Note(message, state.step))
-        if wish not in ("", "save"):
-            self.ended_by = wish
+        if request not in ("", "save"):
+            self.ended_by = request
         self.stopped = (bool(self.ended_by) or self.stopped) and not last
         if self.stopped and self._window.tokens:
             self._log_step(data, rate, numbers)
-        due = self._is_due(config.checkpoint, data.items) or is_wanted or wish == "save"
+        due = self._is_due(config.checkpoint, data.items) or is_wanted or request == "save"
         is_stored = last or due or self.stopped
-        behind = is_stored and config.checkpoint.asynchronous and not (last or self.stopped or wish == "save")
-        # What is stored behind the training may be lost on its way.
+        behind = is_stored and config.checkpoint.asynchronous and not (last or self.stopped or request == "save")
+        # A checkpoint written in the background may still fail.
         if self.memory is not None and (behind or not is_stored) and state.step % self.memory.interval == 0:
             started = self.clock()
             self.memory.ready()
@@ -257,7 +259,7 @@ class Loop:
         self.phases["checkpoint"] += self.clock() - started
 
     def _snapshot(self, buffers: dict[str, torch.Tensor] | None) -> Snapshot:
-        """What a checkpoint of now holds of this rank; a collective."""
+        """This rank's part of a checkpoint of the current state. A collective."""
         return take_snapshot(
             self.task.layout, self.optimizer, self.state, self.strategy, others=self.save_extras, buffers=buffers
         )
@@ -270,7 +272,7 @@ class Loop:
                 step=self.state.step,
                 epoch=round(self.state.position / len(self.loader.plan), 6),
                 loss=numbers.loss,
-                # Only fp16 goes on without one; it skips the update.
+                # Only fp16 continues with a non-finite norm; it skips the update.
                 grad_norm=numbers.grad_norm if math.isfinite(numbers.grad_norm) else None,
                 lr=rate,
                 tokens=self.state.tokens,
@@ -287,7 +289,7 @@ class Loop:
         )
 
     def _begin_evaluation(self, loader: EvalLoader) -> dict[str, float]:
-        """Evaluate and return the metrics; or, beside the training, have it done, and return none."""
+        """Evaluate and return the metrics; if asynchronous, submit the evaluation and return none."""
         step = self.state.step
         if self.config.evaluation.mode == "inline":
             return self._evaluate(loader)
@@ -303,47 +305,47 @@ class Loop:
         return bool(self._waiting)
 
     def _fetch(self) -> list[Evaluated]:
-        """What has come on rank 0; a collective."""
+        """Results that have arrived on rank 0. A collective."""
         self._has_results()
-        come, self._waiting = self._waiting, []
-        found: list[Evaluated] = self.strategy.broadcast_object(come)
+        evaluated, self._waiting = self._waiting, []
+        found: list[Evaluated] = self.strategy.broadcast_object(evaluated)
         return found
 
     def _wait_for_evaluations(self, most: int) -> None:
-        """Wait until at most so many are out, or the run is asked to stop; a collective."""
+        """Wait until at most ``most`` evaluations are pending, or the run is asked to stop. A collective."""
         if len(self.state.evaluating) <= most or self.stopped:
             return
-        # Of a checkpoint that is not one yet there is none.
+        # An unfinished checkpoint cannot be evaluated.
         self._finish_saving()
-        started, said = self.clock(), False
+        started, is_reported = self.clock(), False
         while len(self.state.evaluating) > most and not self.stopped:
             self._count(self._fetch())
-            wish = self.strategy.broadcast_object(self.wish() if self.asked() else "")
-            if wish not in ("", "save"):
-                self.stopped, self.ended_by = True, wish
+            request = self.strategy.broadcast_object(self.take_request() if self.has_request() else "")
+            if request not in ("", "save"):
+                self.stopped, self.ended_by = True, request
             elif len(self.state.evaluating) > most and self.strategy.rank == 0:
-                if not said and self.clock() - started > _PATIENCE_S:
+                if not is_reported and self.clock() - started > _PATIENCE_S:
                     steps = ", ".join(map(str, self.state.evaluating))
-                    what = f"the training waits for evaluations that are behind it (of step {steps}); "
-                    what += "evaluation.every_steps is small for what an evaluation takes"
+                    what = f"training is waiting for evaluations that are behind (of step {steps}); "
+                    what += "evaluation.every_steps is small for the time that an evaluation takes"
                     self.trackers.log(
                         Note(what if most else f"waiting for the evaluation of step {steps}", self.state.step)
                     )
-                    said = True
+                    is_reported = True
                 self.pause(_PAUSE_S)
         self.phases["evaluate"] += self.clock() - started
 
     def _count(self, results: Sequence[Evaluated], *, is_logged: bool = False) -> None:
-        """Log what came of evaluations beside the training, and count it; the same on every rank.
+        """Log results of evaluations during training, and count them; the same on every rank.
 
-        The record comes first: a run that goes on counts what is in ``metrics.jsonl``, and has the rest done once more.
+        The record comes first: a resumed run counts what is in ``metrics.jsonl``, and repeats the other evaluations.
         """
         for one in results:
             self.state.evaluating.remove(one.step)
             value = one.metrics.get(self._best[0], math.nan)
             if one.failure or not math.isfinite(value):
                 why = one.failure or f"{self._best[0]} is {value}"
-                message = f"step {one.step} has no evaluation, and is not chosen as the best: {why}"
+                message = f"step {one.step} has no evaluation and cannot be the best checkpoint: {why}"
                 self.trackers.log(Note(message, self.state.step, "warning"))
                 continue
             if not is_logged:
@@ -368,7 +370,7 @@ class Loop:
                 repair=f"use one of: {', '.join(metrics)}",
             )
         if not math.isfinite(metrics[metric]):
-            # No checkpoint could be called better or worse than another by it.
+            # No checkpoint could be ranked by it.
             learned = ", or lower train.learning_rate; the last checkpoint is good" if self.state.step else ""
             raise TrainingError(
                 f"{metric} is {metrics[metric]} at step {self.state.step}",
@@ -380,14 +382,14 @@ class Loop:
         return metrics
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Count an evaluation; returns whether the metric that chooses is the best so far."""
+        """Count an evaluation; returns whether the selection metric is the best so far."""
         metric, mode = self._best
         stopping = self.config.evaluation.early_stopping
         min_gain = 0.0 if stopping is None else stopping.min_gain
         return self.state.evaluated(metrics[metric], mode, min_gain=min_gain)
 
     def _finish_saving(self) -> None:
-        """Make what was written behind the training a checkpoint, and tell Ray."""
+        """Commit the checkpoint that was written in the background, and report it to Ray."""
         saved = self.writer.finish()
         if saved is not None:
             if self.evaluator is not None and saved.step in self.state.evaluating:
@@ -395,7 +397,7 @@ class Loop:
             self.reported(saved.path, {"step": float(saved.step), **saved.metrics})
 
     def summary(self) -> RunSummary:
-        """What the finished run says of itself; a collective."""
+        """The summary of the finished run. A collective."""
         state = self.state
         return RunSummary(
             step=state.step,
@@ -415,13 +417,13 @@ class Loop:
 
 
 class _Numbers(NamedTuple):
-    """What was read from the device: of the window, and of its first and last step."""
+    """Numbers read from the device: of the window, and of its first and last step."""
 
     loss: float
     first_loss: float
     last_loss: float
     grad_norm: float
-    said: float
+    signals: float
 
 
 @dataclass
@@ -443,7 +445,7 @@ class _Window:
         if self.loss is None:
             self.loss = self.first_loss = result.loss
         else:
-            # A running mean: for a window of one step it is that step's loss to the last bit.
+            # A running mean: for a window of one step it equals that step's loss to the last bit.
             self.loss = self.loss + (result.loss - self.loss) * (data.weight / self.weight)
         self.tokens += data.tokens
         self.waited += waited
@@ -452,23 +454,23 @@ class _Window:
     def read(self, result: StepResult) -> _Numbers:
         assert self.loss is not None
         assert self.first_loss is not None
-        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), result.said]
+        values = [self.loss, self.first_loss, result.loss, result.grad_norm.double(), result.signals]
         return _Numbers(*torch.stack(values).tolist())
 
 
-class _Said:
-    """Reads what the ranks said in a step: on a GPU in the step before, so that the device always has work to do."""
+class _Signals:
+    """Reads what the ranks said in a step: on a GPU one step late, so that the device always has work queued."""
 
     def __init__(self) -> None:
         self._before: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
-    def read(self, said: torch.Tensor) -> float:
-        """The newest sum that can be read without waiting for the step that has just begun; the same on every rank."""
-        if said.device.type != "cuda":
-            # A CPU has it already; `item()` is for devices that must be waited for, which tests count.
-            return float(said.numpy())
+    def read(self, signals: torch.Tensor) -> float:
+        """The newest sum that can be read without waiting for the current step; the same on every rank."""
+        if signals.device.type != "cuda":
+            # On a CPU it is ready; `item()` is for devices that must be waited for, which tests count.
+            return float(signals.numpy())
         before, event = self._before, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._before = said.to("cpu", non_blocking=True), event
+        self._before = signals.to("cpu", non_blocking=True), event
         event.record()
         if before is None:
             return 0.0
@@ -477,11 +479,11 @@ class _Said:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak memory of this process in bytes: the GPU's allocator where there is one, else resident memory."""
+    """Peak memory of this process in bytes: from the GPU's allocator, or resident memory without a GPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     status = Path("/proc/self/status")
-    # Of this program alone: what `getrusage` says includes the process that started it, up to that moment.
+    # Of this program only: `getrusage` includes the parent process up to the fork.
     if status.is_file() and (found := re.search(r"VmHWM:\s*(\d+)", status.read_text(encoding="utf-8"))):
         return int(found[1]) * 1024
     import resource

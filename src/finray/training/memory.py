@@ -1,8 +1,8 @@
-"""Checkpoints in memory, between those on storage: every rank's part is kept on its own machine and on another.
+"""In-memory checkpoints between those on storage: every rank's part is stored on its own machine and on another.
 
-The format is that of any checkpoint, so any number of ranks goes on from one. It counts when the parts of all ranks of
-one step are there, as they were written; nothing has to be agreed upon while training. Who keeps the parts, and
-outlives the workers, is handed in: see ``runtime/keepers.py``.
+The format is that of any checkpoint, so any number of ranks can resume from one. It is complete when the parts of all
+ranks for one step are there and intact; training needs no coordination. The storage that outlives the workers is passed
+in: see ``runtime/keepers.py``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _FILES = FileKind(CheckpointError)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank holds of a checkpoint: its files, by their paths, with their SHA-256.
+    """One rank's part of a checkpoint: its files, by path, with their SHA-256.
 
     Attributes:
-        attempt: of the group of ranks; parts of two do not belong together.
-        size: bytes of the files.
+        attempt: attempt of the group of ranks; parts of different attempts do not belong together.
+        size: bytes of the files, excluding the run's records.
     """
 
     attempt: str
@@ -48,31 +48,31 @@ class Part:
 
 
 class Memory(Protocol):
-    """Keeps parts while workers come and go; the newest two steps."""
+    """Stores the parts of the newest two steps while workers come and go."""
 
     def put(self, part: Part, files: Mapping[str, bytes]) -> None:
-        """Keep a part on this machine and on another; raises where that fails."""
+        """Store a part on this machine and on another; raises if that fails."""
 
     def parts(self) -> Sequence[Part]:
-        """What is kept anywhere."""
+        """Parts stored on any machine."""
 
     def get(self, part: Part) -> Mapping[str, bytes] | None:
-        """The files of a part; None where nobody has it any more."""
+        """The files of a part; None if no actor has it any more."""
 
 
 def _scratch_root(size: int) -> Path:
-    """A directory in memory, where the system has one with that much room (a container's has 64 MB), or on disk."""
+    """A directory in memory, if the system has one with that much room (a container's has 64 MB), else on disk."""
     memory = Path("/dev/shm")
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > 2 * size else Path(tempfile.gettempdir())
 
 
 def _prefix(run_dir: Path) -> str:
-    """What names of directories made for a run begin with."""
+    """Name prefix of the temporary directories of a run."""
     return f"finray-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}-"
 
 
 def _clean(run_dir: Path) -> None:
-    """Remove what workers left that were killed: it takes memory."""
+    """Remove directories that killed workers left: they use memory."""
     for root in {_scratch_root(0), Path(tempfile.gettempdir())}:
         for rest in root.glob(f"{_prefix(run_dir)}*"):
             shutil.rmtree(rest, ignore_errors=True)
@@ -80,16 +80,16 @@ def _clean(run_dir: Path) -> None:
 
 @dataclass
 class MemoryWriter:
-    """Gives one rank's part of a checkpoint to who keeps it, behind the training.
+    """Stores one rank's part of a checkpoint in the background.
 
     Attributes:
-        memory: who keeps it.
+        memory: where parts are stored.
         run_dir: the run directory.
-        every: the most steps that may be lost. A part is on its way until the next one begins, so there are two in that
-            time; where it is one step, each is waited for.
-        records: keep the run's records beside the part of rank 0, because the next start may be without them.
-        warn: told once where it fails: training goes on, and checkpoints on storage are what is left.
-        buffers: where tensors are copied to.
+        every: maximum number of steps that may be lost. A part is in transit until the next one begins, so two are
+            stored in that interval; with an interval of one step, each is waited for.
+        records: store the run's records with the part of rank 0, because the next start may lack them.
+        warn: called once if storing fails: training continues, with only the checkpoints on storage.
+        buffers: buffers into which tensors are copied.
     """
 
     memory: Memory
@@ -112,24 +112,24 @@ class MemoryWriter:
         return max(1, self.every // 2)
 
     def ready(self) -> None:
-        """Wait until the parts before are kept, of all ranks: a collective. A newer part drives old ones out."""
+        """Wait until the previous parts of all ranks are stored. A collective. A newer part replaces old ones."""
         self.wait()
         self.strategy.all_gather_object(None)
 
     def wait(self) -> None:
-        """Wait for the part before, whose buffers are used again."""
+        """Wait for the previous part, whose buffers are reused."""
         if self._pending is not None:
             try:
                 self._pending.result()
             except Exception as error:
-                # Ray has many errors for a process or machine that is gone.
+                # Ray has many errors for a lost process or machine.
                 if not self._has_failed:
                     self.warn(f"a checkpoint could not be kept in memory: {type(error).__name__}")
                 self._has_failed = True
             self._pending = None
 
     def begin(self, snapshot: Snapshot, step: int) -> None:
-        """Keep a snapshot that was taken into :attr:`buffers`."""
+        """Store a snapshot that was taken into :attr:`buffers`."""
         self._pending = self._pool.submit(self._keep, snapshot, step)
         if self.every == 1:
             self.wait()
@@ -144,21 +144,21 @@ class MemoryWriter:
             files = {
                 path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
             }
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         size = sum(map(len, files.values()))
         if self.records and self.strategy.rank == 0:
             files[RECORDS] = (self.run_dir / RECORDS).read_bytes()
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
         part = Part(self.attempt, step, self.strategy.rank, self.strategy.world_size, digests, size)
         self.memory.put(part, files)
 
     def close(self) -> None:
-        """Give the thread back."""
+        """Stop the thread."""
         self.wait()
         self._pool.shutdown(wait=False)
 
 
 def newest_whole(parts: Iterable[Part]) -> list[Part]:
-    """The parts of the newest step of which those of all ranks of one attempt are there, by rank; or none."""
+    """The parts of the newest step for which all ranks of one attempt have one, by rank; or none."""
     found: dict[tuple[int, str], dict[int, Part]] = {}
     for part in parts:
         found.setdefault((part.step, part.attempt), {})[part.rank] = part
@@ -172,8 +172,8 @@ def newest_whole(parts: Iterable[Part]) -> list[Part]:
 def fetch_newest(
     memory: Memory, strategy: Strategy, run_dir: Path, *, after: int, warn: Callable[[str], None]
 ) -> Checkpoint | None:
-    """The newest whole checkpoint in memory, as a directory that the caller removes; None where none is newer than the
-    step ``after``. A collective; ranks on one machine share the work and the directory.
+    """The newest complete checkpoint in memory, as a directory that the caller removes; None if none is newer than step
+    ``after``. A collective; ranks on one machine share the work and the directory.
     """
     first = strategy.rank == 0
     _clean(run_dir)
@@ -182,7 +182,7 @@ def fetch_newest(
     if not wanted or wanted[0].step <= after:
         return None
     step, name = wanted[0].step, strategy.broadcast_object(f"{_prefix(run_dir)}{uuid.uuid4().hex[:8]}")
-    # On one machine all decide alike, once none of them has written.
+    # All ranks on one machine decide alike, because none has written yet.
     folder = _scratch_root(sum(part.size for part in wanted)) / name
     strategy.all_gather_object(None)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -195,22 +195,23 @@ def fetch_newest(
                 raise CheckpointError(f"the part of rank {part.rank} is gone", where=f"step {step} in memory")
             for file, digest in part.digests.items():
                 path, content = _FILES.inside(folder, file, where=folder), files.get(file, b"")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
                 if hashlib.sha256(content).hexdigest() != digest:
-                    raise CheckpointError("has other bytes than were written", where=f"{file} of step {step} in memory")
+                    raise CheckpointError("has changed since it was written", where=f"{file} of step {step} in memory")
+                if file != RECORDS:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content)
             # Records since the last checkpoint on storage may have been lost with a machine.
-            if first and part.rank == 0 and RECORDS in files:
+            if first and RECORDS in part.digests:
                 _bring_records(run_dir / RECORDS, files[RECORDS])
 
     try:
         on_all_ranks(strategy, fetch)
     except CheckpointError as error:
         if first:
-            warn(f"a checkpoint in memory was passed over: {error}")
+            warn(f"skipped a checkpoint in memory: {error}")
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    return Checkpoint(folder, step, tuple(file for part in wanted for file in part.digests))
+    return Checkpoint(folder, step, tuple(file for part in wanted for file in part.digests if file != RECORDS))
 
 
 def _bring_records(path: Path, content: bytes) -> None:

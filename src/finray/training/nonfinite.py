@@ -1,13 +1,13 @@
-"""Steps with a loss or gradient norm that is inf or NaN, decided on the device so that no step waits for it.
+"""Handles steps with a loss or gradient norm that is inf or NaN, on the device, so that no step waits for it.
 
-Once a number is not finite, every later update changes nothing. The error is raised where the loop reads numbers from
-the device anyway: at a record, an evaluation, a checkpoint. No weight has changed since the step that it names, and the
+Once a number is not finite, all later updates are skipped. The error is raised where the loop reads numbers from the
+device anyway: at a record, an evaluation, a checkpoint. No weight has changed since the step that it names, and the
 last checkpoint is good.
 
-With fp16, gradients that overflow are no error. The loss is multiplied by a scale; where the gradients overflow, the
-update is skipped and the scale halved, and it is doubled again after many updates without overflow. The norm is that
-of the summed gradients, so all ranks skip the same updates; schedule and data go on, so what step *s* sees does not
-depend on what was skipped.
+With fp16, overflowing gradients are no error. The loss is multiplied by a scale; if gradients overflow, the update is
+skipped and the scale halved, and it is doubled again after many updates without overflow. The norm is that of the
+summed gradients, so all ranks skip the same updates; schedule and data continue, so the data of step *s* do not depend
+on what was skipped.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from finray.training.state import TrainState
 FIRST_SCALE = 2.0**16
 # Updates without overflow after which the scale is doubled.
 GROWTH_STEPS = 2000
-# The scale is 2**-4 then, and it is not the scale that is wrong.
+# The scale is 2**-4 then, so the cause is something else.
 MOST_SKIPPED = 20
 
 
 class NonFiniteGuard:
-    """Observes loss and gradient norm after their all_reduce, so that all ranks decide alike.
+    """Checks loss and gradient norm after their all-reduce, so that all ranks decide alike.
 
     Args:
-        state: where the run stands; its loss scale is taken up.
+        state: the training state, from which the loss scale is restored.
         device: of this rank.
         scaled: whether the loss is scaled (fp16).
     """
@@ -57,13 +57,13 @@ class NonFiniteGuard:
 
     @torch.no_grad()
     def unscale(self, strategy: Strategy, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Divide summed gradients by the scale, wherever the strategy keeps them."""
+        """Divide summed gradients by the scale, wherever the strategy stores them."""
         if self._scaled:
             strategy.unscale_gradients(parameters, self._scale)
 
     @torch.no_grad()
     def observe(self, step: int, loss: torch.Tensor, norm: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
-        """``found_inf`` of the update: an fp32 scalar on the device, one where it must change nothing.
+        """``found_inf`` of the update: an fp32 scalar on the device, one if it must change nothing.
 
         ``step`` counts from one, ``loss`` is the mean over the global batch (fp64), ``norm`` that before clipping, and
         ``rows`` those of the whole step, for the message.
@@ -92,7 +92,7 @@ class NonFiniteGuard:
         return torch.maximum(self._bad, overflow.float())
 
     def raise_if_bad(self, state: TrainState) -> None:
-        """Read from the device what was observed, and put the loss scale into the state.
+        """Read the observations from the device, and store the loss scale in the state.
 
         Raises:
             TrainingError: a step had a loss or gradient norm that is not finite; the same on every rank.
@@ -109,8 +109,8 @@ class NonFiniteGuard:
         rows = self._rows.get(int(step), ())
         if self._scaled and math.isfinite(loss):
             raise TrainingError(
-                f"the gradients of {MOST_SKIPPED} steps in a row are too large for fp16, the last at step {step:.0f}; "
-                "no weight was changed by them",
+                f"the gradients of {MOST_SKIPPED} steps in a row overflowed in fp16, the last at step {step:.0f}; "
+                f"those steps were skipped",
                 where="train.precision",
                 repair="set train.precision to bf16 or fp32, or look at the data; the last checkpoint is good",
             )

@@ -1,8 +1,8 @@
-"""Where the time of a step goes: a trace by torch.profiler, and a table of the parts of a step.
+"""Profiles steps: a trace by torch.profiler, and a table of the parts of a step.
 
-On a GPU the parts are timed by events in its stream, so that measuring does not make a step wait. torch.profiler's own
-sums for a ``record_function`` would miss the backward pass, whose kernels another thread launches. Nor does its
-``schedule`` fit: it counts the steps of a process, and a run that is resumed may begin among the steps to profile.
+On a GPU the parts are timed by CUDA events, so that measuring does not make a step wait. torch.profiler's sums for a
+``record_function`` would miss the backward pass, whose kernels another thread launches. Its ``schedule`` does not fit
+either: it counts the steps of a process, and a resumed run may start among the steps to profile.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from finray.parallel.base import Strategy
 PARTS = ("data wait", "forward", "backward", "all_reduce", "clip", "optimizer")
 _ROWS = 15
 
-# Names a part of a step while it lasts.
+# Context manager that times a part of a step, by name.
 Parts = Callable[[str], AbstractContextManager[None]]
 
 
 def no_parts(name: str) -> AbstractContextManager[None]:  # noqa: ARG001
-    """Nothing is measured."""
+    """Measures nothing."""
     return nullcontext()
 
 
 class Profiler:
-    """Profiles some steps of one rank.
+    """Profiles some steps on one rank.
 
     Args:
-        config: says which; None profiles none.
-        run_dir: gets the folder of trace and summary, which rank 0 writes.
+        config: the steps to profile; None profiles none.
+        run_dir: parent of the folder with trace and summary, which rank 0 writes.
         strategy: of the group.
-        tell: shown the summary.
+        notify: called with the summary.
 
     Attributes:
-        parts: for the parts of the step that runs.
+        parts: times the parts of the current step.
     """
 
     def __init__(
-        self, config: ProfileConfig | None, run_dir: Path, strategy: Strategy, *, tell: Callable[[str], None]
+        self, config: ProfileConfig | None, run_dir: Path, strategy: Strategy, *, notify: Callable[[str], None]
     ) -> None:
         self.parts: Parts = no_parts
         self._steps = None if config is None else config.steps
         self._folder = run_dir / "profile"
         self._rank = strategy.rank
         self._on_gpu = strategy.device.type == "cuda"
-        self._tell = tell
+        self._notify = notify
         self._profile: Any = None
         self._begun = 0.0
         self._done = 0
@@ -59,7 +59,7 @@ class Profiler:
         self._events: list[tuple[str, Any, Any]] = []
 
     def before(self, step: int) -> None:
-        """A step begins."""
+        """Call before a step."""
         if self._steps is None or self._profile is not None or not self._steps[0] <= step <= self._steps[1]:
             return
         kinds = torch.profiler.ProfilerActivity
@@ -70,14 +70,14 @@ class Profiler:
         self._begun, self.parts = time.perf_counter(), self._part
 
     def after(self, step: int) -> None:
-        """A step has ended."""
+        """Call after a step."""
         if self._profile is not None and self._steps is not None:
             self._done += 1
             if step >= self._steps[1]:
                 self.close()
 
     def close(self) -> None:
-        """Write what was measured; also where the run ends before the last of the steps."""
+        """Write the results; also if the run ends before the last of the steps."""
         if self._profile is None:
             return
         self._synchronize()
@@ -100,7 +100,7 @@ class Profiler:
             operations = profile.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=60)
             text = "\n".join([*lines, "", operations, ""])
             (self._folder / "summary.txt").write_text(text, encoding="utf-8")
-            self._tell(text)
+            self._notify(text)
 
     def _synchronize(self) -> None:
         if self._on_gpu:

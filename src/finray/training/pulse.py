@@ -1,4 +1,4 @@
-"""Where this rank stands, for whoever asks from another thread: which step, and whether it computes or waits."""
+"""The progress of this rank, readable from other threads: its step, and whether it computes or waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-# `computing`: in a step, before its sum over the ranks; `waiting`: in the sum; `other`: between two steps.
+# `computing`: in a step, before its all-reduce; `waiting`: in the all-reduce; `other`: between two steps.
 Phase = Literal["computing", "waiting", "other"]
 
 
@@ -14,10 +14,10 @@ class Pulse:
     """Written by the loop, read by another thread.
 
     Attributes:
-        step: that is done now.
-        phase: of it.
-        steps: done since the start.
-        work_s: seconds before the sums of these steps, which are this rank's own.
+        step: the current step.
+        phase: phase of the step.
+        steps: steps completed since the start.
+        work_s: this rank's own time in these steps, before the all-reduces, in seconds.
         longest_s: seconds of the longest step so far.
 
     Args:
@@ -37,7 +37,7 @@ class Pulse:
         self.phase = "computing"
 
     def waits(self) -> None:
-        """This rank has done its part of the step."""
+        """This rank has finished its part of the step."""
         self.work_s += self._clock() - self._began
         self.phase = "waiting"
 

@@ -1,4 +1,4 @@
-"""Learning rates: a pure function of the number of updates done."""
+"""Learning rates, as a pure function of the number of updates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from finray.config.schema import ScheduleOptions, TrainConfig
 
 
 def warmup_steps(train: TrainConfig, total: int) -> int:
-    """Updates of warm-up in a run of ``total``."""
+    """Warm-up updates in a run of ``total``."""
     return train.warmup_steps if train.warmup_steps is not None else math.ceil(train.warmup_ratio * total)
 
 
 def passes_multiple(before: int, after: int, every: float) -> bool:
-    """Whether a multiple of ``every`` is in (before, after]; a share of a whole number may be rounded either way."""
+    """Whether a multiple of ``every`` is in (before, after]; tolerates rounding of fractions."""
     return math.floor(after / every + 1e-6) > math.floor(before / every + 1e-6)
 
 
@@ -40,7 +40,7 @@ def learning_rate(train: TrainConfig, *, update: int, total: int) -> float:
     if train.schedule == "polynomial":
         return low + (peak - low) * math.pow(1.0 - progress, options.power or 1.0)
     if train.schedule == "cosine_with_restarts":
-        # At the end the last cosine is done, and no other begins.
+        # At the end the last cosine is complete, and no new one starts.
         within = progress * (options.num_cycles or 1) % 1.0 if progress < 1.0 else 1.0
         return low + (peak - low) * 0.5 * (1.0 + math.cos(math.pi * within))
     if train.schedule == "wsd":

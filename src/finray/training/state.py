@@ -1,4 +1,4 @@
-"""What a resume needs besides weights and moments: counters, the cursor, the schedule, the random key."""
+"""The training state besides weights and moments: counters, data cursor, schedule, random key."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _FILES = FileKind(CheckpointError)
 
 @dataclass
 class TrainState:
-    """Where a run stands.
+    """Progress of a run.
 
-    The cursor is one integer: steps take items from one stream over all epochs, across their borders too.
+    The cursor is one integer: steps take items from one stream that spans all epochs.
 
     Attributes:
         position: items of the data stream consumed (the cursor; the epoch follows from it).
-        updates: updates the schedule has seen.
-        total_steps: steps that the run was to have; 0 in files of older versions.
-        random_key: key of all random streams.
-        data: digest of all rows of the prepared dataset. The cursor means something in these rows only.
-        tokens, supervised: tokens seen and targets learned from, over all ranks.
+        updates: updates that the schedule has counted.
+        total_steps: planned steps of the run; 0 in files of older versions.
+        random_key: seed of all random streams.
+        data: digest of all rows of the prepared dataset. The cursor is only valid for these rows.
+        tokens, supervised: tokens seen and targets trained on, over all ranks.
         seconds: training time so far, over all attempts.
-        best: best value so far of the metric that chooses checkpoints (``TaskSpec.chosen``).
+        best: best value so far of the metric that selects checkpoints (``TaskSpec.chosen``).
         metric: its name; empty in files of older versions.
-        stale_evaluations: evaluations since the last gain, as ``evaluation.early_stopping`` sees it.
-        evaluating: steps whose evaluation beside the training has not come to an end, ascending.
-        loss_scale: factor of the loss in fp16; None before the first step, and in other dtypes.
+        stale_evaluations: evaluations since the last gain, for ``evaluation.early_stopping``.
+        evaluating: steps with a pending asynchronous evaluation, ascending.
+        loss_scale: loss scale in fp16; None before the first step, and for other dtypes.
         good_steps: steps since the scale was changed.
         skipped: updates skipped because gradients overflowed in fp16.
-        skipped_in_row: those since the last update.
+        skipped_in_row: skipped updates since the last successful one.
     """
 
     step: int = 0
@@ -74,12 +74,12 @@ class TrainState:
         return gain > 0
 
     def text(self) -> str:
-        """The content of its file in a checkpoint."""
+        """The content of the state file in a checkpoint."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def load(cls, folder: Path) -> TrainState:
-        """Read it from a checkpoint directory.
+        """Read the state from a checkpoint directory.
 
         Raises:
             CheckpointError: the directory has no training state, or one of another shape.
@@ -91,6 +91,6 @@ class TrainState:
                 # Written by finray 0.1 before there was a second task.
                 plain["best"] = plain.pop("best_eval_loss")
             if unknown := sorted(plain.keys() - {one.name for one in fields(cls)}):
-                # Of another version, to which they mean something.
+                # Written by another version, which uses them.
                 raise _FILES.refused(f"has keys that are not known here: {', '.join(unknown)}", path)
             return typed(plain, cls)

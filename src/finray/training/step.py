@@ -1,4 +1,4 @@
-"""One optimizer step: forward, loss, backward, one sum over the ranks, one update. And one evaluation."""
+"""One optimizer step: forward, loss, backward, one all-reduce, one update. Also one evaluation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from finray.training.task import Task
 
 
 def reseed(key: int, step: int, micro_batch: int) -> None:
-    """Start the random streams of torch (CPU and GPU), NumPy and Python for one micro-batch.
+    """Seed the random generators of torch (CPU and GPU), NumPy and Python for one micro-batch.
 
-    Saved generator states are wrong as soon as the number of workers changes, and every library has its own. So a
-    micro-batch starts its own streams: dropout belongs to it and not to a rank, and what a checkpoint has to hold is
-    one integer. The price: another ``train.micro_batch_size`` draws other dropout masks.
+    Saved generator states become wrong as soon as the number of workers changes, and every library has its own. So each
+    micro-batch is seeded separately: dropout depends on the micro-batch and not on the rank, and a checkpoint only has
+    to store one integer. The price: another ``train.micro_batch_size`` draws other dropout masks.
     """
     digest = hashlib.sha256(f"{key}/{step}/{micro_batch}".encode()).digest()
     seed = int.from_bytes(digest[:8], "big")
@@ -33,20 +33,20 @@ def reseed(key: int, step: int, micro_batch: int) -> None:
     random.seed(seed)
 
 
-# A rank that was asked to stop adds this to what it says; no run has so many ranks. One number more to sum could change
-# the order in which a ring sums the loss, and its last bit.
-ASKED = 2.0**32
-# Rank 0 adds this where evaluations beside the training have come to an end. Sums stay below 2**53, and exact.
-CAME = 2.0**48
+# A rank with a request to stop adds this to what it says; there are never so many ranks. A separate element could
+# change the order in which a ring sums the loss, and its last bit.
+REQUESTED = 2.0**32
+# Rank 0 adds this when asynchronous evaluations have finished. Sums stay below 2**53, so they are exact.
+EVALUATED = 2.0**48
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Scalars of a whole step, on the device: reading one waits for the step."""
+    """Scalars of a whole step, on the device: reading one blocks until the step is done."""
 
     loss: torch.Tensor  # fp64, mean over the global batch
     grad_norm: torch.Tensor  # before clipping
-    said: torch.Tensor  # fp64, the sum of what the ranks said
+    signals: torch.Tensor  # fp64, the sum of what the ranks said
 
 
 def train_step(
@@ -59,20 +59,20 @@ def train_step(
     *,
     learning_rate: float,
     max_grad_norm: float | None,
-    say: float = 0.0,
+    signal: float = 0.0,
     parts: Parts = no_parts,
     pulse: Pulse | None = None,
 ) -> StepResult:
-    """Do one step; nothing here waits for the device.
+    """Run one step without waiting for the device.
 
-    Each micro-batch's summed loss is divided by the weight of the *whole* step before its backward pass, so the
-    gradient that comes out is that of one mean over the global batch, however it was cut up. The weight is known from
-    the prepared rows, without communication. A mean of means would weigh a token by the company it keeps.
+    Each micro-batch's summed loss is divided by the weight of the *whole* step before its backward pass, so the result
+    is the gradient of one mean over the global batch, however it was split. The weight is known from the prepared rows,
+    without communication. With a mean of means, the weight of a token would depend on its micro-batch.
 
-    ``say`` is summed over the ranks beside the loss, and ``pulse`` told when this rank has done its part.
+    ``signal`` is summed over the ranks with the loss, and ``pulse`` is told when this rank has finished its part.
     """
     total = torch.zeros(2, dtype=torch.float64, device=strategy.device)
-    total[1] = say
+    total[1] = signal
     left = len(data.micro_batches) + len(data.dummy_batches)
     for index, batch in data.micro_batches:
         reseed(state.random_key, state.step, index)
@@ -83,7 +83,7 @@ def train_step(
             strategy.backward(guard.scale(loss / data.weight), last=not left)
         total[0] += loss.detach().double()
     for batch in data.dummy_batches:
-        # The other ranks meet in every forward and backward pass, so this one takes part; it adds nothing.
+        # The other ranks communicate in every forward and backward pass, so this one takes part; it adds nothing.
         left -= 1
         strategy.backward(task.loss_sum(batch.to(strategy.device)) * 0.0, last=not left)
     parameters = list(optimizer.parameters.values())
@@ -103,7 +103,7 @@ def train_step(
 @torch.no_grad()
 def evaluate(task: Task, strategy: Strategy, loader: EvalLoader) -> tuple[dict[str, float], Confusion]:
     """The task's metrics and confusion matrix over all ranks' evaluation rows; only sums are kept on the device and
-    exchanged."""
+    all-reduced."""
     sums = torch.zeros(task.metric_count(loader.rows), dtype=torch.float64, device=strategy.device)
     for batch, counts in loader.batches():
         task.score(batch.to(strategy.device), sums if counts else torch.zeros_like(sums))

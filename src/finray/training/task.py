@@ -1,4 +1,4 @@
-"""What training asks of a task. The loop knows no task by name."""
+"""The interface of tasks. The loop knows no task by name."""
 
 from __future__ import annotations
 
@@ -20,47 +20,48 @@ WeightArray = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 class Batch(Protocol):
-    """A micro-batch, made by a task and read by it alone."""
+    """A micro-batch; created and read only by its task."""
 
     def to(self, device: torch.device) -> Self:
-        """The batch on a device, without waiting for it."""
+        """The batch on a device, copied without blocking."""
 
     def pin_memory(self) -> Self:
-        """The batch in page-locked memory, from which a GPU can copy by itself."""
+        """The batch in pinned memory, for asynchronous copies to a GPU."""
 
 
 class SavedLayout(Protocol):
-    """What is saved of a model, and under which names."""
+    """The saved tensors of a model, and their names."""
 
     @property
     def stem(self) -> str:
-        """Name of the weights' file, without its suffix."""
+        """File name of the weights, without suffix."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is saved, by name; tensors may be shards."""
+        """The tensors to save, by name; they may be shards."""
 
     def in_file(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What is written, given full tensors of :meth:`tensors`."""
+        """The tensors to write to the file, given full tensors of :meth:`tensors`."""
 
     def load(self, folder: Path, files: Collection[str] | None = None) -> None:
-        """Put saved weights into the model, sharded or not; of a verified directory only the ``files`` that it lists.
+        """Load saved weights into the model, sharded or not; from a verified directory only the ``files`` that it
+        lists.
 
         Raises:
-            ModelError: they are of another model.
+            ModelError: they belong to another model.
         """
 
     def save_settings(self, folder: Path) -> None:
-        """Write the configuration files that belong beside the weights."""
+        """Write the configuration files that go with the weights."""
 
 
 class Task(Protocol):
-    """A model and what is learned by it.
+    """A model and its training objective.
 
     Attributes:
-        spec: what can be said of the task without torch.
-        model: the Transformers or PEFT model, which is counted and saved.
-        module: what is called for a forward pass; a strategy may wrap it.
-        layout: what is saved of the model.
+        spec: what is known of the task without torch.
+        model: the Transformers or PEFT model, whose parameters are counted and saved.
+        module: called for a forward pass; a strategy may wrap it.
+        layout: the saved tensors of the model.
     """
 
     spec: TaskSpec
@@ -70,10 +71,10 @@ class Task(Protocol):
 
     @classmethod
     def build(cls, config: Config, resolved: Resolved, *, device: torch.device, seed: int, on_meta: bool) -> Self:
-        """Load the model with its adapter, or build it on the meta device, to be sharded and filled later.
+        """Load the model with its adapter, or build it on the meta device, to be sharded and loaded later.
 
         Raises:
-            ModelError: it cannot be loaded.
+            ModelError: the model cannot be loaded.
         """
 
     @property
@@ -81,33 +82,33 @@ class Task(Protocol):
         """Whether parameters have no values yet."""
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that are trained, by name, in a fixed order."""
+        """The trainable parameters by name, in a fixed order."""
 
     def initialised_parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters that got their values here and not from a file: equal on all ranks after a broadcast."""
+        """Parameters that were initialised here and not loaded: broadcast to make them equal on all ranks."""
 
     def parameter_counts(self) -> tuple[int, int]:
         """(trainable, all) parameters."""
 
     def collate(self, split: PreparedSplit, rows: Sequence[int]) -> Batch:
-        """Rows of a prepared split as a micro-batch."""
+        """Collate rows of a prepared split into a micro-batch."""
 
     def weight(self, split: PreparedSplit) -> WeightArray:
-        """Weight of each row in the loss: its targets, or that of its class. The loss is divided by the sum over the
-        global batch."""
+        """Weight of each row in the loss: its number of targets, or the weight of its class. The loss is divided by the
+        sum over the global batch."""
 
     def loss_sum(self, batch: Any) -> torch.Tensor:
         """The loss summed over a batch (fp32 scalar)."""
 
     def metric_count(self, rows: int) -> int:
-        """How many numbers :meth:`score` accumulates when so many rows are evaluated: sums, and where a metric needs
-        all rows at once (a rank, say) a place for each, which the sum over the ranks fills."""
+        """Length of ``sums`` in :meth:`score` for this many rows: sums, and one slot per row if a metric needs all rows
+        at once (a rank statistic, for example), which the sum over the ranks fills."""
 
     def score(self, batch: Any, sums: torch.Tensor) -> None:
-        """Add a batch's share of the metrics to ``sums`` (fp64, ``metric_count`` long, on the device)."""
+        """Add a batch's contribution to ``sums`` (fp64, ``metric_count`` long, on the device)."""
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
-        """The metrics, from sums over all rows; the names of :attr:`TaskSpec.best` and others."""
+        """The metrics, from sums over all rows; includes those named in :attr:`TaskSpec.best`."""
 
     def confusion(self, sums: Sequence[float]) -> Confusion:
-        """Rows by their class and the predicted one, from the same sums; empty where there is no such matrix."""
+        """The confusion matrix, by class and predicted class, from the same sums; empty for tasks without one."""

@@ -151,7 +151,7 @@ def test_a_local_copy_of_what_is_there(
     monkeypatch.setattr(copies, "copy_path", lambda name, local_dir: place / (local_dir or "none"))
     assert local_copy(tmp_path) == tmp_path
     assert local_copy("runs/run") == "runs/run"
-    with pytest.raises(CheckpointError, match="there is no run") as caught:
+    with pytest.raises(CheckpointError, match="the run does not exist") as caught:
         local_copy(url)
     assert caught.value.where == url
     objects.write("config.yaml", b"c")
@@ -160,7 +160,7 @@ def test_a_local_copy_of_what_is_there(
     assert sorted(one.name for one in (place / "own").iterdir()) == ["config.yaml", "summary.json"]
     with pytest.raises(CheckpointError, match="has no final/ yet"):
         local_copy(f"{url}/final")
-    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+    with pytest.raises(CheckpointError, match="the checkpoint does not exist"):
         local_copy(f"{url}/checkpoint-000004")
     listed(tmp_path / "made" / "final", {"weights": b"w"})
     push_folder(tmp_path / "made", objects, "final")

@@ -258,7 +258,7 @@ def test_a_run_belongs_to_who_took_it_last(tmp_path: Path) -> None:
     old.check()
     new.take()
     new.check()
-    with pytest.raises(CheckpointError, match="another attempt") as caught:
+    with pytest.raises(CheckpointError, match="another process") as caught:
         old.check()
     assert caught.value.where == str(run)
     old.take()

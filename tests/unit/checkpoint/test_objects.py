@@ -91,7 +91,7 @@ def test_a_download_is_whole_and_replaces_what_was_there(url: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"), [(b"contents", "has 7 bytes instead of 8"), (b"CONTENT", "has other bytes than were written")]
+    ("wanted", "said"), [(b"contents", "has 7 bytes instead of 8"), (b"CONTENT", "has changed since it was written")]
 )
 def test_a_download_of_other_bytes_is_damage_and_leaves_what_was_there(
     url: str, tmp_path: Path, wanted: bytes, said: str
@@ -182,9 +182,9 @@ def test_an_error_without_words_is_named_by_its_type(url: str) -> None:
 def test_a_bucket_that_is_not_there_is_named(url: str) -> None:
     objects, _ = made(url)
     failing(objects, "put_file", [FileNotFoundError("no bucket")])
-    with pytest.raises(StorageError, match="nothing can be written there: no bucket") as caught:
+    with pytest.raises(StorageError, match="cannot write there: no bucket") as caught:
         objects.write("a", b"x")
-    assert caught.value.repair == "make the bucket"
+    assert caught.value.repair == "create the bucket"
 
 
 def test_pauses_double_up_to_a_limit_and_are_spread() -> None:
@@ -255,7 +255,7 @@ def test_an_upload_that_arrives_cut_off_or_changed_is_sent_again(url: str) -> No
     told(objects, [{"size": 9}, {"size": None}, {}])
     objects.write("a", CONTENT)
     told(objects, [{"size": 9}])
-    with pytest.raises(StorageError, match="9 bytes arrived of 10"):
+    with pytest.raises(StorageError, match="9 of 10 bytes arrived"):
         objects.write("a", CONTENT)
     other, _ = made(url)
     there = other._fs
@@ -264,7 +264,7 @@ def test_an_upload_that_arrives_cut_off_or_changed_is_sent_again(url: str) -> No
         there.pipe_file(target, b"9876543210")
 
     other._fs = SimpleNamespace(**{one: getattr(there, one) for one in METHODS} | {"put_file": changed})
-    with pytest.raises(StorageError, match="other bytes arrived than were sent"):
+    with pytest.raises(StorageError, match="the bytes that arrived are not the bytes that were sent"):
         other.write("a", CONTENT)
 
 
@@ -323,7 +323,7 @@ def test_s3_is_tried_once_by_its_library_and_asked_at_the_endpoint_of_the_enviro
         ("s3://b/x", "`pip install 'finray[s3]'`"),
         ("gs://b/x", "`pip install 'finray[gcs]'`"),
         ("az://b/x", "`pip install 'finray[azure]'`"),
-        ("odd://b/x", "install the fsspec library for `odd://`"),
+        ("odd://b/x", "install the fsspec package for `odd://`"),
     ],
 )
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, url: str, repair: str) -> None:
@@ -331,7 +331,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, url
         raise ImportError("none")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(StorageError, match="nothing installed can write") as caught:
+    with pytest.raises(StorageError, match="no installed package can write") as caught:
         open_filesystem(url)
     assert caught.value.repair == repair
     assert caught.value.where == url

@@ -104,7 +104,7 @@ def test_a_checkpoint_that_lost_its_manifest_or_a_file_is_named(other: RemoteSto
     objects.remove(f"{folder(2)}/model")
     objects.write(f"{folder(6)}/model", b"weights 7")
     assert other.steps() == [2, 4, 6], "the index says so"
-    for step, said in ((2, "is missing"), (4, "is missing"), (6, "has other bytes than were written")):
+    for step, said in ((2, "is missing"), (4, "is missing"), (6, "has changed since it was written")):
         with pytest.raises(CheckpointError, match=said) as caught:
             other.verify(step)
         assert folder(step) in str(caught.value.where)
@@ -135,12 +135,12 @@ def test_the_fence_stops_an_attempt_that_was_overtaken(store: RemoteStore, url: 
         lambda: save(store, 8),
         lambda: store.add_metrics(4, {"more": 1.0}),
     ):
-        with pytest.raises(CheckpointError, match="another attempt has taken this run over"):
+        with pytest.raises(CheckpointError, match="another process has taken over this run"):
             action()
     assert RemoteStore(tmp_path / "third", Objects(url)).steps() == [2, 4, 6]
     assert not list(store.run_dir.glob(".tmp-manifest-*"))
     Objects(url).remove(ATTEMPT_FILE)
-    with pytest.raises(CheckpointError, match="another attempt"):
+    with pytest.raises(CheckpointError, match="another process"):
         store.check()
 
 
@@ -155,7 +155,7 @@ def test_a_run_that_is_overtaken_while_it_uploads_is_not_named(
             RemoteStore(tmp_path / "second", Objects(url), attempt="second").take()
 
     monkeypatch.setattr(store._objects, "upload", slow)
-    with pytest.raises(CheckpointError, match="another attempt"):
+    with pytest.raises(CheckpointError, match="another process"):
         save(store, 8)
     assert [one["step"] for one in json.loads(Objects(url).read(INDEX) or b"")["checkpoints"]] == [2, 4, 6]
 

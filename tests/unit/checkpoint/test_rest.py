@@ -78,8 +78,8 @@ def test_a_run_is_opened_in_a_directory_that_is_not_there_yet_and_again(tmp_path
     where = {"name": "r", "output_dir": str(tmp_path / "a" / "b")}
     config = runs.config_of({"model": {"name": "m"}, "data": {"source": "d"}, "run": where})
     for _ in range(2):
-        with open_run(config, fresh=False, say=lambda text: None) as run:
+        with open_run(config, fresh=False, notify=lambda text: None) as run:
             assert (run.path / "config.yaml").exists()
             (run.path / ".tmp-old").mkdir(exist_ok=True)
-    with open_run(config, fresh=False, say=lambda text: None) as run:
+    with open_run(config, fresh=False, notify=lambda text: None) as run:
         assert not (run.path / ".tmp-old").exists()

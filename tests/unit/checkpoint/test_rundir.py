@@ -32,27 +32,27 @@ def nobody(message: str) -> None:
 
 def test_a_run_is_continued_with_the_same_configuration(tmp_path: Path) -> None:
     for _ in range(2):
-        with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+        with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
             assert saved_config(run) == config(tmp_path)
 
 
 def test_another_configuration_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         before = run.config_file.read_bytes()
     with (
-        pytest.raises(ConfigError, match="another configuration"),
-        open_run(config(tmp_path, learning_rate=1.0), fresh=False, say=nobody),
+        pytest.raises(ConfigError, match="a different configuration"),
+        open_run(config(tmp_path, learning_rate=1.0), fresh=False, notify=nobody),
     ):
         pass
     assert run.config_file.read_bytes() == before
 
 
 def test_fresh_moves_the_earlier_run_aside_whole(tmp_path: Path) -> None:
-    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         (run.path / "checkpoint-000001").mkdir()
     said: list[str] = []
     for _ in range(2):
-        with open_run(config(tmp_path, learning_rate=1.0), fresh=True, say=said.append) as run:
+        with open_run(config(tmp_path, learning_rate=1.0), fresh=True, notify=said.append) as run:
             assert not (run.path / "checkpoint-000001").exists()
     aside = sorted(tmp_path.glob("run.before-*"))
     assert len(aside) == len(said) == 2
@@ -63,7 +63,7 @@ def test_runs_that_are_moved_aside_in_one_second_are_numbered(tmp_path: Path, mo
     monkeypatch.setattr("time.strftime", lambda form: "20260102-030405" if form == "%Y%m%d-%H%M%S" else form)
     said: list[str] = []
     for _ in range(4):
-        with open_run(config(tmp_path), fresh=True, say=said.append):
+        with open_run(config(tmp_path), fresh=True, notify=said.append):
             pass
     names = [f"run.before-20260102-030405{number}" for number in ("", "-2", "-3")]
     assert said == [f"the earlier run was moved to {tmp_path / name}" for name in names]
@@ -79,17 +79,17 @@ def test_what_the_resolved_file_says_is_an_error_with_the_way_out(tmp_path: Path
 
 def test_two_drivers_cannot_have_one_run(tmp_path: Path) -> None:
     with (
-        open_run(config(tmp_path), fresh=False, say=nobody),
+        open_run(config(tmp_path), fresh=False, notify=nobody),
         pytest.raises(ClusterError, match="another `finray train`"),
-        open_run(config(tmp_path), fresh=True, say=nobody, wait_s=0.1),
+        open_run(config(tmp_path), fresh=True, notify=nobody, wait_s=0.1),
     ):
         pass
 
 
 def test_rests_of_a_killed_write_are_swept(tmp_path: Path) -> None:
-    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         (run.path / ".tmp-checkpoint-000003-ab").mkdir()
-    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         assert not list(run.path.glob(".tmp-*"))
 
 
@@ -102,7 +102,7 @@ def test_what_auto_came_to_is_kept(tmp_path: Path) -> None:
     run.keep_resolved(RESOLVED)
     assert run.resolved() == RESOLVED
     (tmp_path / "resolved.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is not what belongs there"):
+    with pytest.raises(ConfigError, match="has invalid content"):
         run.resolved()
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_best_checkpoint_does_not_become_final(finished: RunDir) -> No
     assert "step 3 becomes final, not 2" in said[0]
     for step in (1, 3):
         (finished.path / f"checkpoint-00000{step}" / "model.safetensors").write_text("damaged", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="every checkpoint"):
+    with pytest.raises(CheckpointError, match="all checkpoints"):
         finished.make_final(best=("eval_loss", "min"), warn=said.append)
 
 
@@ -174,23 +174,23 @@ def finish(run: RunDir, total: int) -> None:
 def test_a_longer_run_is_the_same_run_and_not_finished(
     tmp_path: Path, before: dict[str, float], after: dict[str, float]
 ) -> None:
-    with open_run(config(tmp_path, **before), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path, **before), fresh=False, notify=nobody) as run:
         finish(run, 20)
     said: list[str] = []
-    with open_run(config(tmp_path, **after), fresh=False, say=said.append) as run:
+    with open_run(config(tmp_path, **after), fresh=False, notify=said.append) as run:
         assert not run.summary_file.exists()
         assert saved_config(run) == config(tmp_path, **after)
     assert len(said) == 1
     assert "is now" in said[0]
     finish(run, 30)
-    with open_run(config(tmp_path, **after), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path, **after), fresh=False, notify=nobody) as run:
         assert run.summary_file.exists()
 
 
 def test_what_another_field_takes_the_place_of_may_change(tmp_path: Path) -> None:
-    with open_run(config(tmp_path, epochs=2, max_steps=3), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path, epochs=2, max_steps=3), fresh=False, notify=nobody) as run:
         finish(run, 3)
-    with open_run(config(tmp_path, epochs=5, max_steps=3), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path, epochs=5, max_steps=3), fresh=False, notify=nobody) as run:
         assert run.summary_file.exists()
 
 
@@ -211,10 +211,10 @@ def test_a_shorter_run_is_refused_with_every_way_out(
         plain = config(tmp_path, **train).plain()
         return build_config({**plain, "adapter": {"method": adapter}}, source="test")
 
-    with open_run(made(**before), fresh=False, say=nobody) as run:
+    with open_run(made(**before), fresh=False, notify=nobody) as run:
         finish(run, 20)
         run.final.mkdir()
-    with pytest.raises(ConfigError) as caught, open_run(made(**after), fresh=False, say=nobody):
+    with pytest.raises(ConfigError) as caught, open_run(made(**after), fresh=False, notify=nobody):
         pass
     start = f"adapter.start_from={run.path}" if adapter == "lora" else f"model.name={run.final}"
     for part in (said, "can be made longer, not shorter", "--fresh", "another run.name", start):
@@ -224,9 +224,9 @@ def test_a_shorter_run_is_refused_with_every_way_out(
 
 
 def test_a_longer_run_that_is_refused_later_is_what_it_was(tmp_path: Path) -> None:
-    with open_run(config(tmp_path, epochs=2), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path, epochs=2), fresh=False, notify=nobody) as run:
         finish(run, 20)
-    with pytest.raises(ConfigError), open_run(config(tmp_path, epochs=3), fresh=False, say=lambda text: None):
+    with pytest.raises(ConfigError), open_run(config(tmp_path, epochs=3), fresh=False, notify=lambda text: None):
         raise ConfigError("the workers refuse it")
     assert run.summary_file.exists()
     assert saved_config(run) == config(tmp_path, epochs=2)
@@ -234,28 +234,28 @@ def test_a_longer_run_that_is_refused_later_is_what_it_was(tmp_path: Path) -> No
 
 def test_what_the_run_chose_stands_for_what_the_config_leaves_open(tmp_path: Path) -> None:
     chosen = replace(RESOLVED, global_batch_size=1, epochs=3.0)
-    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         run.keep_resolved(chosen)
     same: list[dict[str, object]] = [{}, {"global_batch_size": 1}, {"epochs": 3}]
     for train in same:
-        with open_run(config(tmp_path, **train), fresh=False, say=nobody):
+        with open_run(config(tmp_path, **train), fresh=False, notify=nobody):
             pass
     said: list[str] = []
-    with open_run(config(tmp_path, epochs=4), fresh=False, say=said.append):
+    with open_run(config(tmp_path, epochs=4), fresh=False, notify=said.append):
         assert "train.epochs was 3, is now 4" in said[0]
     for other, text in (
         ({"global_batch_size": 8}, "train.global_batch_size: was 1, is now 8"),
         ({"epochs": 2}, "train.epochs: was 4.0, is now 2.0"),
     ):
-        with pytest.raises(ConfigError, match=text), open_run(config(tmp_path, **other), fresh=False, say=nobody):
+        with pytest.raises(ConfigError, match=text), open_run(config(tmp_path, **other), fresh=False, notify=nobody):
             pass
 
 
 def test_a_run_from_before_a_step_could_be_chosen_goes_on_with_its_own(tmp_path: Path) -> None:
-    with open_run(config(tmp_path, global_batch_size=8), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path, global_batch_size=8), fresh=False, notify=nobody) as run:
         older = {name: value for name, value in asdict(RESOLVED).items() if name not in ("global_batch_size", "epochs")}
         (run.path / "resolved.json").write_text(json.dumps(older), encoding="utf-8")
-    with open_run(config(tmp_path), fresh=False, say=nobody) as run:
+    with open_run(config(tmp_path), fresh=False, notify=nobody) as run:
         kept = run.resolved()
     assert kept is not None
     assert (kept.global_batch_size, kept.epochs) == (8, 1.0)
@@ -301,7 +301,7 @@ def test_without_checkpoints_there_is_nothing_to_make_it_from(finished: RunDir) 
     for folder in finished.path.glob("checkpoint-*"):
         shutil.rmtree(folder)
     (finished.final / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no checkpoint that final/ could be made from") as caught:
+    with pytest.raises(CheckpointError, match="no checkpoint to make final/ from") as caught:
         finished.mend_final(best=None, warn=nobody)
     assert "--fresh" in str(caught.value.repair)
     assert (finished.final / "original" / "tokenizer.model").exists()
@@ -352,7 +352,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path, monkeyp
     monkeypatch.setattr(rundir, "replace_text", read_only)
     with (
         pytest.raises(ConfigError, match="the run directory cannot be written: Read-only file system") as caught,
-        open_run(config(tmp_path), fresh=False, say=nobody),
+        open_run(config(tmp_path), fresh=False, notify=nobody),
     ):
         pass
     assert caught.value.where == str(tmp_path / "run")
@@ -363,7 +363,7 @@ def test_the_configuration_of_a_run_holds_no_password(tmp_path: Path) -> None:
     plain["data"]["source"] = "https://me:hunter22@host/rows.jsonl"
     secret = build_config(plain, source="test")
     for _ in range(2):
-        with open_run(secret, fresh=False, say=nobody) as run:
+        with open_run(secret, fresh=False, notify=nobody) as run:
             written = "".join(path.read_text(encoding="utf-8") for path in run.path.rglob("*") if path.is_file())
     assert "hunter22" not in written
     assert "https://me:***@host/rows.jsonl" in written

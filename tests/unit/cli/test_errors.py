@@ -46,22 +46,25 @@ def _from_transformers() -> Exception:
 @pytest.mark.parametrize(
     ("error", "parts"),
     [
-        (PermissionError(errno.EACCES, "Permission denied", "/data/x"), ("/data/x: permission denied", "the right")),
-        (OSError(errno.ENOSPC, "No space left on device", "/data/x"), ("/data/x: no space left", "make room")),
+        (PermissionError(errno.EACCES, "Permission denied", "/data/x"), ("/data/x: permission denied", "permission")),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/data/x"),
+            ("/data/x: no space left", "free some disk space"),
+        ),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 300), ("file name too long", "shorter")),
         (OSError("Couldn't reach the server"), ("Couldn't reach the server",)),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), ("not text in UTF-8", "save it")),
-        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), ("no Unicode", "look for it")),
+        (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), ("not valid Unicode", "look for it")),
         (json.JSONDecodeError("Expecting value", "", 0), ("not JSON",)),
         (yaml.YAMLError("mapping values are not allowed here"), ("not YAML",)),
-        (SafetensorError("Error while deserializing header"), ("safetensors", "fetch the model again")),
-        (MemoryError(), ("not enough memory", "a number that is too large")),
+        (SafetensorError("Error while deserializing header"), ("safetensors", "download the model again")),
+        (MemoryError(), ("out of memory", "a number that is too large")),
         (RecursionError("maximum recursion depth exceeded"), ("nested too deeply",)),
-        (jinja2.TemplateSyntaxError("unexpected '}'", 1), ("the chat template fails", "mend it")),
+        (jinja2.TemplateSyntaxError("unexpected '}'", 1), ("the chat template fails", "fix it")),
         (pa.ArrowInvalid("Not a Parquet file"), ("Arrow", "Not a Parquet file")),
-        (torch.OutOfMemoryError("CUDA out of memory"), ("the GPU has not enough memory", "finray plan")),
+        (torch.OutOfMemoryError("CUDA out of memory"), ("the GPU is out of memory", "finray plan")),
         (FinrayError("mine", where="here", repair="so"), ("here: mine", "repair: so")),
-        (_from_transformers(), ("transformers cannot go on", "may be damaged")),
+        (_from_transformers(), ("transformers failed", "may be damaged")),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -87,7 +90,7 @@ def test_a_defect_has_a_reference_and_a_file_with_the_traceback(
     code, _, err = runs.finray("config", "show", "run.yaml")
     assert code == 1
     assert "Traceback" not in err
-    reference = re.search(r"a defect in finray \(reference ([0-9a-f]{8})\): TypeError", err)
+    reference = re.search(r"this is a bug in finray \(reference ([0-9a-f]{8})\): TypeError", err)
     assert reference is not None
     text = (tmp_path / "finray" / "defects" / f"finray-{reference[1]}.txt").read_text()
     assert "Traceback" in text
@@ -148,7 +151,7 @@ def test_a_secret_in_an_error_is_masked(tmp_path: Path) -> None:
     ("option", "hint"),
     [
         ("--max_steps", "did you mean `train.max_steps`?"),
-        ("--num-train-epochs", "here: `train.epochs`"),
+        ("--num-train-epochs", "in finray: `train.epochs`"),
         ("--train.max_steps=4", "section.field=value"),
     ],
 )
@@ -173,6 +176,31 @@ def test_a_dash_for_the_file_of_prompts_is_standard_input(monkeypatch: pytest.Mo
     monkeypatch.setattr("sys.stdin", StringIO("two\n\nthree\n"))
     code, out, said = runs.finray("generate", "model", "one", "--file", "-")
     assert (code, out.split(), asked) == (0, ["ok"] * 3, ["one", "two", "three"]), said
+
+
+def test_before_the_first_run_a_config_has_no_prepared_data_and_a_directory_that_is_named_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("{model: {name: m}, data: {source: rows.jsonl}}")
+    for words in (["list"], ["verify"], ["prune", "--all"]):
+        code, out, err = runs.finray("cache", *words, "my.yaml")
+        assert (code, err) == (0, ""), words
+        assert words == ["verify"] or "0 " in out, words
+        assert runs.finray("cache", *words, "elsewhere")[0] == 2, words
+    assert not Path("runs").exists()
+
+
+def test_the_directory_of_a_run_is_no_config_and_its_copy_is_named(tmp_path: Path) -> None:
+    run, empty = tmp_path / "run", tmp_path / "empty"
+    for folder in (run, empty):
+        folder.mkdir()
+    (run / "config.yaml").write_text("{}")
+    code, _, err = runs.finray("plan", str(run))
+    assert code == 2
+    assert "the directory of a run" in err
+    assert str(run / "config.yaml") in err
+    assert "the directory of a run" not in runs.finray("plan", str(empty))[2]
 
 
 def test_the_cache_of_a_directory_of_runs_is_the_one_beside_them(tmp_path: Path) -> None:

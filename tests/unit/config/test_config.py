@@ -75,7 +75,8 @@ def test_the_short_starter_file_has_15_lines_and_holds_rows_out_beside_the_defau
     assert max(map(len, lines)) <= 120
     config = load_config(path)
     assert (config.model.name, config.data.source) == ("a: b", "my rows.jsonl")
-    own = {"model": {"name": "a: b"}, "data": {"source": "my rows.jsonl", "eval_ratio": 0.1}, "train": {"epochs": 1}}
+    # Epochs are left open: a file of few rows is passed over more than once.
+    own = {"model": {"name": "a: b"}, "data": {"source": "my rows.jsonl", "eval_ratio": 0.1}}
     assert config == build_config(own, source="test")
 
 
@@ -124,7 +125,7 @@ def test_a_saved_configuration_reads_back_as_itself() -> None:
 
 
 def test_another_format_is_the_same_run_whose_rows_are_compared() -> None:
-    """So that a run from before `auto` read prompts and completions as a chat can go on."""
+    """So that a run from before `auto` read prompts and completions as a chat can continue."""
     plain = {"model": {"name": "m"}, "data": {"source": "d"}}
     old, new = (build_config({**plain, "data": {"source": "d", "format": one}}, source="test") for one in FORMATS)
     assert differences(old, new) == []
@@ -240,7 +241,7 @@ def test_a_preset_is_a_config_unless_a_file_has_its_name(tmp_path: Path, monkeyp
 
 
 def test_what_is_no_config_is_told_what_one_is() -> None:
-    with pytest.raises(ConfigError, match=r"a list is no config\s.*data=") as caught:
+    with pytest.raises(ConfigError, match=r"a list is not a config\s.*data=") as caught:
         load_config([{"prompt": "p", "completion": "c"}])  # type: ignore[arg-type]
     assert caught.value.where == "config"
 
@@ -356,7 +357,7 @@ def test_booleans_stay_what_they_are_where_they_are_meant() -> None:
     [
         ('run.name="run\\n"', "becomes a directory name"),
         ("run.output_dir=https://host/runs", "a URL that can be written to"),
-        ("run.output_dir=s3://bucket", "names a bucket alone"),
+        ("run.output_dir=s3://bucket", "names only a bucket"),
         ("run.local_dir=s3://bucket/runs", "must be a local directory"),
         ('run.output_dir="a\\0b"', "holds U+0000"),
         ("run.output_dir=~nobody-of-that-name/x", "there is no home directory `~nobody-of-that-name`"),
@@ -414,10 +415,13 @@ def test_the_signature_of_a_url_is_masked(query: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({}, "bf16-true is for training all weights"),
-        ({"adapter": {"method": "none"}, "parallel": {"strategy": "deepspeed"}}, "but DeepSpeed updates fp32 copies"),
+        ({}, "bf16-true is for full fine-tuning"),
+        (
+            {"adapter": {"method": "none"}, "parallel": {"strategy": "deepspeed"}},
+            "but DeepSpeed updates its own fp32 copies",
+        ),
         *(
-            ({"adapter": {"method": "none"}, "train": {"optimizer": kind}}, f"which {kind} cannot")
+            ({"adapter": {"method": "none"}, "train": {"optimizer": kind}}, f"which {kind} does not support")
             for kind in ("adamw_8bit", "adafactor", "muon")
         ),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tools.foreign_examples import look_at
 
 from finray.config.convert import convert
 from finray.config.load import load_config
@@ -271,10 +272,10 @@ def test_what_a_source_of_axolotl_comes_to(source: dict[str, Any], expected: dic
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "line 7: `dpo` is not supervised fine-tuning"),
+        (LLAMA_FACTORY.replace("stage: sft", "stage: dpo"), "line 7: `dpo` is not supported"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: freeze"), "line 9: `finetuning_type: freeze"),
-        (AXOLOTL + "rl: kto\n", "line 35: `kto` is not supervised fine-tuning"),
-        ("model: {name: m}\ndata: {source: d}\n", "a config of finray already"),
+        (AXOLOTL + "rl: kto\n", "line 35: `kto` is not supported"),
+        ("model: {name: m}\ndata: {source: d}\n", "already a finray config"),
         ("lora_rank: 8\n", "names no model"),
         ("model_name_or_path: m\nexport_dir: out\n", "finray export"),
         ("model_name_or_path: m\n", "names no data"),
@@ -285,6 +286,18 @@ def test_what_cannot_be_converted_is_refused(text: str, said: str, tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         converted(text, tmp_path)
     assert said in str(caught.value)
+
+
+def test_examples_that_train_nothing_are_counted_apart_from_what_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    for name, text in {
+        "accelerate": "num_processes: 4\n",
+        "export": "model_name_or_path: m\nexport_dir: out\n",
+        "preferences": LLAMA_FACTORY.replace("stage: sft", "stage: dpo"),
+    }.items():
+        (tmp_path / "examples" / f"{name}.yaml").write_text(text)
+    found = look_at(tmp_path)
+    assert (found.files, found.foreign, found.refused.total(), found.converted) == (3, 2, 1, 0)
 
 
 @pytest.mark.parametrize("text", [LLAMA_FACTORY, AXOLOTL])
@@ -306,4 +319,4 @@ def test_the_command_writes_a_config_that_plans(text: str, tiny_model_dir: Path,
     assert code == 0, out + err
     code, _, err = runs.finray(*words)
     assert code == 2
-    assert "exists already" in err
+    assert "already exists" in err

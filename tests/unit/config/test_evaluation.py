@@ -65,8 +65,12 @@ def test_a_metric_that_only_an_evaluation_knows_goes_by_its_name() -> None:
             "evaluation.metric=perplexty",
             ("did you mean `perplexity`?", "use one of: eval_loss, perplexity, exact_match"),
         ),
-        ({"generate_rows": 1, "metrics": ["multiple_choice"]}, "evaluation.metrics", ("needs more than answers",)),
-        ({"generate_rows": 1, "metrics": ["bertscore"]}, "evaluation.scoring.encoder", ("none is named",)),
+        (
+            {"generate_rows": 1, "metrics": ["multiple_choice"]},
+            "evaluation.metrics",
+            ("during training only answers are available",),
+        ),
+        ({"generate_rows": 1, "metrics": ["bertscore"]}, "evaluation.scoring.encoder", ("none is set",)),
     ],
 )
 def test_what_there_is_not_is_found_on_the_cpu(evaluation: dict[str, Any], where: str, parts: tuple[str, ...]) -> None:
@@ -80,13 +84,13 @@ def test_what_there_is_not_is_found_on_the_cpu(evaluation: dict[str, Any], where
 @pytest.mark.parametrize("field", ["metric", "generate_rows", "every_steps"])
 def test_without_held_out_rows_there_is_nothing_to_ask_for(field: str) -> None:
     value = "perplexity" if field == "metric" else 3
-    with pytest.raises(FinrayError, match=rf"evaluation\.{field}: there is nothing to evaluate on"):
+    with pytest.raises(FinrayError, match=rf"evaluation\.{field}: there are no evaluation rows"):
         config({field: value}, data={"source": "d"})
     config({field: value})
 
 
 def test_rows_that_are_learned_as_a_whole_have_no_prompts() -> None:
-    with pytest.raises(FinrayError, match=r"with data\.train_on all everything is learned"):
+    with pytest.raises(FinrayError, match=r"with data\.train_on: all there are no prompts"):
         config({"generate_rows": 2}, data={"source": "d", "eval_ratio": 0.1, "train_on": "all"})
     with pytest.raises(DataError) as caught:
         require_prompts(config({"generate_rows": 2}), "text")
@@ -105,7 +109,7 @@ def test_a_classifier_has_metrics_of_its_own_and_of_each_class() -> None:
 def test_a_task_without_answers_is_not_asked_for_them() -> None:
     model = {"name": "m", "task": "sequence_classification"}
     for asked in ({"generate_rows": 2}, {"metrics": ["rougeL"]}):
-        with pytest.raises(ConfigError, match="sequence_classification answers no prompts") as caught:
+        with pytest.raises(ConfigError, match="sequence_classification does not answer prompts") as caught:
             check_evaluation(config(asked, model=model))
         assert caught.value.where == f"evaluation.{next(iter(asked))}"
         check_evaluation(config({"metrics": ["rougeL"]}))

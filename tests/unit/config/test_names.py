@@ -65,7 +65,7 @@ saves_per_epoch: 1
 """
 
 
-NOTHING = "unknown keys that ask for nothing, and can go"
+NOTHING = "unknown keys without effect, which can be removed"
 
 
 def problems(**written: object) -> dict[str, str]:
@@ -82,25 +82,25 @@ def test_every_key_of_another_systems_file_is_told_what_it_is_here(text: str) ->
     nothing = found.pop(NOTHING, "").split(", ")
     assert found.keys() | {*nothing} - {""} == file.keys() - {"adapter"}
     for key, said in found.items():
-        hint = re.search(r"\((here: `|`|not needed|it follows|set `|did you mean `(train|run|tracking)\.)", said)
+        hint = re.search(r"\((in finray: `|`|not needed|it follows|set `|did you mean `(train|run|tracking)\.)", said)
         assert hint, f"{key}: {said}"
 
 
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("model_name_or_path", "here: `model.name`"),
-        ("cutoff_len", "here: `data.max_length`"),
-        ("sequence_len", "here: `data.max_length`"),
-        ("num_train_epochs", "here: `train.epochs`"),
+        ("model_name_or_path", "in finray: `model.name`"),
+        ("cutoff_len", "in finray: `data.max_length`"),
+        ("sequence_len", "in finray: `data.max_length`"),
+        ("num_train_epochs", "in finray: `train.epochs`"),
         ("gradient_accumulation_steps", "it follows from `train.global_batch_size`"),
-        ("train.lr", "here: `train.learning_rate`"),
-        ("adapter.r", "here: `adapter.rank`"),
-        ("train.bf16", "here: `train.precision: bf16`"),
-        ("adapter.lora_target", "here: `adapter.target_modules`"),
+        ("train.lr", "in finray: `train.learning_rate`"),
+        ("adapter.r", "in finray: `adapter.rank`"),
+        ("train.bf16", "in finray: `train.precision: bf16`"),
+        ("adapter.lora_target", "in finray: `adapter.target_modules`"),
         ("stage", "not needed: finray does supervised fine-tuning"),
-        ("finetuning_type", "here: `adapter.method`"),
-        ("train.batch_size", "`train.global_batch_size` counts the rows of a step"),
+        ("finetuning_type", "in finray: `adapter.method`"),
+        ("train.batch_size", "`train.global_batch_size` is the batch of an optimizer step"),
         ("train.packing", "did you mean `data.packing`?"),
         ("optimizer", "did you mean `train.optimizer`?"),
     ],
@@ -159,10 +159,10 @@ def test_what_asks_for_nothing_is_one_line_and_what_off_asks_for_is_not() -> Non
     asked = "load_in_8bit, load_in_4bit, fp16, tf32, wandb_watch, resume_from_checkpoint, special_tokens, strange"
     assert {*found.pop(NOTHING).split(", ")} == {*asked.split(", "), "train.lr"}
     assert found == {
-        "bf16": "unknown key (here: `train.precision: fp32`)",
-        "sample_packing": "unknown key (here: `data.packing: false`)",
-        "flash_attention": "unknown key (here: `model.attention: packed`)",
-        "assistant_only_loss": "unknown key (here: `data.train_on: all`)",
+        "bf16": "unknown key (in finray: `train.precision: fp32`)",
+        "sample_packing": "unknown key (in finray: `data.packing: false`)",
+        "flash_attention": "unknown key (in finray: `model.attention: packed`)",
+        "assistant_only_loss": "unknown key (in finray: `data.train_on: all`)",
         "train.max_stps": "unknown key (did you mean `max_steps`?)",
     }
 
@@ -170,13 +170,13 @@ def test_what_asks_for_nothing_is_one_line_and_what_off_asks_for_is_not() -> Non
 @pytest.mark.parametrize(
     ("path", "value", "hint"),
     [
-        ("train.optimizer", "adamw_bnb_8bit", "(here: `adamw_8bit`)"),
-        ("train.optimizer", "adamw_torch", "(here: `adamw`)"),
+        ("train.optimizer", "adamw_bnb_8bit", "(in finray: `adamw_8bit`)"),
+        ("train.optimizer", "adamw_torch", "(in finray: `adamw`)"),
         ("train.schedule", "cosin", "(did you mean `cosine`?)"),
-        ("train.schedule", "constant_with_warmup", "(here: `constant`)"),
-        ("train.precision", "bfloat16", "(here: `bf16`)"),
-        ("model.quantization", 8, "(here: `8bit`)"),
-        ("model.attention", "sdpa", "(here: `packed`)"),
+        ("train.schedule", "constant_with_warmup", "(in finray: `constant`)"),
+        ("train.precision", "bfloat16", "(in finray: `bf16`)"),
+        ("model.quantization", 8, "(in finray: `8bit`)"),
+        ("model.attention", "sdpa", "(in finray: `packed`)"),
         ("data.source", ["a", "b"], "(several sources are `data.mix: [{source: ...}, {source: ...}]`)"),
         ("tracking.trackers", "tensorboard", "(write [tensorboard])"),
     ],
@@ -192,6 +192,6 @@ def test_hints_of_what_has_no_field_say_what_there_is() -> None:
     datasets = [{"path": "a", "type": "alpaca"}]
     found = problems(wandb_project="p", report_to="wandb", datasets=datasets, special_tokens={"pad_token": "x"})
     assert "did you mean `tracking.wandb_project`?" in found["wandb_project"]
-    assert "here: `tracking.trackers`" in found["report_to"]
+    assert "in finray: `tracking.trackers`" in found["report_to"]
     assert "`data.format` its type" in found["datasets"]
-    assert "the model's own are taken" in found["special_tokens"]
+    assert "the model's own are used" in found["special_tokens"]

@@ -50,10 +50,11 @@ def test_the_file_is_a_run_of_the_preset_on_as_many_workers(tmp_path: Path) -> N
     # 64 for each of its processes.
     assert (config.train.global_batch_size, config.train.micro_batch_size) == (256, 64)
     assert config.run.name == "run-1"
-    assert config.cluster.env == {"RESULT_MODEL_ID": "someone/sst2"}
+    assert (config.export.push_to_hub, config.export.public) == ("someone/sst2", False)
+    assert config.cluster.env == {}
     said = "\n".join(config.notes)
     assert "the run is called run-1, from config_map.RUN_NAME ('run #1')" in said
-    assert "RESULT_MODEL_ID=someone/sst2: finray uploads nothing yet" in said
+    assert "config_map.RESULT_MODEL_ID: the finished model is pushed to someone/sst2" in said
     for field in ("shared_volume", "H100", "memory"):
         assert field in said
 
@@ -73,7 +74,7 @@ def test_a_token_in_the_file_comes_into_no_config_and_no_note(tmp_path: Path) ->
 def test_place_holders_are_left_out(tmp_path: Path) -> None:
     text = FILE.replace("hf_of_the_file", "<your hf token with write creds>").replace("someone/sst2", "<your repo id>")
     config = load(tmp_path, text)
-    assert config.cluster.env == {}
+    assert (config.cluster.env, config.export.push_to_hub) == ({}, None)
     assert "config_map.HF_TOKEN holds a place-holder, and is left out" in config.notes
     assert not any("hf token" in note for note in config.notes)
 
@@ -83,7 +84,8 @@ def test_sections_of_finray_beside_it_and_overrides_win(tmp_path: Path) -> None:
     config = load(tmp_path, FILE + own, ["cluster.cpus_per_worker=3"])
     assert (config.model.task, config.run.name, config.train.global_batch_size) == ("causal_lm", "mine", "auto")
     assert (config.cluster.num_workers, config.cluster.cpus_per_worker) == (2, 3)
-    assert config.cluster.env == {"RESULT_MODEL_ID": "someone/sst2", "A": "b"}
+    assert config.cluster.env == {"A": "b"}
+    assert load(tmp_path, FILE + "export: {push_to_hub: my/own}\n").export.push_to_hub == "my/own"
 
 
 @pytest.mark.parametrize(("text", "workers", "gpu"), [("replicas: 3", 3, False), ("resources: {gpu: {}}", 1, False)])
@@ -132,8 +134,15 @@ def test_a_name_of_which_nothing_is_left_is_said(monkeypatch: pytest.MonkeyPatch
     assert config.notes == ("RUN_NAME is '###', of which no directory can be named; it is left out",)
 
 
-def test_where_the_result_belongs_is_kept_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_result_is_pushed_is_said_and_a_config_that_names_it_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RESULT_MODEL_ID", "a/b")
     config = load_config(SMALL)
-    assert config.cluster.env == {"RESULT_MODEL_ID": "a/b"}
-    assert config.notes[0].startswith("RESULT_MODEL_ID=a/b: finray uploads nothing yet")
+    assert (config.export.push_to_hub, config.export.public) == ("a/b", False)
+    assert config.notes[0].startswith("RESULT_MODEL_ID: the finished model is pushed to a/b")
+    named = load_config(SMALL | {"export": {"push_to_hub": "my/own", "public": True}})
+    assert (named.export.push_to_hub, named.notes) == ("my/own", ())
+    here = load_config(SMALL, ["export.push_to_hub=null"])
+    assert (here.export.push_to_hub, here.notes) == (None, ())
+    monkeypatch.setenv("RESULT_MODEL_ID", "a/b/c")
+    with pytest.raises(ConfigError, match="a model name on the Hub"):
+        load_config(SMALL)

@@ -65,7 +65,7 @@ def test_the_base_is_of_the_revision_that_the_adapter_was_trained_on(folder: Pat
     found = with_start(config(folder))
     assert found.model.revision == "v1"
     assert with_start(build_config(found.plain(), source="saved")) == found
-    with pytest.raises(ConfigError, match="says v2, the adapter to continue from says v1") as caught:
+    with pytest.raises(ConfigError, match="says v2, but the adapter to continue from has v1") as caught:
         with_start(config(folder, model={"revision": "v2"}))
     assert "model.revision" in str(caught.value.where)
     # Of a copy under another name nothing is known.
@@ -102,7 +102,7 @@ def test_the_same_said_twice_is_no_contradiction(folder: Path) -> None:
 
 
 def test_all_contradictions_at_once(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="2 fields contradict"):
+    with pytest.raises(ConfigError, match="2 fields differ"):
         with_start(config(folder, rank=16, alpha=1.0))
 
 
@@ -121,5 +121,5 @@ def test_adapters_that_cannot_be_continued(folder: Path, change: dict[str, Any],
 
 
 def test_no_adapter(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no adapter"):
+    with pytest.raises(ConfigError, match="holds no adapter"):
         with_start(config(tmp_path / "nowhere"))

@@ -70,7 +70,7 @@ def test_what_follows_the_array_is_refused(
     rows = read_array(ByteRange(str(file), "array"), Reading())
     assert next(rows) == {"a": 1}
     if is_refused:
-        with pytest.raises(DataError, match="something follows the array"):
+        with pytest.raises(DataError, match="there is text after the array"):
             list(rows)
     else:
         assert list(rows) == []

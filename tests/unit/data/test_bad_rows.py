@@ -106,7 +106,7 @@ CASES = {
     "null messages": chat(None, "`messages` is null"),
     "null content": chat([USER, {"role": "assistant", "content": None}], "messages[1] has no text"),
     "two answers": chat([USER, ANSWER, ANSWER], "messages[2]: two assistant turns in a row"),
-    "unknown role": chat([{"role": "asistant", "content": "a"}], "`asistant` is unknown (did you mean `assistant`?)"),
+    "unknown role": chat([{"role": "asistant", "content": "a"}], "unknown role `asistant` (did you mean `assistant`?)"),
     "half a pair in a role": jsonl(b'{"messages": [{"role": "\\ud800", "content": ""}]}\n', "surrogate", CHATS),
     "answer first": chat([ANSWER, USER, ANSWER], "begins with an assistant turn"),
     "array, broken UTF-8": array(b'{"text": "caf\xe9"}', "not UTF-8 at byte 13"),
@@ -115,8 +115,8 @@ CASES = {
     "array, half a pair": array(b'{"text": "\\ud83d"}', "half of a surrogate pair"),
     "array, 10 MB": array(json.dumps({"text": 'o"{[\\' + "x" * 10**7}).encode(), "longer than 8,000,000 bytes"),
     "CSV, broken UTF-8": table(b"caf\xe9,1", "not UTF-8"),
-    "CSV, too few": table(b"one", "another number of columns than the header (2): 1"),
-    "CSV, too many": table(b"one,1,2", "another number of columns than the header (2): 3"),
+    "CSV, too few": table(b"one", "the row has 1 columns, but the header has 2"),
+    "CSV, too many": table(b"one,1,2", "the row has 3 columns, but the header has 2"),
     "CSV, quotes": table(b'"one" two,1', "not CSV"),
     "CSV, mark of byte order": table(BOM + b"text,n", "begins with a byte order mark"),
     "CSV, 10 MB": table(b"one " * 2_500_000 + b",1", "longer than 8,000,000 bytes"),
@@ -153,11 +153,11 @@ def test_a_bad_row_is_named_or_dropped(
     [
         ("a.jsonl", b'{"text": "one"}\n{"text": "two"}\n{"text": "thr', 3, "and the file ends there"),
         ("a.csv", b'text,n\none,1\ntwo,2\n"thr', 3, "unexpected end of data"),
-        ("a.csv", b"text,n\none,1\ntwo,2\nthr", 3, "another number of columns"),
+        ("a.csv", b"text,n\none,1\ntwo,2\nthr", 3, "columns, but the header has"),
         ("a.json", b'[{"text": "one"},\n{"text": "two"},\n{"text": "thr', 3, "not JSON"),
-        ("a.json", b'[{"text": "one"},\n{"text": "two"}', 3, "ends before its array does"),
-        ("a.json", b'[{"text": "one"},\n{"text": "two"},', 3, "ends before its array does"),
-        ("a.json", b'[{"text": "one"},\n{"text": "two"}]\n[{"text": "lost"}]', 3, "something follows the array"),
+        ("a.json", b'[{"text": "one"},\n{"text": "two"}', 3, "ends inside its array"),
+        ("a.json", b'[{"text": "one"},\n{"text": "two"},', 3, "ends inside its array"),
+        ("a.json", b'[{"text": "one"},\n{"text": "two"}]\n[{"text": "lost"}]', 3, "there is text after the array"),
         ("a.json", b'[{"text": "one"},\n{"text": "two"},\n{"text": three}]', 3, "rows after this one"),
     ],
 )
@@ -254,7 +254,7 @@ def test_a_row_of_an_array_that_never_ends_is_refused_before_it_fills_the_memory
         source = put("a.json", b'[{"text": "one"}, {"text": "' + b"x" * 5000 + end)
         error = preparing.refused(source, on_bad_row=on_bad_row, prepare={"max_row_bytes": 100})
         assert error.where == f"{source}:2"
-        assert "its end is not in sight" in error.message
+        assert "the row has more than" in error.message
         assert "write the file as .jsonl" in str(error.repair)
 
 

@@ -331,7 +331,7 @@ def test_all_but_a_question_that_forbids_it() -> None:
 def test_all_but_a_system_message_that_is_folded_into_the_question() -> None:
     """Rendered alone it is nothing, so where it lies is not known; it must not be learned all the same."""
     hidden = Message("system", "be small", train=False)
-    with pytest.raises(DataError, match="cannot be told"):
+    with pytest.raises(DataError, match="is ambiguous"):
         encode("gemma-3", hidden, *TURN, train_on="all")
 
 
@@ -351,8 +351,8 @@ def test_a_template_that_only_separates_turns() -> None:
     ("error", "message", "repair"),
     [
         (DataError("mine", repair="do"), "mine", "do"),
-        (TemplateSyntaxError("no end of block", 7), "is not written right: no end of block (line 7)", "mend it"),
-        (RecursionError("deep"), "calls itself without an end", "mend it"),
+        (TemplateSyntaxError("no end of block", 7), "has a syntax error: no end of block (line 7)", "fix it"),
+        (RecursionError("deep"), "recurses without end", "fix it"),
         (ValueError("no such role"), "refuses the prompt: no such role", "check the roles"),
         (KeyError(), "refuses the prompt: KeyError", "check the roles"),
     ],

@@ -94,7 +94,7 @@ def test_what_alpaca_calls_context_is_its_input() -> None:
 
 @pytest.mark.parametrize("history", ["abc", 5, [["one"]], ["ab"], [["a", "b", "c"]]])
 def test_a_history_that_is_none_is_named(history: Any) -> None:
-    assert "`history` must be a list of pairs" in refused({**ALPACA, "history": history})
+    assert "`history` must be a list of [question, answer] pairs" in refused({**ALPACA, "history": history})
 
 
 def test_a_column_that_the_first_row_leaves_out_counts_in_the_others(preparing: Preparing, put: Write) -> None:
@@ -272,7 +272,7 @@ def test_a_prompt_of_messages_is_not_learned() -> None:
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     chat = example({"prompt": [user, answer, user], "completion": [answer]})
     assert chat.prompt_messages == 3
-    assert "at the border" in refused({"prompt": [user, answer], "completion": [answer]})
+    assert "where the prompt ends" in refused({"prompt": [user, answer], "completion": [answer]})
 
 
 @pytest.mark.parametrize(
@@ -314,8 +314,8 @@ def test_the_format_that_columns_speak_for(columns: list[str], wanted: str) -> N
 
 
 def test_columns_that_fit_no_format_are_listed() -> None:
-    assert "(q, a)" in refused({"q": "", "a": ""})
-    assert "not those of `alpaca` (text)" in refused({"text": ""}, format="alpaca")
+    assert "(columns: q, a)" in refused({"q": "", "a": ""})
+    assert "do not match `alpaca` (columns: text)" in refused({"text": ""}, format="alpaca")
 
 
 def test_columns_under_other_names() -> None:
@@ -349,7 +349,7 @@ def test_other_names_of_the_table_are_mapped_too() -> None:
     assert example({"c": "a"}, field_mapping={"content": "c"}) == Text("a")
     row = {"q": "a", "answer": "b", "c": "c"}
     assert said(example(row, field_mapping={"question": "q", "context": "c"}))[0] == ("user", "a\nc")
-    assert "`content` is read from `a`, which is no column" in refused(
+    assert "`content` is mapped to `a`, which is not a column" in refused(
         row, field_mapping={"question": "q", "query": "c", "content": "a"}
     )
 
@@ -502,8 +502,8 @@ def test_braces_of_a_template_that_name_no_column_are_none_of_those_that_are_rea
 @pytest.mark.parametrize(
     ("templates", "mapping", "said", "where"),
     [
-        (("one", "two"), {}, "the templates name no column", "data.input_template"),
-        (("{a}", "{o}"), {"a": "b", "c": "d"}, r": c stands in no template \(there are: a, o\)", "data.field_mapping"),
+        (("one", "two"), {}, "the templates use no column", "data.input_template"),
+        (("{a}", "{o}"), {"a": "b", "c": "d"}, r"no template uses c \(they use: a, o\)", "data.field_mapping"),
     ],
 )
 def test_templates_and_mappings_that_come_to_nothing(
@@ -597,7 +597,7 @@ def test_converters(own: Callable[[str], str], body: str, wanted: list[Any]) -> 
         ("yield {'text': row['b']}", "the converter failed: KeyError: 'b'"),
         ("import sys; sys.exit()", "the converter failed: SystemExit"),
         ("yield exit(3)", "the converter failed: SystemExit: 3"),
-        ("return {'foo': 1}", "the columns are not those of a format (foo)"),
+        ("return {'foo': 1}", "the columns do not match a format (columns: foo)"),
         ("return {'text': None}", "`text` is null"),
     ],
 )

@@ -67,7 +67,7 @@ def test_the_columns_of_one_text_or_two(
     [
         ({"text": "a", "lable": 1}, {}, r"no column with the labels \(columns: text, lable\).*did you mean"),
         ({"body": "a", "label": 1}, {}, r"no column with the text \(columns: body, label\)"),
-        ({"text": "a", "label": 1}, {"label": "y"}, r"`label` is read from `y`, which is no column \(text, label\)"),
+        ({"text": "a", "label": 1}, {"label": "y"}, r"`label` is mapped to `y`, which is not a column \(text, label\)"),
         ({"text": "a", "label": 1}, {"prompt": "text"}, "labelled text has no field `prompt`"),
     ],
 )
@@ -117,10 +117,10 @@ def test_a_label_is_a_name_names_or_a_number(value: Any, rules: LabelRules, expe
 @pytest.mark.parametrize(
     ("value", "rules", "said"),
     [
-        (2, NAMED, r"the label 2 is none of the classes \(bad, good\)"),
-        (-1, NAMED, "the label -1 is none of"),
-        ("Good", NAMED, "the label 'Good' is none of"),
-        (1.0, NAMED, "classes are names or whole numbers"),
+        (2, NAMED, r"the label 2 is neither a class \(bad, good\)"),
+        (-1, NAMED, "the label -1 is neither a class"),
+        ("Good", NAMED, "the label 'Good' is neither a class"),
+        (1.0, NAMED, "classes must be names or whole numbers"),
         (1.0, LabelRules("single_label"), "set classification.problem to regression"),
         ([1.0, 0.0], LabelRules(), "a list with 1.0; it must be a name or a whole number"),
         ([0, 1, 0], LabelRules(), "lists a class twice"),
@@ -128,9 +128,9 @@ def test_a_label_is_a_name_names_or_a_number(value: Any, rules: LabelRules, expe
         ("", LabelRules(), "the label is empty"),
         ("many", LabelRules("regression"), "labels must be numbers"),
         (True, LabelRules("regression"), "labels must be numbers"),
-        (float("inf"), LabelRules(), "no number to learn"),
+        (float("inf"), LabelRules(), "must be a finite number"),
         (10**400, LabelRules("regression"), "labels must be numbers"),
-        ("9" * 5000, NAMED, "is none of"),
+        ("9" * 5000, NAMED, "is neither a class"),
         ({"a": 1}, LabelRules(), "must be a name or a whole number"),
     ],
 )
@@ -204,8 +204,8 @@ def test_the_prepared_dataset_knows_its_labels(
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        ([1, 2.5], r"names or whole numbers before, and numbers with decimals here \(2.5\).*rows.jsonl:2"),
-        (["a", "b", ["a"]], r"and lists here.*rows.jsonl:3"),
+        ([1, 2.5], r"names or whole numbers before, numbers with decimals here \(2.5\).*rows.jsonl:2"),
+        (["a", "b", ["a"]], r"before, lists here.*rows.jsonl:3"),
     ],
 )
 def test_labels_of_different_kinds_are_refused_with_their_row(
@@ -223,7 +223,7 @@ def test_splits_with_labels_of_different_kinds_are_refused_with_the_file(classif
     train = put("train.jsonl", lines([{"text": "a", "label": 1}]))
     held_out = put("held.jsonl", lines([{"text": "b", "label": 1.5}]))
     error = classifying.refused(train, model=CLASSIFIES, eval_source=str(held_out))
-    assert "different kinds" in error.message
+    assert "different types" in error.message
     assert error.where is not None
     assert error.where.endswith("held.jsonl")
 
@@ -275,12 +275,12 @@ def build(classification: dict[str, Any], **model: Any) -> Any:
 @pytest.mark.parametrize(
     ("classification", "said"),
     [
-        ({"labels": ["a", "a"]}, "none may be listed twice"),
+        ({"labels": ["a", "a"]}, "must not be blank or repeated"),
         ({"labels": ["a", " "]}, "must not be blank"),
         ({"labels": ["a"]}, "at least two classes"),
         ({"labels": [True, "a"]}, "in quotes"),
-        ({"labels": ["a", "b"], "class_weights": {"c": 2}}, "c is none of classification.labels"),
-        ({"class_weights": {"c": 0}}, "must be above 0"),
+        ({"labels": ["a", "b"], "class_weights": {"c": 2}}, "c not in classification.labels"),
+        ({"class_weights": {"c": 0}}, "must be greater than 0"),
         ({"problem": "regression", "labels": ["a", "b"]}, "no effect with classification.problem regression"),
         ({"problem": "regression", "class_weights": "balanced"}, "no effect"),
         ({"label_smoothing": 1.0}, "less than 1"),
@@ -326,12 +326,12 @@ def test_labels_that_the_training_rows_have_are_no_problem(classifying: Preparin
 
 def test_a_held_out_label_that_no_training_row_has_is_named_with_its_row(classifying: Preparing, put: Write) -> None:
     (problem,) = look(classifying, put, ["a", "b"], ["a", "c", "d", "d"]).problems
-    assert "the label `c` of the evaluation rows is in no row to train on (and 1 other label)" in str(problem)
+    assert "the label `c` of the evaluation rows is not in the training rows (and 1 other label)" in str(problem)
     assert problem.where is not None
     assert problem.where.endswith("dev.jsonl:2")
     # A name that the config has is a class, whatever the rows have.
     named = look(classifying, put, ["a", "b"], ["a", "c"], labels=["a", "b", "c"])
-    assert (named.problems, [text for text, _ in named.warnings]) == ([], ["no row to train on has the class c"])
+    assert (named.problems, [text for text, _ in named.warnings]) == ([], ["no training row has the class c"])
 
 
 @pytest.mark.parametrize(
@@ -361,14 +361,14 @@ def test_balanced_weights_are_those_of_scikit_learn(classifying: Preparing, put:
 @pytest.mark.parametrize(
     ("labels", "classification", "said"),
     [
-        (["a", "b"], {"class_weights": {"bb": 2}}, "no class is called `bb` .did you mean `b`"),
+        (["a", "b"], {"class_weights": {"bb": 2}}, "unknown class `bb` .did you mean `b`"),
         (
             ["a", "b"],
             {"class_weights": "balanced", "labels": ["a", "b", "c"]},
-            "has the class c, so it has no balanced",
+            "has the class c, so its balanced weight",
         ),
-        ([1.5, 2.5], {"class_weights": "balanced"}, "a regression has no classes"),
-        ([1.5, 2.5], {"label_smoothing": 0.1}, "a regression has no classes"),
+        ([1.5, 2.5], {"class_weights": "balanced"}, "a regression, which has no classes"),
+        ([1.5, 2.5], {"label_smoothing": 0.1}, "a regression, which has no classes"),
     ],
 )
 def test_a_section_that_does_not_fit_the_labels_is_refused(
@@ -511,7 +511,7 @@ def test_an_id_beyond_the_names_is_a_bad_row_by_its_place(classifying: Preparing
     """-1 is how `datasets` writes that a row has no label."""
     FEELINGS.map(lambda row: {"label": -1}).to_parquet(str(tmp_path / "test.parquet"))
     error = classifying.refused(tmp_path / "test.parquet", model=CLASSIFIES)
-    assert "the label -1 is none of the classes (negative, awful, Positive)" in error.message
+    assert "the label -1 is neither a class (negative, awful, Positive)" in error.message
     assert str(error.where).endswith("test.parquet:1")
 
 

@@ -59,7 +59,7 @@ def test_commas_at_the_end_of_the_window_are_counted(preparing: Preparing, put: 
 def test_a_link_that_leads_nowhere_is_named(put: Write) -> None:
     folder = put("rows/a.jsonl", json.dumps(ROW)).parent
     (folder / "b.jsonl").symlink_to(folder / "gone.jsonl")
-    with pytest.raises(DataError, match="the link leads nowhere") as caught:
+    with pytest.raises(DataError, match="the symbolic link is broken") as caught:
         resolve(str(folder), split="train")
     assert caught.value.where == str(folder / "b.jsonl")
 
@@ -90,7 +90,7 @@ def test_a_converter_that_leaves_every_row_out_is_the_reason(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(DataError, match="2 were left out by the converter") as caught:
         preparing.dataset(put("rows.jsonl", f"{json.dumps(ROW)}\n" * 2), converter="leaves_out:f")
-    assert caught.value.repair == "let the converter return rows"
+    assert caught.value.repair == "the converter must return rows"
 
 
 def test_inspect_tells_of_empty_answers(tiny_run: Any, write_rows: Any) -> None:
@@ -130,6 +130,6 @@ def test_a_date_beyond_pythons_is_a_bad_row(preparing: Preparing, put: Write) ->
     path = put("rows.parquet", b"")
     stamps = pa.array([0, 2**40], pa.timestamp("s"))
     pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "at": stamps}), path)
-    with pytest.raises(DataError, match="a value that Python has not") as caught:
+    with pytest.raises(DataError, match="a value that Python cannot represent") as caught:
         preparing.dataset(path)
     assert str(caught.value.where).endswith("rows.parquet:2")

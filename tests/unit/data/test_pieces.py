@@ -115,7 +115,7 @@ def test_a_split_that_is_none_is_refused(put: Write, split: str) -> None:
 def test_a_slice_in_rows_and_percent_is_refused(put: Write, split: str) -> None:
     """`datasets` takes both ends for percentages."""
     source = put("a.jsonl", lines([{"text": "one"}]))
-    with pytest.raises(DataError, match="in rows and from the other in percent"):
+    with pytest.raises(DataError, match="mixes rows and percent"):
         resolve(str(source), split=split)
 
 

@@ -175,7 +175,7 @@ def test_a_ratio_split_does_not_depend_on_anything_but_the_seed(tokenizer: Any, 
 
 def test_nothing_to_learn_is_an_error(tmp_path: Path, run: Run) -> None:
     rows = [{"messages": [{"role": "user", "content": "one"}]}] * 3
-    with pytest.raises(DataError, match="none of the 3 rows has a token to learn"):
+    with pytest.raises(DataError, match="none of the 3 rows has a token to train on"):
         run(rows)
     assert not [path for path in (tmp_path / "c").iterdir() if not path.name.startswith((".locks", ".digests"))]
 
@@ -204,11 +204,11 @@ def test_a_task_from_outside_says_which_rows_it_learns_from(
         for task in ("own_task:Classes", "causal_lm")
     )
     check_inputs(own)
-    with pytest.raises(DataError, match=r"for classification, and model\.task is causal_lm"):
+    with pytest.raises(DataError, match=r"for classification, but model\.task is causal_lm"):
         check_inputs(causal)
     dataset = PreparedDataset(prepare_here(own, root=tmp_path / "c"))
     dataset.require_kind(task_spec(own.model.task))
-    with pytest.raises(DataError, match="the rows are labelled, and causal_lm learns from chat, completion, text"):
+    with pytest.raises(DataError, match="the rows are labelled, but causal_lm needs chat, completion, text"):
         dataset.require_kind(task_spec(causal.model.task))
 
 
@@ -239,7 +239,7 @@ def test_a_cut_off_file_is_refused_by_name(run: Run) -> None:
 
 
 def test_a_directory_without_a_manifest_is_no_prepared_data_set(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not a prepared data set"):
+    with pytest.raises(DataError, match="not a prepared dataset"):
         PreparedDataset(tmp_path)
 
 
@@ -266,7 +266,7 @@ def test_changed_tokens_of_the_same_size_are_refused_by_name_before_a_row_is_rea
     dataset = PreparedDataset(folder)
     runs.flip(file)
     for read in (dataset.verify, lambda: dataset.splits(DataConfig(source="x"), seed=0).train.row(0)):
-        with pytest.raises(DataError, match="has other bytes than were written") as caught:
+        with pytest.raises(DataError, match="has changed since it was written") as caught:
             read()
         assert caught.value.where == str(file)
         assert caught.value.repair == f"delete {folder} and run the command again"
@@ -537,7 +537,7 @@ def test_a_preparation_that_another_process_is_making_is_waited_for_and_said(
         preparation = prepare.start_preparation(config, root=root)
         while not told:
             assert not preparation.wait(0.05, handle=told.append)
-    assert told[0].message == "another process is preparing this data; waiting for it"
+    assert told[0].message == "another process is preparing the same data; waiting for it"
     assert preparation.result() == str(root / name)
     with prepare.locked("s3://bucket/c", name) as remote:
         assert remote
@@ -556,14 +556,14 @@ def test_a_source_that_changes_while_it_is_prepared_is_named(
 
     monkeypatch.setattr(PartWriter, "write", write)
     error = preparing.refused(source)
-    assert "changed while it was prepared" in error.message
+    assert "changed while it was being prepared" in error.message
     assert error.where == str(source)
 
 
 def test_a_directory_that_cannot_be_written_is_one_error(preparing: Preparing, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     config = preparing.config(tiny.write_chat_rows(tmp_path, 3))
-    with pytest.raises(DataError, match="the prepared data set cannot be written") as caught:
+    with pytest.raises(DataError, match="the prepared dataset cannot be written") as caught:
         prepare_here(config, root=tmp_path / "file" / "c")
     assert caught.value.where == str(tmp_path / "file" / "c")
 
@@ -581,7 +581,7 @@ def test_a_full_disk_is_one_error_whatever_it_fails_at(
 
     monkeypatch.setattr(Folder, "adopt", adopt)
     error = preparing.refused(tiny.write_chat_rows(tmp_path, 3))
-    assert error.message == "the prepared data set cannot be written: No space left on device"
+    assert error.message == "the prepared dataset cannot be written: No space left on device"
 
 
 def test_remote_files_are_asked_for_in_the_order_in_which_rows_will_be_read(

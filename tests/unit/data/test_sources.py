@@ -68,7 +68,7 @@ def test_named_splits_in_a_directory(tmp_path: Path) -> None:
     write(tmp_path / "validation-00000.jsonl")
     assert len(texts(tmp_path, split="train")) == 3
     assert [Path(file).name for file in resolve(str(tmp_path), split="validation").files] == ["validation-00000.jsonl"]
-    with pytest.raises(DataError, match="no file of the split `test`"):
+    with pytest.raises(DataError, match="there is no file for the split `test`"):
         resolve(str(tmp_path), split="test")
 
 
@@ -87,7 +87,7 @@ def test_data_sets_that_datasets_wrote(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": whole, "test": whole.select([1])}).save_to_disk(str(tmp_path / "saved"))
     assert len(texts(tmp_path / "saved")) == 3
     assert texts(tmp_path / "saved", split="test") == ["zwei ü"]
-    with pytest.raises(DataError, match="no split is called `dev`"):
+    with pytest.raises(DataError, match="there is no split `dev`"):
         texts(tmp_path / "saved", split="dev")
 
 
@@ -198,7 +198,7 @@ def test_files_behind_a_url_are_chosen_as_those_of_a_directory(name: str, files:
     assert [source.short(file) for file in source.files] == files
     assert len(texts(f"{folder.root}{name}")) == len(files)
     folder.delete()
-    with pytest.raises(DataError, match="no data file is there"):
+    with pytest.raises(DataError, match="there are no data files"):
         resolve(f"{folder.root}{name}", split="train")
 
 
@@ -240,7 +240,7 @@ def test_the_files_of_a_directory_that_belong_to_a_split(tmp_path: Path, files: 
     for file in (*files.split(), "notes.md", ".hidden/train.jsonl"):
         write(tmp_path / "d" / file)
     if not wanted:
-        with pytest.raises(DataError, match=f"no file of the split `{split}`") as caught:
+        with pytest.raises(DataError, match=f"there is no file for the split `{split}`") as caught:
             resolve(str(tmp_path / "d"), split=split)
         assert "there are: " in str(caught.value.repair)
         return
@@ -274,8 +274,8 @@ def test_read_names_a_bad_row_by_file_and_row(tmp_path: Path, content: bytes, ro
         ("missing.jsonl", "does not exist"),
         ("missing", "does not exist"),
         ("*.csv", "matches no file"),
-        ("notes.pdf", "not read"),
-        ("*", "not read"),
+        ("notes.pdf", "not supported"),
+        ("*", "not supported"),
         ("pictures", "the directory holds no data files"),
     ],
 )

@@ -370,5 +370,5 @@ def test_a_source_of_a_mix_is_checked_as_the_data_section_is(
 def test_a_count_that_repeats_few_rows_beyond_reason_is_refused() -> None:
     streams = np.zeros(60, dtype=np.int64)
     assert len(mixed(streams, [60_000], seed=1)) == 60_000
-    with pytest.raises(DataError, match="100,000,000 rows an epoch are asked of a source that has 60"):
+    with pytest.raises(DataError, match="100,000,000 rows per epoch were requested from a source with 60"):
         mixed(streams, [100_000_000], seed=1)

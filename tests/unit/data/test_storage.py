@@ -134,7 +134,7 @@ def test_a_fetched_file_that_cannot_be_kept_is_an_error_with_the_repair(tmp_path
     files = DatasetFiles(
         folder, "print", [("a.bin", DataFile("a.bin", 3, hashlib.sha256(b"one").hexdigest()))], tmp_path
     )
-    with pytest.raises(DataError, match="fetched data cannot be kept") as caught:
+    with pytest.raises(DataError, match="fetched data cannot be saved") as caught:
         files.path("a.bin")
     assert "prepare.local_dir" in str(caught.value.repair)
 
@@ -199,7 +199,7 @@ def test_the_suffix_that_says_how_a_file_is_read(name: str, suffix: str, packed:
     ("scheme", "extra"),
     [
         *(("s3", "finray[s3]"), ("gs", "finray[gcs]"), ("gcs", "finray[gcs]")),
-        *(("abfs", "finray[azure]"), ("az", "finray[azure]"), ("dropbox", "fsspec library for `dropbox://`")),
+        *(("abfs", "finray[azure]"), ("az", "finray[azure]"), ("dropbox", "fsspec package for `dropbox://`")),
     ],
 )
 def test_a_scheme_that_nothing_installed_can_read_names_what_to_install(
@@ -211,7 +211,7 @@ def test_a_scheme_that_nothing_installed_can_read_names_what_to_install(
     # Of the S3 server that tests with Ray have, in whose process this may run.
     monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
     monkeypatch.setattr("fsspec.core.url_to_fs", missing)
-    with pytest.raises(DataError, match=f"nothing installed can read `{scheme}://`") as caught:
+    with pytest.raises(DataError, match=f"no installed package can read `{scheme}://`") as caught:
         storage.filesystem(f"{scheme}://bucket/rows.jsonl")
     assert extra in str(caught.value.repair)
 
@@ -224,7 +224,7 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
         if variable is not None:
             monkeypatch.setenv(variable, server)
         for name in ("s3://bucket/rows.jsonl", "s3://bucket/*.jsonl") if variable else (f"{server}/rows.jsonl",):
-            with pytest.raises(DataError, match=r"the server gives no answer within 0\.3 s") as caught:
+            with pytest.raises(DataError, match=r"the server gave no answer within 0\.3 s") as caught:
                 storage.find(name)
             assert str(caught.value.where).startswith(server)
 

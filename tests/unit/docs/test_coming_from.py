@@ -29,7 +29,7 @@ FIELDS = set(re.findall(r"^\| `([a-z_.]+)` \|", reference_markdown(), re.MULTILI
 HAD = {
     "A self-hosted Ray cluster with LoRA": [
         *("ray start --head", "ray start --address", "ray status", "dashboard", "ray stop", "NFS", "Docker image"),
-        *("generate-jobspec.sh", "training.sh", "tokenising", "LoRA", "4-bit", "mixed precision", "accumulation"),
+        *("generate-jobspec.sh", "training.sh", "tokenizing", "LoRA", "4-bit", "mixed precision", "accumulation"),
         *("checkpoints", "merge", "artifacts", "added and removed", "training.log", "nvidia-smi", "10 Gb/s"),
     ],
     "Ray Train Parameter-Efficient Fine-Tuning (PEFT) Framework": [
@@ -44,12 +44,14 @@ HAD = {
         *("--hfdc_output_template", "--hfdc_field_mapping", "--hfdc_num_proc", "converter", "test.jsonl"),
         *(".data_ready", "FlashAttention 2", "FSDP", "early stopping", "max_failures", "TensorBoard", "W&B"),
         *("test_checkpoint.py", "--batch_size", "sampling flags", "vLLM", "predictions.jsonl", "BERTScore"),
-        *("convert_checkpoint_to_hf.py", "--no_merge", "ray start --head"),
+        *("convert_checkpoint_to_hf.py", "--no_merge", "ray start --head", "expandable_segments", "out of memory"),
+        "GPUs and batch sizes",
     ],
     "Tutorial for Ray": [
         *("tasks, actors", "data/rust", "plain language modelling", "train_llm.py", "ray job submit", "model_name"),
         *("batch_size", "learning_rate", "num_epochs", "storage_path", "num_workers", "use_gpu", "GPUs per worker"),
         *("a cap on steps", "DistributedSampler", "checkpoint", "next epoch", "dashboard", "script", "LoRA"),
+        *("uv sync", "ray start --head"),
     ],
     "BERT on SST-2 with LoRA": [
         *("replicas", "resources", "r 8, alpha 16", "accuracy", "64 rows", "DDP", "8-bit", "gradient checkpointing"),
@@ -66,7 +68,8 @@ HAD = {
             "paged 8-bit AdamW",
         ),
         *("IMDB, 512 tokens, 90/10", "W&B", "wall clock", "mean loss", "time_total_s", "last-checkpoint/", "root"),
-        *("going on", "NCCL_P2P_DISABLE", "PYTORCH_CUDA_ALLOC_CONF", "versions", "login"),
+        *("going on", "NCCL_P2P_DISABLE", "PYTORCH_CUDA_ALLOC_CONF", "versions", "login", "gradient norm", "rng_state"),
+        "git lfs",
     ],
 }
 

@@ -105,3 +105,8 @@ def test_the_versions_of_formats_are_those_that_are_written() -> None:
     assert prepared, "the page has another heading"
     assert re.findall(r'"format_version": (\d+)', checkpoints) == [str(manifest.FORMAT_VERSION)]
     assert re.findall(r"`format_version` \| (\d+)", prepared) == [str(plan.FORMAT_VERSION)]
+
+
+def test_every_page_of_the_guide_is_in_the_table_of_pages() -> None:
+    listed = set(re.findall(r"\]\(guide/([a-z-]+\.md)\)", (GUIDE.parent / "index.md").read_text(encoding="utf-8")))
+    assert listed == {page.name for page in GUIDE.glob("*.md")}

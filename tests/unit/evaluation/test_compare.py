@@ -117,7 +117,7 @@ def test_rows_without_prompts_have_the_losses_of_plain_transformers(
     assert not (found.folder / "predictions.jsonl").exists()
     console = Console(file=io.StringIO(), width=120)
     found.print(console)
-    assert "no prompts to answer" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "these rows have no prompts" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("change", [lambda rows: [*rows, rows[0]], lambda rows: rows[1:]])

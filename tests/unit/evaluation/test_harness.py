@@ -60,7 +60,7 @@ def test_what_greedy_search_would_say_is_greedy(pair: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("text", [SHORT, LONG, "a"])
 def test_rolling_likelihoods_are_those_of_lm_evals_own_model(pair: tuple[Any, Any], text: str) -> None:
-    """Of a text of several windows too: each goes on from the last token of the one before."""
+    """Of a text of several windows too: each continues from the last token of the one before."""
     requests = asked("loglikelihood_rolling", (text,), (text + " water",))
     ours, theirs = (one.loglikelihood_rolling(requests, disable_tqdm=True) for one in pair)
     assert ours == pytest.approx(theirs, rel=1e-4)
@@ -86,7 +86,7 @@ class Recorder:
 
     def generate(self, prompts: Any, sampling: Sampling, *, rows: Any, adapter: bool) -> Any:
         self.calls.append(([list(one) for one in prompts], sampling, list(rows), adapter))
-        yield from (Answer(row, (1,), self.text.format(row=row), "stop") for row in reversed(rows))
+        yield from (Answer(row, (1,), sampling.cut(self.text.format(row=row)), "stop") for row in reversed(rows))
 
 
 def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: Any) -> None:
@@ -218,7 +218,7 @@ def test_task_files_are_found_by_the_name_that_stands_in_them(
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (ValueError("no such task\nmore"), "lm-eval cannot go on: ValueError: no such task"),
+        (ValueError("no such task\nmore"), "lm-eval failed: ValueError: no such task"),
         (FinrayError("our own"), "our own"),
     ],
 )

@@ -270,12 +270,12 @@ def test_rows_that_are_learned_as_a_whole_have_losses_and_no_answers(
     assert (found.rows, len(found.predictions)) == (3, 0)
     assert found.tuned.loss != found.base.loss
     assert {file.name.partition("-")[0] for file in found.folder.iterdir()} == {"metrics.json", "losses"}
-    with pytest.raises(ConfigError, match="ask for no answer"):
+    with pytest.raises(ConfigError, match="no answers to score"):
         evaluate(path, metrics=["rougeL"])
 
 
 def test_a_run_that_holds_nothing_out_is_refused(train: Train) -> None:
-    with pytest.raises(DataError, match="holds no rows out"):
+    with pytest.raises(DataError, match="has no held-out rows"):
         evaluate(train(**{"data.eval_source": None}))
 
 

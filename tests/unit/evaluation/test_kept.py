@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 from pathlib import Path
 
@@ -17,9 +19,9 @@ BELONGS = {"model": "m", "sampling": {"seed": 1}}
 
 def add(folder: Path, values: dict[int, object], by: str = "one") -> Kept:
     kept = Kept(folder, "answers", BELONGS)
-    with kept.adding(made_by={"engine": by}) as adding:
+    with kept.adding(made_by={"engine": by}) as keep:
         for row, value in values.items():
-            adding.add(row, value)
+            keep(row, value)
     return kept
 
 
@@ -73,8 +75,8 @@ def test_text_that_is_no_character_is_kept_all_the_same(tmp_path: Path) -> None:
 
 def test_each_line_is_on_disk_when_the_next_is_computed(tmp_path: Path) -> None:
     kept = Kept(tmp_path, "answers", BELONGS)
-    with kept.adding(made_by={"engine": "one"}) as adding:
-        adding.add(7, "a")
+    with kept.adding(made_by={"engine": "one"}) as keep:
+        keep(7, "a")
         assert Kept(tmp_path, "answers", BELONGS).found == {7: "a"}
 
 
@@ -83,3 +85,20 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(FinrayError, match="answers cannot be written: No such file") as caught, kept.adding(made_by={}):
         pass
     assert str(tmp_path / "missing") in str(caught.value.where)
+
+
+def test_an_error_of_what_computes_is_not_one_of_the_disk(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError), Kept(tmp_path, "answers", BELONGS).adding(made_by={}):
+        raise ConnectionError("an engine is out of reach")
+
+
+def test_a_disk_that_is_full_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept = add(tmp_path, {1: "a"})
+    monkeypatch.setattr(Path, "open", lambda *given: Full())
+    with pytest.raises(FinrayError, match="answers cannot be written: No space left"), kept.adding(made_by={}) as keep:
+        keep(2, "b")
+    assert kept.found == {1: "a"}

@@ -104,6 +104,23 @@ def test_all_shared_runs_are_found_whatever_is_hashed_at_a_time(block: int, monk
     assert found(test, train).rows == naive(test, train) == {3, 11, 29}
 
 
+@pytest.mark.parametrize("words", [8, 12, 29])
+def test_rows_that_begin_alike_behind_a_template_do_not_share_a_run(
+    words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last words of a template and the first of a question are in few rows, and are no copy."""
+    template, begins = TEMPLATE[:words], row(7, 10)
+    train = [[*template, *(begins if seed % 10 == 0 else row(seed + 900, 10)), *row(seed)] for seed in range(100, 140)]
+    copied = [*template, *row(8, 30), *train[3][words + 12 : words + 34]]
+    test = [[*template, *begins, *row(1)], *([*template, *row(seed)] for seed in range(20, 26)), copied]
+    seen = found(test, train)
+    assert (seen.equal, seen.shared) == ((), (7,))
+    # Its share is of the runs outside the template.
+    assert seen.named[0][2] == round(10 / 40, 4)
+    monkeypatch.setattr(module, "_TEMPLATE_RUN", 1000)
+    assert found(test, train).shared == (0, 7)
+
+
 def test_what_is_in_many_training_rows_does_not_count() -> None:
     phrase = row(999, 20)
     test = rows(range(6))

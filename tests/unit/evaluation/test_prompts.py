@@ -183,7 +183,7 @@ def test_half_a_surrogate_pair_is_no_prompt() -> None:
 
 
 def test_an_empty_prompt_without_a_template_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="empty prompt"):
+    with pytest.raises(DataError, match="prompt is empty"):
         prompt_ids(tokenizer, Prompt(text=""), raw=True)
 
 

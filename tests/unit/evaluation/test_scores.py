@@ -370,6 +370,44 @@ def test_the_likeliest_choice_counts_and_by_length_another_may() -> None:
     assert by_length[:, 0].tolist() == [0, 1, 1]
 
 
+def test_choices_are_judged_as_by_lm_eval() -> None:
+    """By its own code for tasks of this kind; with lengths in bytes, which are not the characters of `acc_norm`."""
+    import random
+    from types import SimpleNamespace
+
+    from lm_eval.api.task import ConfigurableTask
+
+    draw, metrics = random.Random(6), ("acc", "acc_bytes", "acc_norm")
+    texts = ["a", "no", "yes", "東京", "Straße", "Привет мир", "the cat sat", "🙂", "é, and more of it", "12"]
+    found: dict[str, list[float]] = {name: [] for name in metrics}
+    some = []
+    for _ in range(1000):
+        choices = draw.sample(texts, draw.randint(2, 5))
+        # Rounded, so that some are equal.
+        likelihoods = tuple(round(-draw.expovariate(0.05), draw.choice([0, 3])) for _ in choices)
+        right = draw.randrange(len(choices))
+        task = SimpleNamespace(
+            config=SimpleNamespace(process_results=None),
+            _metric_fn_list=dict.fromkeys(metrics),
+            OUTPUT_TYPE="multiple_choice",
+            multiple_input=False,
+            multiple_target=False,
+            doc_to_choice=lambda doc: doc["choices"],
+            doc_to_target=lambda doc: doc["right"],
+        )
+        doc = {"choices": choices, "right": right}
+        theirs = ConfigurableTask.process_results(task, doc, [(value, False) for value in likelihoods])
+        for name in metrics:
+            found[name].append(theirs[name])
+        lengths = tuple(len(choice.encode()) for choice in choices)
+        some.append(Answered((), choices[right], log_likelihoods=likelihoods, choice_lengths=lengths, right=right))
+    for name, theirs in (("multiple_choice", "acc"), ("multiple_choice_by_length", "acc_bytes")):
+        statistics = score(name).statistics(some)
+        assert statistics is not None
+        assert statistics[:, 0].tolist() == found[theirs]
+    assert found["acc"] != found["acc_bytes"] != found["acc_norm"]
+
+
 def total_letters(answers: list[str], references: list[str]) -> float:
     return float(sum(map(len, answers)))
 
@@ -397,7 +435,7 @@ def test_a_function_of_ones_own_gives_a_number_or_one_for_each_row() -> None:
 
 @pytest.mark.parametrize("name", ["nonsense", "too_short"])
 def test_a_function_that_gives_something_else_is_an_error(name: str) -> None:
-    with pytest.raises(ConfigError, match="neither a number nor one for each of the 2 rows"):
+    with pytest.raises(ConfigError, match="must return one number, or one for each of the 2 rows"):
         score(f"{__name__}:{name}").value(answered([("a", "b"), ("c", "d")]))
 
 

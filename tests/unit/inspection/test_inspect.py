@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from finray.config.load import build_config
+from finray.data.tokenize import chat
 from finray.errors import DataError
 from finray.inspection.inspect import generation_stops, inspect
 from tests.support import tiny
@@ -44,7 +45,7 @@ def conversations(tmp_path: Path) -> Path:
 
 def test_every_answer_continues_the_served_prompt(tiny_model_dir: Path, conversations: Path, tmp_path: Path) -> None:
     found = inspect(_config(tiny_model_dir, conversations, tmp_path, eval_ratio=0.1), compared=None)
-    assert found.format == "messages (messages) (detected)"
+    assert found.format == "messages (messages), detected"
     assert [split.name for split in found.splits] == ["train", "eval"]
     assert [split.rows for split in found.splits] == [36, 4]
     assert found.parity.rows == found.parity.of == 36
@@ -102,6 +103,29 @@ def test_another_mistake_is_raised_as_it_is(tiny_model_dir: Path, tmp_path: Path
     path.write_text('{"messages": []}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"messages"):
         inspect(_config(tiny_model_dir, path, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "most"),
+    [
+        ("{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3, "used more than 0.5 seconds", 3),
+        ("{{ raise_exception('no such role') }}", "no such role", 2 + 2 * 200),
+    ],
+    ids=["never ends", "refuses every row"],
+)
+def test_a_template_that_renders_no_row_is_not_tried_on_all_of_them(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, said: str, most: int
+) -> None:
+    monkeypatch.setattr(chat, "TEMPLATE_S", 0.5)
+    tried: list[object] = []
+    within = chat.within
+    monkeypatch.setattr(chat, "within", lambda *given: tried.append(given) or within(*given))
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(row)}\n" * 500, encoding="utf-8")
+    with pytest.raises(DataError, match=said):
+        inspect(_config(tiny_model_dir, path, tmp_path, template=template))
+    assert 1 <= len(tried) <= most
 
 
 def test_completions_are_compared_with_the_tokenised_prompt(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -178,13 +178,13 @@ def test_the_form_with_replicas_names_workers_once(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("changes", "asked", "said"),
     [
-        ({"cluster__use_gpu": False}, {"gpus_per_node": 4}, "cluster.use_gpu is false"),
+        ({"cluster__use_gpu": False}, {"gpus_per_node": 4}, "cluster.use_gpu: false"),
         ({"cluster__use_gpu": True}, {"gpus_per_node": 8}, "1 worker of parallel.strategy ddp use 1"),
         ({"cluster__use_gpu": True, "cluster__num_workers": 8}, {"gpus_per_node": 2, "nodes": 2}, "8 workers use 8"),
-        ({"cluster__num_workers": 4, "cluster__cpus_per_worker": 8}, {"cpus_per_node": 16}, "want 32 CPUs"),
-        ({}, {"secrets": ("hf_abcdefghijklmnopqrstuv",)}, "named, and never written"),
-        ({}, {"secrets": ("HF_TOKEN=x",)}, "named, and never written"),
-        ({}, {"nodes": 1, "max_nodes": 3}, "3 nodes would not be used"),
+        ({"cluster__num_workers": 4, "cluster__cpus_per_worker": 8}, {"cpus_per_node": 16}, "need 32 CPUs"),
+        ({}, {"secrets": ("hf_abcdefghijklmnopqrstuv",)}, "not the secret itself"),
+        ({}, {"secrets": ("HF_TOKEN=x",)}, "not the secret itself"),
+        ({}, {"nodes": 1, "max_nodes": 3}, "3 nodes would not all be used"),
     ],
 )
 def test_machines_that_the_run_cannot_use_are_refused(

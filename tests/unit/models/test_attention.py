@@ -30,7 +30,7 @@ def attend(**options: Any) -> torch.Tensor:
 )
 def test_arguments_that_would_change_the_result_are_refused(options: dict[str, Any]) -> None:
     """gpt-oss hands its attention sinks down as ``s_aux``: without them every probability is too large."""
-    with pytest.raises(RuntimeError, match=f"wants `{next(iter(options))}`"):
+    with pytest.raises(RuntimeError, match=f"uses `{next(iter(options))}`"):
         attend(**options)
 
 
@@ -103,6 +103,7 @@ LENGTHS = (1, 7, 4)
 def by_hand(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *,
     scaling: float | None = None, window: int | None = None, softcap: float | None = None, causal: bool = True,
+    lengths: tuple[int, ...] = LENGTHS,
 ) -> torch.Tensor:  # fmt: skip
     """Softmax over the tokens of the same row (that came before), one query of one head at a time: (1, T, H, D)."""
     heads, total, width = query.shape[1:]
@@ -110,7 +111,7 @@ def by_hand(
     for head in range(heads):
         shared = head * key.shape[1] // heads
         start = 0
-        for length in LENGTHS:
+        for length in lengths:
             for at in range(start, start + length):
                 reach = total if window is None else window
                 first, last = max(start, at - reach + 1), at + 1 if causal else min(start + length, at + reach)
@@ -123,9 +124,9 @@ def by_hand(
     return result
 
 
-def parts(heads: int, shared: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def parts(heads: int, shared: int, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     torch.manual_seed(1)
-    return [(torch.randn(1, count, sum(LENGTHS), 8) * 2).to(dtype) for count in (heads, shared, shared)]
+    return [(torch.randn(1, count, sum(lengths), 8) * 2).to(dtype) for count in (heads, shared, shared)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -134,20 +135,66 @@ def parts(heads: int, shared: int, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("scaling", [None, 0.9])
 @pytest.mark.parametrize("module", [torch.nn.Module(), Encoder()], ids=["causal", "both ways"])
+# Many short rows are batches of about one length, wherever they lie, and padded.
+@pytest.mark.parametrize("lengths", [LENGTHS, (3, 1, 2, 3) * 4, (8, 1, 7, 6) * 4], ids=["few", "many", "padded"])
 def test_each_path_on_a_cpu_is_attention(
-    dtype: torch.dtype, shared: int, window: int | None, softcap: float | None, scaling: float | None, module: Any
+    dtype: torch.dtype,
+    shared: int,
+    window: int | None,
+    softcap: float | None,
+    scaling: float | None,
+    module: Any,
+    lengths: tuple[int, ...],
 ) -> None:
-    query, key, value = parts(4, shared, dtype)
-    found, weights = packed_attention(
-        *(module, query, key, value, None),
-        **{"segment_lengths": LENGTHS, "sliding_window": window, "softcap": softcap, "scaling": scaling},
-    )
+    query, key, value = parts(4, shared, dtype, lengths)
+    if dtype == torch.bfloat16 and max(lengths) == 8:
+        # Scores are rounded to 8 bits, in rows alone too: the bound is for small scores.
+        query, key, value = query / 2, key / 2, value / 2
+    options = {"segment_lengths": lengths, "sliding_window": window, "softcap": softcap, "scaling": scaling}
+    found, weights = packed_attention(module, query, key, value, None, **options)
     causal = not isinstance(module, Encoder)
-    expected = by_hand(query, key, value, scaling=scaling, window=window, softcap=softcap, causal=causal)
+    expected = by_hand(
+        query, key, value, scaling=scaling, window=window, softcap=softcap, causal=causal, lengths=lengths
+    )
     assert weights is None
     assert found.is_contiguous()
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+MANY = (*(8, 1, 7, 6) * 4, 130)
+
+
+def gradients(window: int | None, causal: bool) -> list[torch.Tensor]:
+    """The attention of many rows, and the gradients of its inputs."""
+    tensors = [part.requires_grad_() for part in parts(4, 2, torch.float32, MANY)]
+    options: dict[str, Any] = {"segment_lengths": MANY, "sliding_window": window, "is_causal": causal}
+    found, _ = packed_attention(torch.nn.Module(), *tensors, None, **options)
+    return [found, *torch.autograd.grad(found.sin().sum(), tensors)]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_padded_rows_have_the_gradients_of_rows_alone(
+    window: int | None, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = gradients(window, causal)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "BATCHED_FROM", 100)
+        alone = gradients(window, causal)
+    for ours, theirs in zip(found, alone, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    if not causal:
+        # Negative control: padding that is seen. A causal row ends before it.
+        visible = attention._visible
+        monkeypatch.setattr(attention, "_visible", lambda *args, lengths, **options: visible(*args, **options))
+        seen = zip(gradients(window, causal), alone, strict=True)
+        assert all(not torch.allclose(ours, theirs, atol=1e-2) for ours, theirs in seen)
+
+
+def test_a_batch_has_rows_of_about_one_length() -> None:
+    assert attention._batches((4, 200, 128, 3, 96, 95, 4, 129), 0.75) == [[1], [7], [2, 4], [5], [0, 6, 3]]
+    assert attention._batches((2, 3, 2), 1.0) == [[1], [0, 2]]
 
 
 class OnAGpu(torch.Tensor):
@@ -257,7 +304,7 @@ def test_dropout_drops_that_share_of_the_scores(window: int | None, softcap: flo
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"segment_lengths": None}, "does not pass row lengths on"), ({"mask": 1}, "a mask of its own")],
+    [({"segment_lengths": None}, "does not pass row lengths"), ({"mask": 1}, "its own attention mask")],
 )
 def test_a_model_that_cannot_be_packed_is_named(options: dict[str, Any], message: str) -> None:
     query, key, value = parts(4, 4, torch.float32)

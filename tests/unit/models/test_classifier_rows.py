@@ -107,6 +107,41 @@ def test_a_row_is_what_it_is_alone_whatever_lies_beside_it(family: str) -> None:
     assert torch.equal(changed[1:], together[1:])
 
 
+@pytest.mark.parametrize("family", tiny.ENCODERS)
+def test_many_short_rows_are_those_that_are_computed_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are batched within attention, with padding."""
+    model = tiny.build_classifier(family).eval()
+    ours, items = packed(model), [*rows((9, 8, 7, 5) * 5, typed=family in TYPED)]
+    monkeypatch.setitem(globals(), "LABELS", np.arange(20) % 3)
+    together = ours.logits_SC(batch_of(items, LABELS))
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "BATCHED_FROM", 21)
+        alone = ours.logits_SC(batch_of(items, LABELS))
+    assert_same(model, together, alone)
+    with torch.no_grad():
+        other = rows((9, 8, 7, 5) * 5, typed=family in TYPED, seed=9)
+        changed = ours.logits_SC(batch_of([other[0], *items[1:]], LABELS))
+    assert not torch.allclose(changed[0], together[0], atol=1e-3)
+    assert torch.equal(changed[1:], together[1:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_layer_computes_what_the_head_reads(family: str) -> None:
+    """In BERT and its kind, the first and last token of each row; that the results are the same is tested above."""
+    model, seen = tiny.build_classifier(family).eval(), list[int]()
+    ours, batch = packed(model), batch_of(rows(typed=family in TYPED))
+    for block in blocks_of(model):
+        products = [one for one in block.modules() if isinstance(one, torch.nn.Linear)]
+        products[-1].register_forward_hook(lambda _, inputs, output: seen.append(output.shape[1]))
+    ours.logits_SC(batch)
+    everything, ends = sum(LENGTHS), 2 * len(LENGTHS)
+    assert seen[:-1] == [everything] * (len(seen) - 1)
+    assert seen[-1] == (ends if family in ("bert", "minilm", "roberta") else everything)
+    seen.clear()
+    ours.hidden_TH(batch)
+    assert set(seen) == {everything}
+
+
 @pytest.mark.parametrize(
     ("family", "harm"),
     [

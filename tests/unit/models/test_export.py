@@ -98,7 +98,7 @@ def test_a_size_that_is_none_is_refused_before_anything_is_loaded(
     size: str, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "load_artifact", pytest.fail)
-    with pytest.raises(ModelError, match="no size of a file"):
+    with pytest.raises(ModelError, match="not a file size"):
         export(read_artifact(adapter), tmp_path / "out", merge=True, dtype="fp32", max_shard_size=size)
     with pytest.raises(ModelError, match="an adapter is one file"):
         export(read_artifact(adapter), tmp_path / "out", merge=False, dtype="fp32", max_shard_size="5GB")

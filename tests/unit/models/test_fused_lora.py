@@ -153,7 +153,7 @@ def test_explicit_attention_is_attention(heads: int, shared: int, length: int) -
     key, value = (torch.randn(1, shared, length, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
     results = []
     for attend in (
-        partial(attention._attend_explicitly, causal=True),
+        partial(attention._attend_explicitly, visible=torch.ones(length, length, dtype=torch.bool).tril()),
         lambda q, k, v, scale: torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=heads != shared
         ),

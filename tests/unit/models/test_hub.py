@@ -28,7 +28,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_asked", [])
+    monkeypatch.setattr(hub, "_refusals", [])
     monkeypatch.setattr(hub, "TIMEOUT_S", 0.5)
 
 
@@ -45,7 +45,7 @@ def test_a_hub_that_says_nothing_is_given_up_once_and_for_all(silent: str, monke
     assert hub.refusal() == f"the Hub was tried at {silent}: no answer within 0.5 s"
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     assert huggingface_hub.constants.is_offline_mode()
-    monkeypatch.setattr(hub, "_ask", lambda: pytest.fail("it was asked again"))
+    monkeypatch.setattr(hub, "_probe", lambda: pytest.fail("it was asked again"))
     assert hub.refusal() is not None
 
 
@@ -70,7 +70,7 @@ def test_a_file_behind_a_server_that_does_not_answer_is_one_error(silent: str) -
     with pytest.raises(DataError) as caught:
         resolve(f"{silent}/rows.jsonl", split="train")
     assert (caught.value.message, caught.value.where) == (
-        "the server gives no answer within 0.5 s",
+        "the server gave no answer within 0.5 s",
         f"{silent}/rows.jsonl",
     )
 
@@ -109,5 +109,5 @@ def test_whatever_answers_is_there(status: int, monkeypatch: pytest.MonkeyPatch)
 
 def test_nobody_is_asked_where_the_user_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(hub, "_ask", lambda: pytest.fail("it was asked"))
+    monkeypatch.setattr(hub, "_probe", lambda: pytest.fail("it was asked"))
     assert hub.refusal() is None

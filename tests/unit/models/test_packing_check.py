@@ -47,7 +47,7 @@ def test_families_that_may_be_packed(kind: str, fields: dict[str, Any]) -> None:
         # Short convolutions, which Transformers does not call a state, reach over the border of rows.
         ("lfm2", {"layer_types": ["conv", "conv", "full_attention"] * 4, "num_hidden_layers": 12}, "not those of"),
         # Attention sinks, which finray's attention does not know.
-        ("gpt_oss", {}, "wants `s_aux`"),
+        ("gpt_oss", {}, "uses `s_aux`"),
         # Learned positions that are counted, and not taken from the caller.
         ("xglm", {}, "attention is its own"),
         # Its attention is chosen by name, and does not hand on what it is given.

@@ -125,7 +125,7 @@ def test_weights_of_another_model_or_adapter_are_refused_with_a_name(tmp_path: P
         return adapters.add_lora(tiny.build_model("llama"), AdapterConfig(**{"rank": 4, **fields}), seed=1)
 
     save_file({name: one.contiguous() for name, one in SavedLayout(lora()).tensors().items()}, tmp_path / WEIGHTS)
-    with pytest.raises(ModelError, match=r"has shape \(4, 64\), the model wants \(8, 64\)") as caught:
+    with pytest.raises(ModelError, match=r"has shape \(4, 64\), but the model expects \(8, 64\)") as caught:
         SavedLayout(lora(rank=8)).load(tmp_path)
     assert caught.value.where == str(tmp_path)
     with pytest.raises(ModelError, match=r"differ in 4 tensors, such as .*layers\.0\.self_attn\.k_proj"):
@@ -178,7 +178,7 @@ def test_a_head_that_is_not_the_models_own_is_not_used(training: bool, factor: f
         lambda module, args, options: calls.append(options["input_ids"].shape[1]), with_kwargs=True
     )
     assert packed.has_plain_head(batch) is (factor == 1.0)
-    # On a few tokens, once and for all, and training goes on as it was.
+    # On a few tokens, once and for all, and training continues as it was.
     assert packed.has_plain_head(batch) is (factor == 1.0)
     assert calls == [64, 64]
     assert model.training is training

@@ -22,7 +22,7 @@ SCORES = [
 
 
 def drawn(length: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values (1, heads, length, width) of tokens laid end to end."""
+    """Queries, keys and values (1, heads, length, width) of packed tokens."""
     return (
         torch.randn(1, HEADS, length, KEY, generator=generator) * 2,
         torch.randn(1, SHARED, length, KEY, generator=generator) * 2,
@@ -61,7 +61,7 @@ class Row:
 
 @pytest.mark.parametrize("scores", SCORES, ids=str)
 def test_each_token_sees_its_own_row_whatever_was_in_its_slot_before(scores: Scores) -> None:
-    """Rows come, go on by a token each, end, and leave their slots to others; prompts go on from what is known."""
+    """Rows come, grow by a token each, end, and free their slots for others; prompts reuse known keys and values."""
     generator = torch.Generator().manual_seed(0)
     slots, rows = Slots(3), list[Row]()
     # Of each pass: the row that ends before it, and tokens of rows that come.

@@ -196,7 +196,7 @@ def test_state_of_other_parameters_or_of_another_shape_is_refused() -> None:
     # Before the first update there is none of any.
     assert kinds_of_state(Reader(shared__map=torch.zeros(1)), {"a": 1}) == {}
     for names in ("a", "ac", "abc"):
-        with pytest.raises(CheckpointError, match="belongs to other parameters"):
+        with pytest.raises(CheckpointError, match="belongs to different parameters"):
             kinds_of_state(two, dict.fromkeys(names))
     optimizer = torch.optim.AdamW([weight])
     moments = {"w__exp_avg": torch.ones(2, 3), "w__exp_avg_sq": torch.ones(2, 3), "w__step": torch.tensor(4.0)}
@@ -205,9 +205,9 @@ def test_state_of_other_parameters_or_of_another_shape_is_refused() -> None:
     assert {name: one.tolist() for name, one in optimizer.state[weight].items()} == {
         "exp_avg": [[1.0] * 3] * 2, "exp_avg_sq": [[1.0] * 3] * 2, "step": 4.0,
     }  # fmt: skip
-    with pytest.raises(CheckpointError, match="w/exp_avg has another shape"):
+    with pytest.raises(CheckpointError, match="w/exp_avg has a different shape"):
         stateful(optimizer).load_state_of(weight, "w", kinds, Reader(**{**moments, "w__exp_avg": torch.ones(3, 2)}))
-    with pytest.raises(CheckpointError, match="that of another optimizer"):
+    with pytest.raises(CheckpointError, match="belongs to a different optimizer"):
         stateful(optimizer).load_state_of(weight, "w", kinds - {"step"}, Reader(**moments))
 
 

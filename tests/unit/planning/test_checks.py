@@ -180,7 +180,7 @@ def test_an_adapter_to_go_on_from_must_have_its_weights(plain: dict[str, Any], t
     manifest.write(folder, [manifest.entry(folder, folder / "adapter_model.safetensors")], step=1, metrics={})
     assert quick_problems(config) == []
     runs.flip(folder / "adapter_model.safetensors")
-    assert "other bytes than were written" in str(quick_problems(config)[0])
+    assert "has changed since it was written" in str(quick_problems(config)[0])
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"peft_type": "LORA", "r": null}', b'{"r": "x"}'])

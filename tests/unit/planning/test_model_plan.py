@@ -139,11 +139,11 @@ def write_pickle_that_calls(folder: Path) -> None:
 DIRECTORIES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "safetensors": (lambda folder: None, ""),
     "pickled tensors": (lambda folder: pickled(folder, "pytorch_model.bin"), ""),
-    "a pickle that calls": (write_pickle_that_calls, "hold more than tensors"),
+    "a pickle that calls": (write_pickle_that_calls, "contain more than tensors"),
     "an empty pickle": (lambda folder: pickled(folder, "pytorch_model.bin").write_bytes(b""), "cannot be loaded"),
     "a pickle cut off": (write_cut_pickle, "cannot be loaded"),
     "a pickle that lacks a weight": (write_pickle_that_lacks_a_weight, "would be random"),
-    "an index of a missing pickle": (write_index_of_a_missing_pickle, "1 of 2 files of weights are missing"),
+    "an index of a missing pickle": (write_index_of_a_missing_pickle, "1 of 2 weight files are missing"),
     "another pickle": (lambda folder: pickled(folder, "training_args.bin"), "holds no weights"),
     "GGUF": (lambda folder: pickled(folder, "model.gguf"), "holds no weights"),
     "an unnamed file": (lambda folder: pickled(folder, "model-00001.safetensors"), "holds no weights"),

@@ -19,6 +19,7 @@ from finray.planning.placement import (
     gpu_of,
     place,
     room,
+    share,
     worker_environment,
 )
 
@@ -68,15 +69,15 @@ def test_placements(fields: dict[str, object], nodes: list[dict[str, float]], ex
 @pytest.mark.parametrize(
     ("fields", "nodes", "message"),
     [
-        ({"num_workers": 9}, [{"CPU": 8.0}], "room for 8"),
-        ({"cpus_per_worker": 6}, [{"CPU": 4.0}, {"CPU": 4.0}], "the cluster has 8, which is room for 0"),
-        ({"use_gpu": True}, [{"CPU": 8.0}], "want a GPU each, the cluster has 0"),
+        ({"num_workers": 9}, [{"CPU": 8.0}], "enough for 8"),
+        ({"cpus_per_worker": 6}, [{"CPU": 4.0}, {"CPU": 4.0}], "the cluster has 8, enough for 0"),
+        ({"use_gpu": True}, [{"CPU": 8.0}], "need a GPU each, but the cluster has 0"),
         ({"num_workers": 3, "use_gpu": True}, [{"CPU": 8.0, "GPU": 2.0}], "set cluster.num_workers to 2"),
         ({"num_workers": {"min": 3, "max": 9}}, [{"CPU": 2.0}], "set cluster.num_workers.min to 2"),
         (
             {"num_workers": 3, "use_gpu": True, "gpus_per_worker": 0.6},
             [{"CPU": 8.0, "GPU": 2.0}],
-            "0.6 of a GPU each, the cluster has room for 2 such shares",
+            "0.6 of a GPU each, but the cluster has room for 2 such shares",
         ),
     ],
 )
@@ -110,9 +111,9 @@ def test_an_evaluator_has_what_one_worker_more_would_have(
             ("1 worker and an evaluator of 1 CPU each do not fit: the cluster has 1", "mode to inline"),
         ),
         ({"cpus_per_worker": 4}, [{"CPU": 4.0}], ("of 4 CPUs each", "or cluster.cpus_per_worker lower")),
-        ({"num_workers": 4}, [{"CPU": 4.0}], ("which is room for 4", "or cluster.num_workers to 3 or less")),
+        ({"num_workers": 4}, [{"CPU": 4.0}], ("enough for 4", "or cluster.num_workers to 3 or less")),
         # The workers have the GPUs, and are not made to do without.
-        ({}, [{"CPU": 8.0, "GPU": 1.0}], ("1 worker and an evaluator want a GPU each", "a cluster with one GPU more")),
+        ({}, [{"CPU": 8.0, "GPU": 1.0}], ("1 worker and an evaluator need a GPU each", "a cluster with one more GPU")),
         ({"num_workers": 2}, [{"CPU": 8.0, "GPU": 2.0}], ("mode to inline, or cluster.num_workers to 1",)),
     ],
 )
@@ -221,3 +222,48 @@ def test_room_is_counted_by_nodes(free: list[dict[str, float]], each: dict[str, 
 def test_bounds_of_workers_are_in_order() -> None:
     with pytest.raises(ValueError, match="min \\(3\\) is more than max \\(2\\)"):
         asked(num_workers={"min": 3, "max": 2})
+
+
+SMALL, LARGE = {"CPU": 4.0}, {"CPU": 8.0, "GPU": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "one_gpu", "each"),
+    [
+        ([SMALL], 2, False, {"CPU": 2}),
+        ([SMALL], 4, True, {"CPU": 1}),
+        # As many as on the machine with the fewest: nothing lies on two.
+        ([SMALL, {"CPU": 7}], 3, False, {"CPU": 3}),
+        ([SMALL, {"CPU": 1}], 2, False, {"CPU": 2}),
+        # GPUs come first; where a replica can use one alone, the others stay free.
+        ([LARGE], 2, False, {"CPU": 4, "GPU": 2}),
+        ([LARGE], 2, True, {"CPU": 4, "GPU": 1}),
+        ([SMALL, LARGE, LARGE], 3, False, {"CPU": 4, "GPU": 2}),
+    ],
+)
+def test_replicas_get_as_much_as_all_can_have_on_one_machine(
+    nodes: list[dict[str, float]], replicas: int, one_gpu: bool, each: dict[str, int]
+) -> None:
+    assert share(nodes, replicas, free=nodes, one_gpu=one_gpu, where="--replicas") == each
+    # Beside others, what these leave, unless that is too little for all.
+    if replicas <= 2:
+        left = [{"CPU": 2.0, "GPU": 2.0 if nodes == [LARGE] else 0.0}]
+        less = {"CPU": 1} | ({"GPU": 1} if "GPU" in each else {})
+        assert share(nodes, replicas, free=left, one_gpu=one_gpu, where="--replicas") == less
+    assert share(nodes, replicas, free=[{}], one_gpu=one_gpu, where="--replicas") == each
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said", "repair"),
+    [
+        ([SMALL], "9 replicas need a CPU each, and the cluster has 4 CPUs on 1 machine", "ask for 4 or fewer"),
+        ([LARGE, SMALL], "a CPU and a GPU each, and the cluster has 12 CPUs and 4 GPUs on 2 machines", "4 or fewer"),
+        ([{"GPU": 2.0}], "the cluster has 0 CPUs and 2 GPUs", "join a cluster"),
+    ],
+)
+def test_replicas_that_never_fit_are_refused_with_the_numbers(
+    nodes: list[dict[str, float]], said: str, repair: str
+) -> None:
+    with pytest.raises(ClusterError, match=said) as refused:
+        share(nodes, 9, free=nodes, one_gpu=False, where="--replicas")
+    assert repair in str(refused.value)

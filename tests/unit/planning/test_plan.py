@@ -112,7 +112,16 @@ def test_problems_of_every_part_are_listed_at_once(plan: Planner, tmp_path: Path
     assert "run.output_dir" in listed
     assert "`v_prj` (did you mean `v_proj`?)" in listed
     assert "`q_proj`" not in listed
-    assert "room for" in listed
+    assert "enough for" in listed
+
+
+def test_a_problem_that_two_checks_see_is_said_once(plan: Planner) -> None:
+    """The names of the stored weights and those of the model's modules are asked, which differ."""
+    (problem,) = plan(adapter={"modules_to_save": ["nope"]}).problems
+    assert problem.where == "adapter.modules_to_save"
+    assert "`nope`" in problem.message
+    assert problem.repair is not None
+    assert not {"0", "1"} & set(problem.repair.replace(":", ",").split(", ")), "numbers of layers are no names"
 
 
 def test_targets_that_all_match_are_no_problem(plan: Planner) -> None:
@@ -214,7 +223,7 @@ def test_a_cluster_is_asked_for_its_nodes_and_gpus(plan: Planner) -> None:
     assert (found.placement.nodes, found.placement.gpus, found.placement.use_gpu) == (2, 8, True)
     assert found.memory is not None
     assert found.memory.device == "h100-80gb"
-    assert any("must be the same on all of them" in one.message for one in found.warnings)
+    assert any("must be shared by all of them" in one.message for one in found.warnings)
     unknown = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 2}, ask=lambda config: nodes)
     nodes[:] = [{"CPU": 4.0, "GPU": 2.0}]
     unknown = plan(cluster={"address": "10.0.0.1:6379", "num_workers": 2}, ask=lambda config: nodes)
@@ -272,7 +281,7 @@ def test_a_configuration_of_another_model_than_the_files(plan: Planner, tiny_mod
     whole = json.loads((copy / "config.json").read_text())
     said = {
         "would be random: model.layers.2": {"num_hidden_layers": 4},
-        "have another shape in its files": {"vocab_size": 300},
+        "have a different shape in its files": {"vocab_size": 300},
         "modules_to_save": {},
     }
     for text, changes in said.items():
@@ -311,6 +320,17 @@ def test_a_plan_of_little_data_names_the_step_and_epochs_that_finray_chooses(pla
     named = plan(report_of(packs=5), train={"max_steps": None, "epochs": 1, "global_batch_size": 8})
     assert "the run is a single step" in named.warnings[0].message
     assert named.warnings[0].repair
+
+
+def test_memory_is_that_of_the_packs_that_little_data_gets(plan: Planner) -> None:
+    """120 rows of 20, 40 and 60 tokens: in packs of 60 no forward pass has more, in packs of 512 one has 512."""
+    report = report_of(lengths=[20, 40, 60] * 40, pack_length=60)
+    short, full = (plan(one, data={"max_length": 512}) for one in (report, replace(report, pack_length=None)))
+    assert short.memory is not None
+    assert full.memory is not None
+    assert short.memory.tokens == 60
+    assert 500 <= full.memory.tokens <= 512
+    assert short.memory.parts["activations"] < full.memory.parts["activations"]
 
 
 OPTIONAL = ("bitsandbytes", "flash_attn", "liger_kernel", "deepspeed")
@@ -355,7 +375,7 @@ def begun(plan: Planner, tiny_model_dir: Path, tmp_path: Path) -> RunDir:
     """A run of :func:`plan` that chose steps of one pack, and was stopped at its fourth."""
     plain = runs.tiny_run(tiny_model_dir, tmp_path / "rows.jsonl", tmp_path / "out", {"train": LEFT_OPEN})
     plain["data"]["source"] = str(tiny.write_chat_rows(tmp_path, 12))
-    with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, say=print) as run:
+    with open_run(with_absolute_paths(runs.config_of(plain)), fresh=False, notify=print) as run:
         chosen = plan(report_of(packs=5), fresh=True, train=LEFT_OPEN).resolved
         assert chosen is not None
         run.keep_resolved(replace(chosen, global_batch_size=1, epochs=2.0))
@@ -385,7 +405,7 @@ def test_a_plan_of_a_run_that_is_there_says_where_it_goes_on(plan: Planner, begu
 
     # With the two epochs that it chose when it began; more data would now make other steps.
     text = shown()
-    assert "goes on at step 4 of 10" in text
+    assert "continues at step 4 of 10" in text
     assert "there is little data" not in text
     more = plan(report_of(packs=5), train=LEFT_OPEN, cluster={"num_workers": 2})
     assert [one.repair for one in more.warnings] == [
@@ -393,7 +413,7 @@ def test_a_plan_of_a_run_that_is_there_says_where_it_goes_on(plan: Planner, begu
     ]
     begun.finish({"chosen_step": 10, "summary": SUMMARY.json()})
     assert "is finished already" in shown()
-    assert "goes on at step 4 of 15" in shown(**{"train.epochs": 3})
+    assert "continues at step 4 of 15" in shown(**{"train.epochs": 3})
 
 
 def test_the_speed_of_a_small_model_is_not_promised_and_no_time_is_nought(plan: Planner) -> None:
@@ -447,7 +467,7 @@ def test_a_head_whose_classes_nobody_knows_is_not_checked(plan_classifier: Any) 
     found = plan_classifier({}, examine=lambda config: lost, offline=True)
     assert found.starts is None
     assert [one.where for one in found.unchecked] == ["classification.labels", "data.source=someone/reviews"]
-    assert "the head is counted with 2" in found.unchecked[0].message
+    assert "the head is sized for 2" in found.unchecked[0].message
     weighted = {"class_weights": None, "labels": ["animal", "neither", "plant"]}
     named = plan_classifier({"classification": weighted}, examine=lambda config: lost, offline=True)
     assert [one.where for one in named.unchecked] == ["data.source=someone/reviews"]
@@ -459,7 +479,7 @@ def test_classes_of_a_part_of_the_data_are_said_to_be_so(plan_classifier: Any) -
     part = report_of(labels=LabelSet("single_label", ("animal", "plant")), complete=False)
     found = plan_classifier({}, examine=lambda config: part)
     assert [one.message for one in found.warnings if one.where == "classification.labels"] == [
-        "the head is counted with the 2 classes of the rows that were read"
+        "the head is sized for the 2 classes in the rows that were read"
     ]
 
 
@@ -475,7 +495,7 @@ def test_rows_beyond_the_learned_positions_are_a_problem(plan_classifier: Any, t
     data = {"source": str(rows), "eval_source": str(other), "max_length": 100}
     (problem,) = plan_classifier({"data": data}).problems
     assert (problem.message, problem.repair) == (
-        "the longest row has 100 tokens, the model has positions for 80",
+        "the longest row has 100 tokens, but the model has 80 positions",
         "data.max_length=80",
     )
     assert plan_classifier({"data": {**data, "max_length": 80}}).starts

@@ -63,7 +63,7 @@ def test_a_preset_is_accepted_offline(plans: dict[str, Plan], name: str) -> None
     assert plan.memory is not None
     assert plan.memory.fits
     assert {one.where for one in plan.unchecked} >= {f"model.name={read_preset(name)['model']['name']}"}
-    assert any("comes with finray" in one.message for one in plan.warnings)
+    assert any("bundled with finray" in one.message for one in plan.warnings)
 
 
 def test_a_preset_is_refused_for_a_gpu_that_is_too_small() -> None:

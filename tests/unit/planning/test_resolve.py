@@ -1,4 +1,4 @@
-"""What every `auto` comes to, when a run begins and when it goes on."""
+"""What every `auto` comes to, when a run begins and when it continues."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_nothing_outside_of_planning_reads_an_auto() -> None:
     others = {path for path in readers if path.split("/")[0] not in ("config", "planning")}
     assert "planning/resolve.py" in readers
     formats = ("data/formats/", "data/dataset/prepare.py", "training/assemble.py")
-    engines = ("api.py", "cli/main.py", "cli/serve.py", "evaluation/", "serving/models.py")
+    engines = ("api.py", "cli/main.py", "cli/serve.py", "evaluation/", "serving/models.py", "runtime/spread.py")
     before = ("checkpoint/rundir.py",)
     elsewhere = ("jobspec/spec.py", "serving/protocol.py")
     known = (*formats, *engines, *before, *elsewhere, "parallel/deepspeed/", "inspection/")

@@ -97,7 +97,7 @@ def start(plain: dict[str, Any], said: list[str], monkeypatch: pytest.MonkeyPatc
         said.append(record.message)
 
     config = runs.config_of(plain)
-    with open_run(config, fresh=False, say=said.append) as run, driver.connect(config, run, hear) as connected:
+    with open_run(config, fresh=False, notify=said.append) as run, driver.connect(config, run, hear) as connected:
         assert connected.placement == Placement(num_workers=2, cpus_per_worker=1, use_gpu=False)
         run.keep_resolved(connected.resolved)
         return connected.resolved.strategy
@@ -110,7 +110,7 @@ def test_a_run_keeps_what_was_chosen(plain: dict[str, Any], monkeypatch: pytest.
     assert "parallel.strategy: auto is fsdp" in said[-1]
     kept = json.loads((RunDir.of(runs.config_of(plain)).path / "resolved.json").read_text())
     assert kept["strategy"] == "fsdp"
-    # On a larger machine the run goes on as it began; another run does not.
+    # On a larger machine the run continues as it began; another run does not.
     give(monkeypatch, 4096)
     assert start(plain, said, monkeypatch) == "fsdp"
     assert "the run began with it" in said[-1]

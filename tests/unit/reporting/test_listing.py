@@ -189,5 +189,5 @@ def test_ctrl_c_ends_the_watching_and_says_so(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(listing, "watch", interrupted)
     code, out, err = finray("watch", path)
     assert code == 130
-    assert "the run goes on" in out
+    assert "the run continues" in out
     assert "Traceback" not in err

@@ -96,10 +96,10 @@ def test_what_the_machine_did_is_drawn(tmp_path: Path) -> None:
     rss = [pytest.approx(1 + mib), pytest.approx((2 * (1 + 2 * mib) + 4) / 3), pytest.approx(1 + 5 * mib)]
     cpu = [pytest.approx(50 + 40 * math.sin(step)) for step in (1, 2, 5)]
     assert found == {
-        "CPU, all cores together": [([1, 2, 5], cpu), ([1], cpu[:1])],
+        "CPU, all cores": [([1, 2, 5], cpu), ([1], cpu[:1])],
         "Memory of rank 0's process": [([1, 2, 5], rss), ([1], [pytest.approx(1 + mib)])],
-        "GPUs at work, mean": [([1, 2, 5], [85.0] * 3)],
-        "GPU memory, the fullest": [([1, 2, 5], [5.0] * 3)],
+        "GPU utilization, mean": [([1, 2, 5], [85.0] * 3)],
+        "GPU memory, largest": [([1, 2, 5], [5.0] * 3)],
         "Power of all GPUs": [([1, 2, 5], [601.0] * 3)],
         "Network, sent and received": [([1, 2, 5], [2.0] * 3), ([1], [2.0])],
         "Disk, read and written": [([1, 2, 5], [2.0, 4.0, 10.0]), ([1], [2.0])],

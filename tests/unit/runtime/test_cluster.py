@@ -48,7 +48,7 @@ def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_somebody_who_listens_and_says_nothing() -> None:
     with socket.create_server(("", 0)) as server:
         error = refused(ClusterConfig(address=f"127.0.0.1:{server.getsockname()[1]}"))
-    assert "does not answer as Ray's head process does (deadline_exceeded)" in error.message
+    assert "is not a Ray head (deadline_exceeded)" in error.message
 
 
 def test_the_last_ray_of_this_machine_where_there_is_none_or_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

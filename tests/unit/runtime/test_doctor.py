@@ -42,7 +42,7 @@ def bad(found: list[Finding]) -> list[tuple[str, str, str]]:
         ({}, []),
         ({"gpus": None, "usable_gpus": 0}, []),
         ({"usable_gpus": 0}, [("problem", "GPUs", "torch (CUDA 12.8) can use 0 of 2: NVIDIA H100, 570.1")]),
-        ({"cuda": None, "usable_gpus": 0}, [("problem", "GPUs", "2 GPUs, and a torch without CUDA")]),
+        ({"cuda": None, "usable_gpus": 0}, [("problem", "GPUs", "2 GPUs, but torch is built without CUDA")]),
         ({"torch_error": "no libcudart"}, [("problem", "torch", "cannot be imported: no libcudart")]),
         (
             {"free_disk": {"/runs": 2 * GIB, "/dev/shm": GIB // 16}},
@@ -69,7 +69,7 @@ def test_clocks_are_judged_by_the_shortest_round_trip() -> None:
 
 def test_links_storage_and_sums_are_judged() -> None:
     links = {("m1", "m2"): 11.0, ("m2", "m1"): 0.94}
-    assert bad(doctor.judged_bandwidth(links)) == [("warning", "bandwidth", "0.9 Gbit/s to m1, 10 are wanted")]
+    assert bad(doctor.judged_bandwidth(links)) == [("warning", "bandwidth", "0.9 Gbit/s to m1, 10 are recommended")]
     assert bad(doctor.judged_storage("/runs", {"m1": None, "m2": None}, {"m1": [], "m2": []})) == []
     found = doctor.judged_storage("/runs", {"m1": None, "m2": "read-only"}, {"m1": ["m2"], "m2": ["m1", "m2"]})
     assert [(one.node, one.text) for one in found] == [

@@ -82,7 +82,7 @@ def test_a_size_that_storage_does_not_take_is_a_warning_and_nobody_waits_for_it(
             thread.join(60)
     (warning,) = said
     assert warning.level == "warning"
-    assert "could not be noted" in warning.message
+    assert "could not be recorded" in warning.message
     assert "the storage failed 6 times" in warning.message
     # On this machine it is known all the same; and where it is the same, nothing is written.
     assert json.loads((tmp_path / "resolved.json").read_text())["world_size"] == 2

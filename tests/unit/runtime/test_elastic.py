@@ -68,14 +68,14 @@ def test_wishes_come_to_the_worker_once() -> None:
     heard: list[object] = []
     with Listener("127.0.0.1", heard.append) as listener:
         sender = Sender(listener.address)
-        assert (sender.is_asked(), sender.take_wish()) == (False, "")
+        assert (sender.has_request(), sender.take_request()) == (False, "")
         sender.put(Note("hello"))
         listener.stop()
         assert wish_of(sender) == STOP
         sender.put(Note("there"))
         listener.ask(RESIZE)
         assert wish_of(sender) == RESIZE
-        assert (sender.is_asked(), sender.take_wish()) == (False, "")
+        assert (sender.has_request(), sender.take_request()) == (False, "")
         sender.close()
 
 

@@ -70,7 +70,7 @@ def test_failures_that_lie_on_several_machines_count_together_and_once(tmp_path:
     first = Failure("a", 4, "ValueError: no", host="h1", start="now", time=10.0, printed="loading\nstep 4")
     with pytest.raises(TrainingError, match="of rank 0 on h1: ValueError: no") as caught:
         check([later, first], 4, tmp_path)
-    assert caught.value.problems == ("the last that rank 0 printed:", "loading", "step 4")
+    assert caught.value.problems == ("last output of rank 0:", "loading", "step 4")
     # Negative control: on a shared disk every rank reads the same one.
     check([first, replace(first), first], 4, tmp_path)
 
@@ -106,11 +106,11 @@ NODE = ENDED.rpartition("\n")[0] + "\nThe actor died because its node has died. 
     [
         (
             NO_MEMORY,
-            "node 192.0.2.2 ran out of memory (22.20 of 23.54 GB used), and Ray ended processes of the run; the most "
-            "is used by python -m other (pid 25184, 16.77 GB), python -m tests.mutants map (pid 28010, 0.36 GB), "
+            "node 192.0.2.2 ran out of memory (22.20 of 23.54 GB used), and Ray killed processes of the run; the "
+            "largest are python -m other (pid 25184, 16.77 GB), python -m tests.mutants map (pid 28010, 0.36 GB), "
             "ray::g (pid 30741, 0.15 GB)",
         ),
-        (ENDED, "a worker's process (pid 4711 on 192.0.2.2) ended without a word"),
+        (ENDED, "a worker's process (pid 4711 on 192.0.2.2) ended without an error message"),
         (NODE, "a machine of the cluster was lost"),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_process_that_ray_lost_is_told_in_one_sentence(text: str, message: str
     found = lost_process(text)
     assert found is not None
     assert found[0].startswith(message)
-    assert "the same command goes on" in found[1]
+    assert "the same command continues" in found[1]
 
 
 def test_an_exception_is_no_lost_process_and_named_by_its_last_line() -> None:

@@ -134,7 +134,7 @@ def test_the_config_and_the_secrets_are_sent_and_no_secret_is_in_the_environment
     assert f"source: {Path.cwd()}/rows.jsonl" in files[CONFIG]
     assert "10.0.0.1" not in files[CONFIG]
     assert job.run == f"{Path.cwd()}/runs/run"
-    # A job of the same run that is at work is found; one that has ended is gone on with by another.
+    # A job of the same run that is at work is found; one that has ended is continued by another.
     assert server.submit(config).id == job.id
     client.jobs[job.id].status = "STOPPED"
     assert server.submit(config).id != job.id
@@ -167,11 +167,11 @@ def test_a_head_that_is_silent_for_a_moment_does_not_end_what_follows_a_job(serv
     said: list[str] = []
     job = server.follow(identity, said.append, pause=lambda seconds: None, clock=lambda: 0.0)
     assert (job.status, "".join(said)) == ("succeeded", "one\n")
-    # One that stays silent is an error, which says that the job may go on.
+    # One that stays silent is an error, which says that the job may continue.
     client.jobs[identity].status = "RUNNING"
     client.answers = [SILENT[0]] * 100
     times = iter(range(0, 1000, 10))
-    with pytest.raises(ClusterError, match=r"silent for 60 s(?s:.*)the job may go on"):
+    with pytest.raises(ClusterError, match=r"not answered for 60 s(?s:.*)the job may still be running"):
         server.follow(identity, said.append, pause=lambda seconds: None, clock=lambda: next(times))
     # There is no waiting for a job that is not there.
     client.answers = []
@@ -179,7 +179,7 @@ def test_a_head_that_is_silent_for_a_moment_does_not_end_what_follows_a_job(serv
         server.follow("other", said.append, pause=lambda seconds: None, clock=lambda: 0.0)
     # An error of the server's own does not say so, and is no defect of finray's.
     client.answers = [SILENT[1]]
-    with pytest.raises(ConnectionError, match=r"http://head:8265 has an error of its own: .*503"):
+    with pytest.raises(ConnectionError, match=r"http://head:8265 reports an internal error: .*503"):
         server.job(identity)
 
 

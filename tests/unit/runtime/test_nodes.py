@@ -12,6 +12,7 @@ import pytest
 from finray.errors import ClusterError
 from finray.runtime import nodes, status
 
+SLOW = "Exception: The current node timed out during startup. This could happen because\n"
 HEAD = {"python": "3.11.7", "ray": "2.60.0", "torch": "2.13.0+cpu", "transformers": "5.23.0", "finray": "0.1.0"}
 
 
@@ -105,7 +106,7 @@ def test_a_status_says_who_is_where_and_what_is_wrong() -> None:
     # Node 2 was gone for a while: to Ray, it is another one.
     known.append({**node(2, alive=False), "NodeID": "before"})
     actors = [("id2", "finray my run 0123abcd"), ("id2", "finray my run 0123abcd"), ("id1", "Somebody")]
-    found = status.told("m1:6379", known, {"id1": {"CPU": 6.0}, "id2": {}, "id3": {"CPU": 8.0}}, actors)
+    found = status.status_of("m1:6379", known, {"id1": {"CPU": 6.0}, "id2": {}, "id3": {"CPU": 8.0}}, actors)
     assert [(one.name, one.is_head, one.runs) for one in found.nodes] == [
         ("m1", True, {"Somebody": 1}),
         ("m2", False, {"run my run": 2}),
@@ -115,7 +116,7 @@ def test_a_status_says_who_is_where_and_what_is_wrong() -> None:
     assert found.complaints == [
         "m2 has torch 2.12.0+cpu (the head has 2.13.0+cpu)",
         "m3 was not started by finray: its versions are not known",
-        "m4 (10.0.0.4) was lost or has left",
+        "m4 (10.0.0.4) is lost or has left",
     ]
     shown = found._repr_mimebundle_()["text/plain"]
     assert "run my run (2)" in shown
@@ -127,5 +128,49 @@ def test_a_directory_that_others_could_have_made_is_refused(tmp_path: Path, monk
     monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
     assert nodes.running() is None
     nodes.state_dir().chmod(0o755)
-    with pytest.raises(ClusterError, match="not yours alone"):
+    with pytest.raises(ClusterError, match="other users have access"):
         nodes.running()
+
+
+class Starts:
+    """Stands for the start of a node: fails with what Ray says, as often as there is something to say."""
+
+    def __init__(self, *said: str) -> None:
+        self.said = [*said]
+        self.count = 0
+
+    def __call__(self, address: str, words: list[str], log: Path, *, where: str) -> psutil.Process:
+        self.count += 1
+        if not self.said:
+            return psutil.Process()
+        log.write_text(self.said.pop(0), encoding="utf-8")
+        raise ClusterError("Ray did not start", where=where)
+
+
+@pytest.mark.parametrize(
+    ("said", "starts", "works"),
+    [
+        ([], 1, True),
+        ([SLOW], 2, True),
+        ([SLOW, SLOW], 2, False),
+        (["Exception: port 6380 is in use"], 1, False),
+    ],
+)
+def test_a_node_that_was_too_slow_for_ray_is_started_once_more(
+    said: list[str], starts: int, works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(nodes, "_run_node", started := Starts(*said))
+    if works:
+        assert nodes._start("m1:6379", "m1", [], [], where="up").processes
+        assert nodes.running() is not None
+    else:
+        with pytest.raises(ClusterError, match="Ray did not start"):
+            nodes._start("m1:6379", "m1", [], [], where="up")
+    assert started.count == starts
+
+
+def test_ray_still_says_that_it_was_too_slow() -> None:
+    from ray._private import node
+
+    assert nodes._GAVE_UP in Path(node.__file__).read_text(encoding="utf-8")

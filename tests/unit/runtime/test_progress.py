@@ -161,10 +161,10 @@ def test_a_record_that_cannot_be_shown_takes_nothing_else(caplog: pytest.LogCapt
 def wish_of(sender: Sender) -> str:
     """What a sender is asked for, once it is."""
     deadline = time.monotonic() + 60
-    while not sender.is_asked():
+    while not sender.has_request():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    return sender.take_wish()
+    return sender.take_request()
 
 
 def test_a_wish_to_stop_reaches_the_workers_that_are_connected_and_those_that_come_later() -> None:
@@ -174,7 +174,7 @@ def test_a_wish_to_stop_reaches_the_workers_that_are_connected_and_those_that_co
         listener.stop()
         later.put(Note("here"))
         assert wish_of(first) == wish_of(later) == STOP
-        assert not silent.is_asked()
+        assert not silent.has_request()
         first.close()
         later.close()
 
@@ -186,4 +186,4 @@ def test_a_sender_is_not_stopped_where_nobody_asks() -> None:
         sender.put(Note("here"))
         sender.close()
     assert heard == [Note("here")]
-    assert not sender.is_asked()
+    assert not sender.has_request()

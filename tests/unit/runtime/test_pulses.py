@@ -47,7 +47,7 @@ def test_the_rank_that_does_not_come_to_the_sum_is_named() -> None:
     hang = ranks.after(20)
     assert hang is not None
     assert [one.rank for one in hang.ranks] == [1]
-    assert "has not come to the sum of step 7 for 100 s" in hang.why
+    assert "has not reached the all-reduce of step 7 for 100 s" in hang.why
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:
@@ -122,7 +122,7 @@ def test_a_rank_that_does_not_come_back_is_named_and_processes_that_ended_are_no
     assert ranks.after(HANG_S - 20) is None
     hang = ranks.after(40)
     assert hang is not None
-    assert ([one.rank for one in hang.ranks], hang.why) == ([1], "has said nothing for 100 s")
+    assert ([one.rank for one in hang.ranks], hang.why) == ([1], "has not reported for 100 s")
     # Negative control: Ray has ended all, and takes its time to start them again.
     ranks = Ranks(*others)
     ranks.after(10)
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_back_is_named_and_processes_that_ended_are_no
 def test_a_first_step_and_a_load_that_do_not_end_are_found() -> None:
     hang = Ranks(beat(0, 1, "waiting", steps=0), beat(1, 1, "waiting", steps=0)).after(7 * HANG_S)
     assert hang is not None
-    assert hang.why == "has been in step 1 for 600 s; all wait for each other in its sum"
+    assert hang.why == "has been in step 1 for 600 s; all wait for each other in its all-reduce"
     ranks = Ranks(beat(0, -1, "other", steps=0), beat(1, -1, "other", steps=0))
     ranks.after(10)
     ranks.say(beat(0, -1, "other", steps=0))
@@ -160,7 +160,7 @@ def test_a_slow_rank_is_named_once() -> None:
     assert said is not None
     assert (said.step, said.level) == (20, "warning")
     assert said.message.startswith(
-        "rank 1 (pid 101 on h1) is slow: its part of a step takes 2.5 s, that of the others 1 s"
+        "rank 1 (pid 101 on h1) is slow: its part of a step takes 2.5 s, the others take 1 s"
     )
     assert pulses.slow() is None
     # Control: a little slower is not slow.

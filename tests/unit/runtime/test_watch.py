@@ -63,7 +63,7 @@ def test_a_head_that_does_not_answer_is_said_at_once_and_waited_for(monkeypatch:
     run.watch.heard(HEADER)
     assert run.at(3) == []
     run.head = False
-    missed = "Ray's head process does not answer; the run goes on, and ends in order if that lasts 40 s"
+    missed = "Ray's head process does not answer; the run continues, and stops cleanly if this lasts 40 s"
     assert run.at(7) == [missed]
     assert run.at(30) == []
     run.head = True

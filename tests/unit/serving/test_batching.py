@@ -56,7 +56,7 @@ class Heard:
             ends=frozenset(),
             adapter=one.adapter,
             tokenizer=one.asking.tokenizer,
-            tell=self.events.append,
+            on_event=self.events.append,
             **options,
         )
 
@@ -103,7 +103,7 @@ def test_rows_of_the_base_and_of_adapters_share_steps_and_each_is_answered_as_al
 
     monkeypatch.setattr(TransformersEngine, "step", counted)
     heard, right = all_answers(models, folder)
-    assert [one.job.said for one in heard] == right
+    assert [one.job.output_ids for one in heard] == right
     assert max(steps) >= 3, "several adapters in one forward pass"
     # Prompts and adapters matter: else the comparison would say nothing.
     assert len({tuple(one) for one in right}) > len(right) // 2
@@ -115,7 +115,7 @@ def test_the_comparison_can_see_an_adapter_of_the_row_beside(
     rows = ManyAdapters.rows
     monkeypatch.setattr(ManyAdapters, "rows", lambda self, pieces: rows(self, [*pieces[1:], pieces[0]]))
     heard, right = all_answers(models, folder)
-    assert [one.job.said for one in heard] != right
+    assert [one.job.output_ids for one in heard] != right
 
 
 @pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (1.4, 0.8, 0), (0.7, 1.0, 20)])
@@ -129,7 +129,7 @@ def test_what_is_sampled_is_what_the_engine_samples_for_the_same_seed(
     work(models, lambda: all(one.is_over for one in heard))
     models.batcher.drop([one.job for one in beside])
     models.batcher.advance()
-    found = [list(one.job.said) for one in heard]
+    found = [list(one.job.output_ids) for one in heard]
     plain = TransformersEngine.of(tiny.build_model("llama").eval(), models.get("base").asking.tokenizer)
     plain._ends = frozenset()
     assert found == [list(next(plain.generate([PROMPTS[0]], one)).tokens) for one in samplings]
@@ -141,9 +141,9 @@ def test_probabilities_are_the_models_own(models: Models, folder: Path) -> None:
     models.batcher.submit([one.job])
     work(models, lambda: one.is_over)
     chosen = [each for event in one.events if isinstance(event, Piece) for each in event.logprobs]
-    assert [each.token for each in chosen] == one.job.said
+    assert [each.token for each in chosen] == one.job.output_ids
     with torch.no_grad():
-        logits = served.reference(folder, "two")(torch.tensor([[*PROMPTS[0], *one.job.said]])).logits[0].double()
+        logits = served.reference(folder, "two")(torch.tensor([[*PROMPTS[0], *one.job.output_ids]])).logits[0].double()
     for place, each in enumerate(chosen, start=len(PROMPTS[0]) - 1):
         right = logits[place].log_softmax(-1)
         assert each.logprob == pytest.approx(float(right[each.token]), abs=1e-4)
@@ -181,8 +181,8 @@ def test_a_full_queue_refuses_all_or_nothing_and_a_row_that_is_dropped_makes_roo
     models.batcher.drop([heard[0].job])
     models.batcher.advance()
     assert models.batcher.counts() == (2, 0)
-    assert heard[2].job.said, "it has the place"
-    assert len(heard[0].job.said) == 1, "nothing more was computed for it"
+    assert heard[2].job.output_ids, "it has the place"
+    assert len(heard[0].job.output_ids) == 1, "nothing more was computed for it"
     models.batcher.drop([one.job for one in heard])
     models.batcher.advance()
     assert models.batcher.counts() == (0, 0)
@@ -201,12 +201,12 @@ def test_a_step_that_fails_ends_its_rows_and_the_next_ones_are_answered(
         patch.setattr(TransformersEngine, "step", failing)
         models.batcher.submit([one.job])
         models.batcher.advance()
-    assert one.events == [Failed("the server failed; its log says why")]
+    assert one.events == [Failed("the server failed; see its log")]
     assert "in /secret/place" in caplog.text
     other = Heard(models, "base", PROMPTS[0], Sampling(4))
     models.batcher.submit([other.job])
     work(models, lambda: other.is_over)
-    assert len(other.job.said) == 4
+    assert len(other.job.output_ids) == 4
 
 
 def test_a_model_whose_rows_share_no_step_is_answered_too(tmp_path: Path, tokenizer: Any) -> None:
@@ -219,13 +219,13 @@ def test_a_model_whose_rows_share_no_step_is_answered_too(tmp_path: Path, tokeni
         heard = Heard(models, name, PROMPTS[0], Sampling(5))
         models.batcher.submit([heard.job])
         work(models, lambda heard=heard: heard.is_over)  # type: ignore[misc]
-        assert heard.job.said == served.greedy(served.reference(tmp_path, name), PROMPTS[0], 5)
-        assert heard.text == tokenizer.decode(heard.job.said, skip_special_tokens=True)
+        assert heard.job.output_ids == served.greedy(served.reference(tmp_path, name), PROMPTS[0], 5)
+        assert heard.text == tokenizer.decode(heard.job.output_ids, skip_special_tokens=True)
     dropped = Heard(models, "base", PROMPTS[0], Sampling(50))
-    dropped.job.tell = lambda event: models.batcher.drop([dropped.job])
+    dropped.job.on_event = lambda event: models.batcher.drop([dropped.job])
     models.batcher.submit([dropped.job])
     models.batcher.advance()
-    assert len(dropped.job.said) < 50
+    assert len(dropped.job.output_ids) < 50
     assert models.batcher.counts() == (0, 0)
 
 
@@ -248,12 +248,12 @@ def test_an_adapter_is_added_and_removed_while_rows_are_at_work(folder: Path) ->
         models.get("one")
     work(models, lambda: before.is_over and after.is_over)
     for name, heard in (("one", before), ("two", after)):
-        assert heard.job.said == served.greedy(served.reference(folder, name), PROMPTS[0], NEW), name
+        assert heard.job.output_ids == served.greedy(served.reference(folder, name), PROMPTS[0], NEW), name
     for name, status in (("late", 409), ("base", 409)):
         with pytest.raises(ApiError) as caught:
             models.add(name, str(folder / "two"))
         assert caught.value.status == status
-    with pytest.raises(ApiError, match="as long as the server runs"):
+    with pytest.raises(ApiError, match="loaded at start"):
         models.remove("base")
     with pytest.raises(ConfigError, match="cannot be the name"):
         models.add("../x y", str(folder / "two"))
@@ -270,11 +270,11 @@ def test_an_adapter_of_another_base_is_refused_by_name_and_by_shape(
 ) -> None:
     tiny.save_model("llama", tmp_path / "other", tokenizer, hidden_size=32)
     strange = served.save_adapter(tmp_path / "other", tmp_path / "strange", tokenizer, target_modules=["q_proj"])
-    with pytest.raises(ModelError, match="of another base model: it was trained on"):
+    with pytest.raises(ModelError, match="a different base model: it was trained on"):
         models_of_settings(folder, strange)
     with pytest.raises(ModelError, match="does not fit"):
         read_plain_lora(strange, ModelConfig(name=str(folder / "base")))
-    with pytest.raises(ModelError, match="whole model and no adapter"):
+    with pytest.raises(ModelError, match="full model, not an adapter"):
         models_of_settings(folder, tmp_path / "other")
 
 
@@ -296,6 +296,6 @@ def test_what_is_more_than_lora_is_served_alone_and_merged(folder: Path, tmp_pat
     work(models, lambda: heard.is_over)
     reference = served.reference(folder, "base")
     right = served.PeftModel.from_pretrained(reference, str(dora)).eval()
-    assert heard.job.said == served.greedy(right, PROMPTS[0], NEW)
+    assert heard.job.output_ids == served.greedy(right, PROMPTS[0], NEW)
     with pytest.raises(ApiError, match="merged"):
         models.add("one", str(folder / "one"))

@@ -36,19 +36,19 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("missing/run",), "missing/run"),
+        (("missing/run",), "there is no directory missing/run here"),
         (("begun",), "the run has no checkpoint yet"),
         (("one", "--adapter", "two=missing"), "missing"),
-        (("one", "--adapter", "two"), "`two` is no NAME=PATH"),
+        (("one", "--adapter", "two"), "`two` is not of the form NAME=PATH"),
         (("one", "--adapter", "a b=one"), "cannot be the name of a model"),
-        (("base", "--adapter", "x=one", "--adapter", "x=one"), "there are two models `x`"),
-        (("base", "--adapter", "base=one"), "there are two models `base`"),
-        (("base", "--adapter", "x=strange"), "of another base model"),
-        (("base", "--adapter", "x=other"), "whole model and no adapter"),
+        (("base", "--adapter", "x=one", "--adapter", "x=one"), "two models are named `x`"),
+        (("base", "--adapter", "base=one"), "two models are named `base`"),
+        (("base", "--adapter", "x=strange"), "a different base model"),
+        (("base", "--adapter", "x=other"), "full model, not an adapter"),
         (("one", "--api-key-env", "FINRAY_NO_SUCH_KEY"), "no variable FINRAY_NO_SUCH_KEY"),
         (("one", "--host", "192.0.2.1"), "--host 192.0.2.1"),
         (("one", "--dtype", "int3"), "`int3`"),
-        (("one", "--engine", "fast"), "there is no engine `fast`"),
+        (("one", "--engine", "fast"), "unknown engine `fast`"),
         (("one", "--engine", "vllm"), "vLLM is not installed"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_port_in_use_is_said_before_the_model_is_looked_at(folder: Path) -> No
         port = taken.getsockname()[1]
         code, _, err = finray("serve", folder / "one", "--port", port)
     assert code == 2
-    assert f"--port {port}: another process listens there" in err
+    assert f"--port {port}: the address is already in use" in err
 
 
 def test_what_can_be_served_starts(folder: Path) -> None:

@@ -159,7 +159,7 @@ def test_one_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
         # The thread is at work for as long as the service likes; nobody waits for it.
         follower.join()
         assert not service.closed
-        assert "did not take the last records in time" in (follower.warning() or "")
+        assert "did not accept the last records in time" in (follower.warning() or "")
     finally:
         answer.set()
 
@@ -172,7 +172,7 @@ def test_two_processes_do_not_send_one_run_at_a_time(tmp_path: Path) -> None:
         with following(other, tmp_path) as follower:
             follower.end(complete=False, patience_s=LIMIT_S)
             follower.join()
-            assert "is sent this run by another process" in (follower.warning() or "")
+            assert "is already being sent this run by another process" in (follower.warning() or "")
         assert other.got == []
 
 

@@ -264,11 +264,11 @@ def test_where_the_checkpoint_cannot_be_made_all_fail_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
-        raise CheckpointError("another attempt has taken this run over")
+        raise CheckpointError("another process has taken over this run")
 
     monkeypatch.setattr(CheckpointStore, "commit", fails)
     found = saved(tmp_path, [4])
-    assert all(isinstance(one, CheckpointError) and "taken this run over" in str(one) for one in found)
+    assert all(isinstance(one, CheckpointError) and "taken over this run" in str(one) for one in found)
     assert list(tmp_path.iterdir()) == []
 
 

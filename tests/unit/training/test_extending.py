@@ -1,4 +1,4 @@
-"""From where a longer run goes on, and what is said of it; without a model."""
+"""From where a longer run continues, and what is said of it; without a model."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_nothing_is_said_of_a_run_that_is_as_long_as_before() -> None:
         # By steps; by epochs; and by epochs where a step was left out and is done again.
         (TrainState(step=3, position=24), None, 7, 3, 7, None),
         (TrainState(step=3, position=24), 40, 5, 3, 5, None),
-        (TrainState(step=2, position=16), 1640, 205, 3, 205, "steps 3 to 3 are done again"),
-        (TrainState(step=2, position=16), 9640, 1205, 1204, 1205, "steps 3 to 1,204 are done again"),
+        (TrainState(step=2, position=16), 1640, 205, 3, 205, "repeating steps 3 to 3"),
+        (TrainState(step=2, position=16), 9640, 1205, 1204, 1205, "repeating steps 3 to 1,204"),
         # There is no checkpoint before the step that was not full: what is left is 20 rows, in steps of 8.
         (TrainState(step=3, position=20), 40, 5, 3, 6, "there is no earlier checkpoint"),
         (TrainState(step=3, position=20), None, 5, 3, 5, "there is no earlier checkpoint"),
@@ -64,7 +64,7 @@ def test_the_steps_of_a_longer_run(
     state.updates, state.total_steps = state.step, 4
     found, said = extended(state, total, planned, newest=newest)
     assert found == steps
-    assert said[0] == f"the run is extended from 4 to {steps:,} steps; the constant schedule goes on as it was"
+    assert said[0] == f"the run is extended from 4 to {steps:,} steps; the constant schedule is unchanged"
     assert len(said) == (1 if more is None else 2)
     assert more is None or more in said[1]
 
@@ -75,12 +75,12 @@ def test_where_the_rate_jumps_both_rates_are_said() -> None:
     state = TrainState(step=4, position=32, updates=4, total_steps=4)
     _, (said,) = extended(state, None, 8, settings=settings)
     assert said == (
-        "the run is extended from 4 to 8 steps; the learning rate of the linear schedule goes from 2.50e-01 to "
-        "5.00e-01, and its end is now at step 8"
+        "the run is extended from 4 to 8 steps; the learning rate of the linear schedule changes from 2.50e-01 to "
+        "5.00e-01, and now ends at step 8"
     )
     # Nothing was updated yet: there is no rate to come from but the first.
     _, (said,) = extended(TrainState(total_steps=4), None, 8, settings=settings)
-    assert "goes on as it was" in said
+    assert "is unchanged" in said
 
 
 def test_a_shorter_run_is_refused_with_both_lengths() -> None:

@@ -135,8 +135,8 @@ class Run:
             reported=lambda path, metrics: self.reported.append((str(path), metrics)),
             precision=precision,
             clock=lambda: self.now,
-            profiler=Profiler(None, Path(), DDPStrategy(CPU), tell=lambda text: None),
-            asked=lambda: self.loop.state.step + 1 == stop_at,
+            profiler=Profiler(None, Path(), DDPStrategy(CPU), notify=lambda text: None),
+            has_request=lambda: self.loop.state.step + 1 == stop_at,
         )
 
     def run(self) -> Run:
@@ -223,7 +223,7 @@ def test_evaluations_come_at_the_start_at_intervals_and_at_the_end(
     ]
     assert {(record.targets, record.seconds) for record in made.of(EvalRecord)} == {(77, 5.0)}
     assert made.held_out == []
-    # Neither does the first one count as the best, nor does dropout go on in any.
+    # Neither does the first one count as the best, nor does dropout continue in any.
     assert made.loop.state.best == values[-1]
     assert made.modes == [mode for step in range(11) for mode in [True] * (step > 0) + [False] * (step in steps)]
     assert made.loop.phases["evaluate"] == 5.0 * len(values)
@@ -396,7 +396,7 @@ def test_on_a_gpu_what_the_ranks_said_is_read_one_step_later_without_waiting(mon
 
         return SimpleNamespace(device=torch.device("cuda"), to=to)
 
-    reader = module._Said()
+    reader = module._Signals()
     assert [reader.read(said(value)) for value in (1.0, 2.0, 3.0)] == [0.0, 1.0, 2.0]
     assert waited == [1, 2]
-    assert module._Said().read(torch.tensor(4.0)) == 4.0
+    assert module._Signals().read(torch.tensor(4.0)) == 4.0

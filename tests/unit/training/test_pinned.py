@@ -30,7 +30,7 @@ from finray.training.state import TrainState
 
 
 def test_how_sources_are_cut_and_files_are_laid_out() -> None:
-    """A change of any is another digest of the same rows, on which no run goes on."""
+    """A change of any is another digest of the same rows, on which no run continues."""
     assert (pieces.PIECE_BYTES, pieces.ROWS_PER_PIECE, pieces.MOST_PARTS) == (4_194_304, 8_192, 4_096)
     assert (plan.FORMAT_VERSION, plan.ROWS_PER_BATCH, plan._ROWS_THAT_DECIDE) == (2, 1_024, 100)
     assert manifest.FORMAT_VERSION == 2
@@ -58,7 +58,7 @@ def test_numbers_that_others_have_set() -> None:
     assert (nonfinite.FIRST_SCALE, nonfinite.GROWTH_STEPS, nonfinite.MOST_SKIPPED) == (65_536.0, 2_000, 20)
     assert vllm._RANKS == (8, 16, 32, 64, 128, 256, 320, 512)
     assert (objects._PART, objects._PARTS, objects.TRIES) == (67_108_864, 9_000, 6)
-    assert (step.ASKED, step.CAME) == (4_294_967_296.0, 281_474_976_710_656.0)
+    assert (step.REQUESTED, step.EVALUATED) == (4_294_967_296.0, 281_474_976_710_656.0)
     assert evaluator.MOST_OUT == 4
 
 

@@ -49,7 +49,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def profiler(tmp_path: Path, told: list[str], *, device: str = "cpu", rank: int = 0, steps: Any = (2, 3)) -> Profiler:
     strategy: Any = SimpleNamespace(rank=rank, device=torch.device(device))
-    return Profiler(None if steps is None else ProfileConfig(steps=steps), tmp_path, strategy, tell=told.append)
+    return Profiler(None if steps is None else ProfileConfig(steps=steps), tmp_path, strategy, notify=told.append)
 
 
 def run(made: Profiler, clock: list[float], steps: range, parts: dict[str, float]) -> None:

@@ -92,8 +92,8 @@ def test_a_decay_that_is_longer_than_the_run_begins_after_the_warm_up() -> None:
 @pytest.mark.parametrize(
     ("schedule", "options", "said"),
     [
-        ("cosine", {"num_cycles": 2}, "of the schedule cosine_with_restarts, and train.schedule is cosine"),
-        ("wsd", {"power": 2.0}, "train.schedule_options.power is of the schedule polynomial"),
+        ("cosine", {"num_cycles": 2}, "belongs to the schedule cosine_with_restarts, but train.schedule is cosine"),
+        ("wsd", {"power": 2.0}, "train.schedule_options.power belongs to the schedule polynomial"),
         ("polynomial", {"powr": 2.0}, "train.schedule_options.powr: unknown key (did you mean `power`?)"),
         ("polynomial", {"power": 0}, "train.schedule_options.power"),
     ],

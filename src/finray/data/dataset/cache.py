@@ -1,4 +1,4 @@
-"""The prepared datasets of a directory or URL: what there is, whether it is whole, and removing it."""
+"""Lists, verifies and removes the prepared datasets in a directory or URL."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _NAME = re.compile(r"^(\.partial-)?[0-9a-f]{24}$")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One prepared dataset, or what an interrupted preparation left.
+    """A prepared dataset, or the remains of an interrupted preparation.
 
     Attributes:
         name: of its directory.
         is_whole: whether it has a manifest.
         size: bytes on disk.
-        used: seconds since a preparation wrote or found it, where the storage tells.
-        rows: of all splits.
-        tokens: of all splits.
+        used: seconds since a preparation last wrote or used it, if the storage records that.
+        rows: total over all splits.
+        tokens: total over all splits.
         sources: of its rows, by split.
     """
 
@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def age(self) -> str:
-        """``used`` for people."""
+        """``used`` as text."""
         if self.used is None:
             return ""
         for seconds, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
@@ -59,7 +59,9 @@ def entries(root: str) -> list[Entry]:
         DataError: the directory or URL does not exist.
     """
     if not is_url(root) and not Path(root).expanduser().is_dir():
-        raise DataError("the directory does not exist", where=root, repair="name a config, or where data is prepared")
+        raise DataError(
+            "the directory does not exist", where=root, repair="give a config, or the directory of prepared data"
+        )
     sizes: dict[str, int] = {}
     for name, size in Folder(root).files():
         first = name.split("/")[0]
@@ -90,13 +92,13 @@ def entries(root: str) -> list[Entry]:
 
 
 def damaged(root: str, name: str) -> list[str]:
-    """The files of a prepared dataset whose content is not what the manifest says."""
+    """The files of a prepared dataset that do not match the manifest."""
     folder = _folder(root, name)
     try:
         dataset = PreparedDataset(folder.root)
     except DataError as error:
         return [error.where or name]
-    # The manifest must be the one of its name.
+    # The manifest must match the directory's name.
     bad = [] if dataset.name == name else [folder.at(MANIFEST)]
     for file, expected in dataset.files():
         content = folder.read(file)
@@ -122,8 +124,8 @@ def prune(
         with locked(root, entry.name.removeprefix(_PARTIAL)) as free:
             if free:
                 folder = _folder(root, entry.name)
-                # Without its manifest, or under another name, a prepared dataset is none: being killed half-way does
-                # no harm.
+                # Without its manifest, or under another name, it is not a prepared dataset: a kill half-way is
+                # harmless.
                 if not folder.is_remote and not entry.name.startswith(_PARTIAL):
                     aside = _folder(root, f"{_PARTIAL}{entry.name}")
                     Path(folder.root).rename(aside.root)

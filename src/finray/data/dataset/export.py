@@ -24,10 +24,10 @@ READY = ".data_ready"
 
 
 def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
-    """Write the rows of each split that has any; returns path to number of rows.
+    """Write the rows of each non-empty split; returns path to number of rows.
 
     A conversation's input is its prompt as a server renders it, up to the last answer; its output is that answer. Rows
-    that were left out of the prepared dataset are left out here.
+    that are not in the prepared dataset are not exported.
 
     Raises:
         DataError: the source cannot be read, or the files cannot be written.
@@ -40,7 +40,7 @@ def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (READY, *NAMES.values()):
-            # Of an earlier export: its test rows may be trained on now.
+            # From an earlier export: its test rows may now be training rows.
             (folder / name).unlink(missing_ok=True)
         for split, name in NAMES.items():
             rows: PreparedSplit | None = getattr(splits, split)
@@ -63,7 +63,7 @@ def export_rows(config: Config, location: str, folder: Path) -> dict[Path, int]:
 
 
 def _examples(source: SourceRows, prepared_as: str, entries: list[PartEntry], rows: PreparedSplit) -> Iterator[Example]:
-    """What the source rows behind some prepared rows were converted to, each once."""
+    """The examples of the source rows of some prepared rows, each once."""
     before = 0
     for part, entry in zip(source.parts(prepared_as), entries, strict=True):
         inside = (rows.source_rows >= before) & (rows.source_rows < before + entry.source_rows)
@@ -89,5 +89,5 @@ def _input_output(example: Example, encoder: Tokenizer) -> dict[str, Any]:
     prompt = encoder.renderer.render(example.messages[:last], example.tools, add_generation_prompt=True)
     whole = encoder.renderer.render(example.messages[: last + 1], example.tools)
     answer = example.messages[last].content or whole.removeprefix(prompt)
-    # Whoever trains on these rows puts the beginning-of-sequence token there again.
+    # Training on these rows adds the beginning-of-sequence token again.
     return {"input": prompt.removeprefix(encoder.bos_text), "output": answer}

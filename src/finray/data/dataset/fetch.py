@@ -94,7 +94,7 @@ class DatasetFiles:
         content = self._folder.read(name)
         if content is None or hashlib.sha256(content).hexdigest() != expected.sha256:
             raise DataError(
-                "a file of the prepared data set is missing or damaged",
+                "a file of the prepared dataset is missing or damaged",
                 where=self._folder.at(name),
                 repair=f"delete {self._folder.root} and run the command again",
             )
@@ -102,9 +102,9 @@ class DatasetFiles:
             Folder(self._root).write(name, content)
         except OSError as error:
             raise DataError(
-                f"fetched data cannot be kept: {error.strerror}",
+                f"fetched data cannot be saved: {error.strerror}",
                 where=str(self._root),
-                repair="set prepare.local_dir to a directory with room",
+                repair="set prepare.local_dir to a directory with free space",
             ) from None
         self._verified.add(name)
         return target

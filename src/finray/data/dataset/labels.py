@@ -1,4 +1,4 @@
-"""What the labels of a run's rows come to: the weights of its classes, and what is wrong with them."""
+"""The labels of a run's rows: class weights, and problems with the labels."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
         # Also of a regression: there is no difference to be explained.
         found.problems.append(
             DataError(
-                f"all {len(own):,} rows to train on have the label {_said(own[0])}: there is nothing to tell apart",
+                f"all {len(own):,} rows to train on have the label {_shown(own[0])}: there is nothing to learn",
                 where="data.source",
-                repair="name the column of the labels in data.field_mapping, or add rows with other labels",
+                repair="set the label column in data.field_mapping, or add rows with other labels",
             )
         )
     elif labels.problem == "single_label" and len(counts) == len(own) >= _SOME_ROWS:
@@ -66,7 +66,7 @@ def find_labels(dataset: PreparedDataset, splits: Splits, config: Config) -> Fou
         text = "the classes are numbers, some with decimals; classification.problem: regression learns them as numbers"
         found.warnings.append((text, "classification.problem"))
     if missing := [name for name in labels.names if not counts[name]]:
-        text = f"no row to train on has the class {cut(', '.join(missing), 100)}"
+        text = f"no training row has the class {cut(', '.join(missing), 100)}"
         found.warnings.append((text, "classification.labels"))
     for name, split, by_ratio in (
         ("evaluation", splits.eval, bool(config.data.eval_ratio)),
@@ -103,24 +103,25 @@ def class_weights(
         for name in ("class_weights", "label_smoothing"):
             if getattr(section, name):
                 raise ConfigError(
-                    "the labels are numbers with decimals, and a regression has no classes",
+                    "the labels have decimals, so this is a regression, which has no classes",
                     where=f"classification.{name}",
-                    repair="leave it out, or write names or whole numbers in the data",
+                    repair="leave it out, or use names or whole numbers as labels",
                 )
     if section.class_weights is None:
         return ()
     if section.class_weights == "balanced":
         if missing := [name for name in labels.names if not counts[name]]:
             raise ConfigError(
-                f"no row to train on has the class {cut(', '.join(missing), 100)}, so it has no balanced weight",
+                f"no training row has the class {cut(', '.join(missing), 100)}, so its balanced weight cannot be "
+                "computed",
                 where="classification.class_weights",
-                repair="write the weights yourself, or take the class out of classification.labels",
+                repair="set the weights yourself, or remove the class from classification.labels",
             )
         return tuple(rows / (len(labels.names) * counts[name]) for name in labels.names)
     for name in section.class_weights:
         if name not in labels.names:
             raise ConfigError(
-                f"no class is called `{name}`{did_you_mean(name, labels.names)}",
+                f"unknown class `{name}`{did_you_mean(name, labels.names)}",
                 where="classification.class_weights",
                 repair=f"the classes are {cut(', '.join(labels.names))}",
             )
@@ -139,10 +140,10 @@ def _unknown(name: str, split: PreparedSplit, labels: LabelSet) -> list[FinrayEr
     more = f" (and {len(unknown) - 1:,} other label{'s' if len(unknown) > 2 else ''})" if len(unknown) > 1 else ""
     return [
         DataError(
-            f"the label `{cut(first, 60)}` of the {name} rows is in no row to train on{more}; there are "
+            f"the label `{cut(first, 60)}` of the {name} rows is not in the training rows{more}, which have "
             f"{cut(', '.join(labels.names), 200)}",
             where=split.where(row),
-            repair="mend the row, take it out, or name all classes in classification.labels",
+            repair="fix the row, remove it, or list all classes in classification.labels",
         )
     ]
 
@@ -159,7 +160,7 @@ def _misfit(config: Config, labels: LabelSet) -> ConfigError | None:
         return None
     classes = f"; the classes are {cut(', '.join(labels.names), 200)}" if labels.names else ""
     return ConfigError(
-        f"of {labels.problem} labels there is no metric `{metric}`{classes}",
+        f"there is no metric `{metric}` for {labels.problem} labels{classes}",
         where=f"evaluation.metric={metric}",
         repair=f"use one of: eval_loss, {', '.join(known)}",
     )
@@ -177,5 +178,5 @@ def _is_number(name: str) -> bool:
     return True
 
 
-def _said(label: Label) -> str:
+def _shown(label: Label) -> str:
     return cut(f"`{label}`" if isinstance(label, str) else str(label), 60)

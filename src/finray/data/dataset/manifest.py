@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from finray.config.resolved import Problem
-from finray.data.dataset.plan import Stream, fingerprint
+from finray.data.dataset.plan import FORMAT_VERSION, Stream, fingerprint
 from finray.data.formats.labels import in_order, mixed_labels
 from finray.data.sources.readers import ByteRange
 from finray.data.storage import Folder
@@ -214,6 +214,10 @@ class Manifest:
         """
         kind, where = files_of(folder), folder.at(MANIFEST)
         plain = kind.parsed(content, dict[str, Any], where)
+        shape = plain.get("shaped_by")
+        version = shape.get("format_version", FORMAT_VERSION) if isinstance(shape, dict) else FORMAT_VERSION
+        if version != FORMAT_VERSION:
+            raise kind.refused(f"has format version {version}; this finray reads {FORMAT_VERSION}", where)
         # Those of older versions have no seal; their digests must fit each other at least.
         is_older = plain.keys() == {field.name for field in fields(cls)}
         found = kind.parsed(content, cls, where) if is_older else kind.unsealed(content, cls, where)
@@ -301,9 +305,9 @@ def manifest_of(shape: Mapping[str, Any], streams: Sequence[Stream], results: Se
             )
             why = ", ".join(f"{count:,} {text}" for count, text in reasons if count)
             raise DataError(
-                f"none of the {split.source_rows} rows has a token to learn ({name}: {why or 'they are empty'})",
+                f"none of the {split.source_rows} rows has a token to train on ({name}: {why or 'they are empty'})",
                 where=own[0].source.name,
-                repair="let the converter return rows"
+                repair="the converter must return rows"
                 if split.left_out == split.source_rows
                 else "check data.train_on, the roles of the messages, and data.max_length (answers may be cut off)",
             )

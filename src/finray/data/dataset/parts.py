@@ -1,8 +1,7 @@
-"""Writing one part of a prepared dataset: its rows read, converted and tokenised, and its two Arrow files.
+"""Writes one part of a prepared dataset: reads, converts and tokenises its rows, and writes two Arrow files.
 
-A part is written by whoever gets it, in any order and as often as needed: its files depend on the source and the config
-alone. So the same bytes come from one process or from a cluster, and a preparation that was killed goes on where it
-stopped.
+Any process can write a part, in any order and as often as needed: its files depend only on the source and the config.
+So one process and a cluster write the same bytes, and a killed preparation continues where it stopped.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ INDEX = pa.schema(
         ("digest", pa.int64()),
     ]
 )
-# Of the column `label` in the index.
+# Type of the column `label` in the index.
 LABEL_TYPES = {"single_label": pa.string(), "multi_label": pa.list_(pa.string()), "regression": pa.float64()}
 _ROWS_AT_A_TIME = 256
 
@@ -67,7 +66,7 @@ class PartWriter:
     Args:
         settings: of the config.
         encoder: turns examples into tokens.
-        folder: the prepared dataset in the making.
+        folder: the unfinished prepared dataset.
     """
 
     def __init__(self, settings: Settings, encoder: Tokenizer, folder: Folder) -> None:
@@ -76,7 +75,7 @@ class PartWriter:
         self._folder = folder
 
     def write(self, part: Part) -> PartResult:
-        """Write the files of a part, then what is known of it, unless that is there already; returns the latter.
+        """Write the files of a part, then its result file, unless that exists; returns the result.
 
         Raises:
             DataError: a row is bad and `data.on_bad_row` is `error`, or storage fails.
@@ -85,7 +84,7 @@ class PartWriter:
         pieces = tuple(replace(piece, file=part.stream.source.short(piece.file)) for piece in part.pieces)
         done = self._folder.read(note)
         if done is not None:
-            # What an interrupted preparation left may be another version's, or cut in another way.
+            # An interrupted preparation may have been another version's, or split differently.
             with suppress(DataError):
                 finished = PartResult.from_bytes(done)
                 if finished.pieces == pieces:
@@ -127,12 +126,12 @@ class PartWriter:
             self._folder.write(note, result.to_bytes())
         except OSError as error:
             raise DataError(
-                f"the prepared data set cannot be written: {error.strerror or error}", where=self._folder.root
+                f"the prepared dataset cannot be written: {error.strerror or error}", where=self._folder.root
             ) from None
         return result
 
     def _require_written(self, stream: str, part: PartResult) -> None:
-        """See that the files of a part that an earlier preparation wrote are there and as they were written."""
+        """Check that the files of a part from an earlier preparation exist and are intact."""
         for file in (part.tokens_file, part.index_file) if not self._folder.is_remote else ():
             path = Path(self._folder.sub(stream).at(file.name))
             files_of(self._folder).verify(path, size=file.bytes, sha256=file.sha256)
@@ -159,7 +158,7 @@ class PartWriter:
     def _encode_each(
         self, part: Part, batch: list[_SourceRow], convert: Convert, bad: list[BadRowNote]
     ) -> Iterator[tuple[_SourceRow, list[Example], list[Encoded]]]:
-        """Rows with what became of them; one by one where something is wrong, to name the row at fault."""
+        """Rows with their results; one by one after an error, to name the bad row."""
         try:
             yield from self._encode(batch, convert)
         except DataError:
@@ -168,11 +167,13 @@ class PartWriter:
                     yield from self._encode([row], convert)
                 except DataError as error:
                     message = error.message if error.where is None else f"{error.message} ({error.where})"
-                    said = DataError(message, repair=error.repair)
+                    refusal = DataError(message, repair=error.repair)
                     if error.overdue:
-                        # Another row would take as long: nobody waits for all of them.
-                        raise bad_row(said, part.pieces[row.piece], row.number, self._settings.reading) from None
-                    self._refuse(part, row.piece, row.number, said, bad)
+                        # The next row would take as long: stop here.
+                        late = bad_row(refusal, part.pieces[row.piece], row.number, self._settings.reading)
+                        late.overdue = True
+                        raise late from None
+                    self._refuse(part, row.piece, row.number, refusal, bad)
 
     def _encode(
         self, rows: list[_SourceRow], convert: Convert
@@ -186,16 +187,16 @@ class PartWriter:
 
 
 class _ArrowFiles:
-    """The two files of a part, ``tokens-NUMBER.arrow`` and ``index-NUMBER.arrow``, and what is counted of its rows.
+    """The two files of a part, ``tokens-NUMBER.arrow`` and ``index-NUMBER.arrow``, and statistics of its rows.
 
     Attributes:
         counts: names and values of :class:`RowCounts`.
-        kind: of the first example.
+        kind: kind of the first example.
         longest: tokens of the longest row.
         labels: rows of each class.
-        problem: that the labels speak for; None without labels.
-        lost: piece and number of the first rows that lost their whole answer.
-        cut: likewise of those that were cut off.
+        problem: problem type of the labels; None without labels.
+        lost: piece and number of the first rows whose whole answer was truncated.
+        cut: likewise of truncated rows.
     """
 
     def __init__(self, folder: Folder, number: int) -> None:
@@ -216,12 +217,12 @@ class _ArrowFiles:
         self.cut: list[tuple[int, int]] = []
 
     def close(self) -> None:
-        """Leave nothing but what was finished."""
+        """Remove unfinished files."""
         self._sink.close()
         self._scratch.unlink(missing_ok=True)
 
     def add(self, row: _SourceRow, examples: list[Example], encoded: list[Encoded]) -> None:
-        """Add what became of a row of the source, without what has nothing to learn."""
+        """Add the result of a source row, without rows that have no targets."""
         counts = self.counts
         counts["source_rows"] += 1
         counts["left_out"] += not examples
@@ -235,7 +236,7 @@ class _ArrowFiles:
             counts["answers_lost"] += one.answers_lost
             if one.answers_lost and len(self.lost) < NAMED_ROWS:
                 self.lost.append((row.piece, row.number))
-            # Rows that lost their answer have their own counter.
+            # Rows whose answer was truncated have a separate counter.
             counts["unlearnable"] -= one.answers_lost
             if "split_conversations" in one.notes:
                 counts["split_rows"] += len(one.rows)
@@ -260,12 +261,12 @@ class _ArrowFiles:
             self._is_labelled = label is not None
             self.problem = None if label is None else kind_of(label)
         if self._is_labelled != (label is not None):
-            raise DataError("rows with a label and rows without one cannot stand in one data set")
+            raise DataError("a dataset cannot mix rows with a label and rows without one")
         if label is not None and self.problem is not None and (kind := kind_of(label)) != self.problem:
             raise mixed_labels(self.problem, kind, label)
 
     def finish(self) -> tuple[DataFile, DataFile]:
-        """Put both files in place, and describe them."""
+        """Move both files into place, and describe them."""
         self._flush()
         self._tokens.close()
         self._sink.close()
@@ -330,7 +331,7 @@ class _ArrowFiles:
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:
-    """A column; one of numbers without `pa.array`, which imports pandas where that is installed."""
+    """A column; numbers without `pa.array`, which imports pandas if it is installed."""
     if not pa.types.is_integer(kind):
         return pa.array(values, kind)
     numbers = np.asarray(values, dtype=kind.to_pandas_dtype())

@@ -1,6 +1,6 @@
-"""From sources to a prepared dataset: what shapes it, and the parts that it is made of.
+"""Plans a prepared dataset from its sources: what it depends on, and its parts.
 
-How a part is written is in ``parts.py``, how the whole is put together in ``manifest.py``.
+``parts.py`` writes a part, ``manifest.py`` assembles the dataset.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from finray.errors import DataError
 from finray.pretrained.tokenizers import load_tokenizer, tokenizer_files
 
 FORMAT_VERSION = 2
-# Of a record batch of tokens, which has fewer only as the last of its file.
+# Size of a record batch of tokens; only the last in a file has fewer.
 ROWS_PER_BATCH = 1024
 _ROWS_THAT_DECIDE = 100
 _USES = {"train": "training", "eval": "evaluation", "test": "the test"}
@@ -40,10 +40,10 @@ class Stream:
     """The rows of one source for one split.
 
     Attributes:
-        name: of its folder: the split, with a number where several sources are mixed.
+        name: of its folder: the split, with a number if several sources are mixed.
         split: ``train``, ``eval`` or ``test``.
         source: where rows come from.
-        choice: what the user says of their format.
+        choice: the user's settings of the format.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What of a config shapes tokens, besides sources and tokenizer."""
+    """The settings of a config that change tokens, besides sources and tokenizer."""
 
     data: DataConfig
     reading: Reading
@@ -81,7 +81,7 @@ class Settings:
         return cls(config.data, reading, prepare.chunk_overlap, config.model.chat_template_arguments, labels)
 
     def encoder(self, tokenizer: Any) -> Tokenizer:
-        """The tokenizer as the config wants it."""
+        """The tokenizer with the config's settings."""
         data = self.data
         return Tokenizer(
             tokenizer,
@@ -95,10 +95,10 @@ class Settings:
 
 
 def plan_streams(settings: Settings) -> list[Stream]:
-    """The sources of a config, by split (ratio splits are taken later, from the training rows).
+    """The sources of a config, by split (ratio splits are made later, from the training rows).
 
     Raises:
-        DataError: a source is not there, or evaluation would see the training rows.
+        DataError: a source is missing, or evaluation would see the training rows.
     """
     data, reading, labels = settings.data, settings.reading, settings.labels
     choice = FormatChoice.of(data, labels=labels)
@@ -121,18 +121,17 @@ def plan_streams(settings: Settings) -> list[Stream]:
     for later, earlier in ((later, earlier) for at, later in enumerate(streams) for earlier in streams[:at]):
         if later.split != earlier.split and _share_rows(later.source, earlier.source, reading):
             raise DataError(
-                f"{_USES[later.split]} would see rows of {_USES[earlier.split]}: both are read from the same place",
+                f"{_USES[later.split]} would use rows of {_USES[earlier.split]}: both are read from the same source",
                 where="data.eval_source" if data.eval_source is not None else f"data.{later.split}_split",
-                repair="name other rows with data.eval_source, or hold some out with data.eval_ratio",
+                repair="set data.eval_source to other rows, or hold some out with data.eval_ratio",
             )
     return streams
 
 
 def with_class_names(streams: list[Stream]) -> list[Stream]:
-    """The streams, with the names of classes that their sources have (``ClassLabel``) where the config has none.
+    """The streams, with the class names (``ClassLabel``) of their sources if the config has none.
 
-    Whole numbers are ids into the names of their own source; in one without names, into those of the first that has
-    some.
+    Integers are ids into the names of their own source; if it has none, into those of the first source that has some.
 
     Raises:
         DataError: a source cannot be opened.
@@ -154,7 +153,7 @@ def _class_names(stream: Stream) -> tuple[str, ...]:
     if choice.labels is None or choice.labels.names or choice.labels.problem == "regression":
         return ()
     features, column = features_of(stream.source), ""
-    # Columns that do not fit are an error where rows are read.
+    # Unsuitable columns are reported when rows are read.
     with suppress(DataError):
         column = choice.decide(features).columns.get("label", "") if features else ""
     return class_names(features.get(column))
@@ -185,13 +184,13 @@ def _share_rows(one: Source, other: Source, reading: Reading) -> bool:
 
 
 def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, digests: Digests) -> dict[str, Any]:
-    """Everything that shapes a prepared dataset, as it is kept in its manifest.
+    """Everything that a prepared dataset depends on, as stored in its manifest.
 
     Args:
         settings: of the config.
         streams: its sources.
         tokenizer: digest of the tokenizer.
-        digests: remembers those of files.
+        digests: cache of file digests.
     """
     data = settings.data
     described = []
@@ -208,7 +207,7 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
         "format_version": FORMAT_VERSION,
         "streams": described,
         "tokenizer": tokenizer,
-        # The manifest is a file like any other: of a secret it has the digest.
+        # The manifest is not protected: store only the digest of a secret.
         "template_arguments": {
             name: _sha256(value)[:24] if is_secret_name(name) else value
             for name, value in sorted(settings.template_arguments.items())
@@ -218,7 +217,7 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
         "on_too_long": data.on_too_long,
         "on_bad_row": data.on_bad_row,
         "group_by": data.group_by,
-        # Named where it is not the default, so that what is prepared already stays good.
+        # Only included if it is not the default, so that existing prepared datasets stay valid.
         **({} if data.tool_format == "plain" else {"tool_format": data.tool_format}),
         "chunk_overlap": settings.chunk_overlap,
         **asdict(settings.reading),
@@ -226,13 +225,13 @@ def shaped_by(settings: Settings, streams: list[Stream], *, tokenizer: str, dige
 
 
 def fingerprint(shape: Mapping[str, Any]) -> str:
-    """The name of a prepared dataset: 24 hexadecimal digits of the SHA-256 of what shaped it."""
+    """The name of a prepared dataset: 24 hexadecimal digits of the SHA-256 of what it depends on."""
     return _sha256(shape)[:24]
 
 
 def tokenizer_identity(config: ModelConfig, digests: Digests) -> str:
-    """A digest of everything about a tokenizer that changes tokens: for a local model that of its files, which are not
-    loaded, and else that of its parts.
+    """A digest of everything in a tokenizer that changes tokens: for a local model that of its files, without loading
+    them, else that of its parts.
 
     Raises:
         FinrayError: the tokenizer or the chat template does not exist.
@@ -245,7 +244,7 @@ def tokenizer_identity(config: ModelConfig, digests: Digests) -> str:
         digest.update(json.dumps([tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
         return digest.hexdigest()
     contents = [[file.name, digests.of(file)] for file in files]
-    # New tokens only where there are some, so that what is prepared already stays good.
+    # Only included if there are new tokens, so that existing prepared datasets stay valid.
     added = [config.new_tokens] if config.new_tokens else []
     return _sha256([contents, [version("transformers"), version("tokenizers")], *added])
 
@@ -259,7 +258,7 @@ def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
     """The parts of all streams, in order.
 
     Raises:
-        DataError: a source is empty, or its format cannot be told.
+        DataError: a source is empty, or its format cannot be determined.
     """
     parts: list[Part] = []
     for stream in streams:
@@ -270,7 +269,7 @@ def plan(settings: Settings, streams: list[Stream]) -> list[Part]:
 
 
 def first_columns(stream: Stream, parts: list[tuple[ByteRange, ...]], settings: Settings) -> list[str]:
-    """The columns of the first rows that can be read: they decide the format.
+    """The columns of the first readable rows, which decide the format.
 
     Raises:
         DataError: there is no such row; or one is bad and `data.on_bad_row` is `error`.
@@ -293,4 +292,4 @@ def first_columns(stream: Stream, parts: list[tuple[ByteRange, ...]], settings: 
         return list(columns)
     if bad is not None:
         raise bad
-    raise DataError("the data set is empty", where=stream.source.name, repair="check data.source and the split names")
+    raise DataError("the dataset is empty", where=stream.source.name, repair="check data.source and the split names")

@@ -1,8 +1,8 @@
-"""Preparing a data set: what a config's data is, its parts written, and the dataset put together.
+"""Prepares a dataset: plans a config's data, writes the parts, and assembles the dataset.
 
-A :class:`Preparation` works in a thread of the process that starts it. Parts wait in one queue: the thread writes them
-from the front, and helpers, such as Ray tasks on other machines, take them from the back. The bytes of a part follow
-from the source and the config alone, so it does not matter who writes which part.
+A :class:`Preparation` works in a thread of the process that starts it. Parts wait in one queue: the thread takes them
+from the front, and helpers, such as Ray tasks on other machines, from the back. The bytes of a part depend only on the
+source and the config, so it does not matter who writes which part.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _PATIENCE_S = 1.0
 
 
 def ignore(record: Record) -> None:
-    """No progress is shown."""
+    """Shows no progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A preparation that can be done, or has been.
+    """A planned or finished preparation.
 
     Attributes:
-        settings: what shapes tokens.
+        settings: settings that change tokens.
         streams: sources by split.
-        shape: everything that shapes the dataset, as in its manifest.
+        shape: everything that the dataset depends on, as in its manifest.
         root: directory or URL that holds prepared datasets.
     """
 
@@ -75,17 +75,17 @@ class Planned:
 
     @property
     def target(self) -> Folder:
-        """Where the prepared dataset lies when it is whole."""
+        """Location of the finished dataset."""
         return Folder(f"{self.root}/{self.name}")
 
     @property
     def scratch(self) -> Folder:
-        """Where it is made. Remote objects cannot be renamed; there the manifest alone makes it whole."""
+        """Location while it is written. Remote objects cannot be renamed; there only the manifest marks completion."""
         return self.target if is_url(self.root) else Folder(f"{self.root}/.partial-{self.name}")
 
     @property
     def is_done(self) -> bool:
-        """Whether it is there already, with a manifest that is as it was written."""
+        """Whether the dataset exists, with an intact manifest."""
         try:
             content = self.target.read(MANIFEST)
             return content is not None and Manifest.from_bytes(content, self.target).fingerprint == self.name
@@ -93,14 +93,14 @@ class Planned:
             return False
 
     def note_use(self) -> None:
-        """Give the manifest the time of its last use, by which `finray cache prune` goes."""
+        """Update the manifest's time of last use, for `finray cache prune`."""
         if not self.target.is_remote:
             with suppress(OSError):
                 os.utime(Path(self.target.root) / MANIFEST)
 
 
 def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
-    """What a config's data is, and where it will be; reads no rows, and loads no tokenizer from a local model.
+    """Plan a config's data and its location; reads no rows, and loads no tokenizer from a local model.
 
     Raises:
         FinrayError: a source or the model does not exist.
@@ -115,7 +115,7 @@ def plan_preparation(config: Config, *, root: str | None = None) -> Planned:
 
 
 def check_inputs(config: Config) -> None:
-    """What can be known to be wrong before Ray is started.
+    """Find errors that can be found before Ray is started.
 
     Raises:
         FinrayError: a data file or the model does not exist.
@@ -124,27 +124,27 @@ def check_inputs(config: Config) -> None:
     data, task = config.data, config.model.task
     if "labelled_text" in (data.format, *(one.format for one in data.mix)) and "labelled" not in task_spec(task).rows:
         raise DataError(
-            f"rows with a label are for classification, and model.task is {task}",
+            f"the rows have labels for classification, but model.task is {task}",
             where="data.format",
-            repair="set data.format to text, to learn the text alone; `finray prepare` prepares labelled text",
+            repair="set data.format to text to train on the text only, or model.task to sequence_classification",
         )
     streams = plan_streams(Settings.of(config))
     for choice in [stream.choice for stream in streams] if task_spec(task).reads_labels else []:
         template = choice.input_template is not None
         if template or choice.format not in ("auto", "labelled_text"):
             raise DataError(
-                f"{task} learns from rows with a label, and {'a template' if template else f'`{choice.format}`'} makes "
-                "rows without",
+                f"{task} needs rows with a label, but {'a template' if template else f'`{choice.format}`'} makes "
+                "rows without one",
                 where="data.input_template" if template else "data.format",
-                repair="leave it out; data.field_mapping names the columns, data.converter makes rows of any",
+                repair="leave it out; use data.field_mapping to name the columns, or data.converter to make the rows",
             )
 
 
 class Preparation:
-    """The preparation of a config's data, at work in a thread of this process; see :func:`start_preparation`.
+    """The preparation of a config's data, running in a thread of this process; see :func:`start_preparation`.
 
     Attributes:
-        config: whose data it is.
+        config: defines the data.
     """
 
     def __init__(self, config: Config, *, root: str | None, hide_torch: bool) -> None:
@@ -153,7 +153,7 @@ class Preparation:
         self._hide_torch = hide_torch
         self._outcome: Future[str] = Future()
         self._records: queue.SimpleQueue[Record] = queue.SimpleQueue()
-        # Guards what follows, and is notified when any of it changes.
+        # Guards the following attributes; notified when any of them changes.
         self._changed = threading.Condition()
         self._scratch: str | None = None
         self._left: deque[Part] = deque()
@@ -162,9 +162,9 @@ class Preparation:
         self._failure: FinrayError | None = None
         self._cancelled = False
         self._seconds_per_part: float | None = None
-        # What hangs in that thread is told here.
+        # Reports hangs in that thread.
         arm()
-        # A process that is interrupted ends at once; the parts that are finished are kept for the next attempt.
+        # A process that is interrupted ends at once; finished parts are kept for the next attempt.
         threading.Thread(target=self._run, name="finray-prepare", daemon=True).start()
 
     def __enter__(self) -> Preparation:
@@ -174,10 +174,10 @@ class Preparation:
         self.cancel()
 
     def wait(self, timeout: float | None = None, *, handle: Handle = ignore) -> bool:
-        """Wait until the data is prepared or cannot be, showing records of progress; whether that is so.
+        """Wait until the preparation has ended, showing records of progress; returns whether it has.
 
         Args:
-            timeout: seconds after which to return in any case; None for none.
+            timeout: seconds after which to return in any case; None waits forever.
             handle: called, in this thread, with each record.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -195,13 +195,13 @@ class Preparation:
         """Wait; returns the directory or URL of the prepared dataset.
 
         Raises:
-            FinrayError: the data, the tokenizer or the storage is not right.
+            FinrayError: a problem with the data, the tokenizer or the storage.
         """
         self.wait(handle=handle)
         return self._outcome.result()
 
     def cancel(self) -> None:
-        """Begin no further part. What is finished stays for the next preparation; nothing happens after the end."""
+        """Start no more parts. Finished ones are kept for the next preparation; no effect after the end."""
         with self._changed:
             self._cancelled = True
             self._left.clear()
@@ -212,17 +212,17 @@ class Preparation:
 
     @property
     def scratch(self) -> str | None:
-        """Where parts are written; None before it is known which parts there are."""
+        """Where parts are written; None before the parts are known."""
         return self._scratch
 
     @property
     def seconds_left(self) -> float | None:
-        """How long this process alone would take for the parts that nobody has begun; None before that can be told."""
+        """Time in which this process alone would finish the remaining parts; None before it can be estimated."""
         with self._changed:
             return None if self._seconds_per_part is None else len(self._left) * self._seconds_per_part
 
     def take(self) -> Part | None:
-        """A part for a helper to write, the last one left; None where none is left. Answer with :meth:`give`."""
+        """Take the last remaining part for a helper; None if there is none. Answer with :meth:`give`."""
         with self._changed:
             if not self._left:
                 return None
@@ -230,13 +230,13 @@ class Preparation:
             return self._left.pop()
 
     def give(self, result: PartResult | FinrayError) -> None:
-        """What came of a part that was taken; an error ends the preparation."""
+        """The result for a part that was taken; an error ends the preparation."""
         with self._changed:
             self._helped = max(0, self._helped - 1)
             self._add(result)
 
     def take_back(self, part: Part) -> None:
-        """A part that was taken and not written after all."""
+        """Return a part that was taken but not written."""
         with self._changed:
             self._helped = max(0, self._helped - 1)
             if not self._cancelled and self._failure is None:
@@ -245,7 +245,7 @@ class Preparation:
 
     @property
     def patience_s(self) -> float:
-        """How long a helper may say nothing before this process writes its part: far longer than it would take."""
+        """How long a helper may be silent before this process writes its part: far longer than writing takes."""
         with self._changed:
             return _PATIENCE_S * 10 + 5 * (self._seconds_per_part or 10.0)
 
@@ -255,16 +255,16 @@ class Preparation:
         try:
             planned = plan_preparation(self.config, root=self._root)
             if not planned.is_done:
-                with locked(planned.root, planned.name, handle=self._tell):
+                with locked(planned.root, planned.name, handle=self._notify):
                     # Another process may have prepared it meanwhile.
                     if not planned.is_done:
                         if planned.target.read(MANIFEST) is not None:
                             text = f"{planned.target.at(MANIFEST)} is damaged: the data is prepared again"
-                            self._tell(Note(text, level="warning"))
+                            self._notify(Note(text, level="warning"))
                         self._prepare(planned)
             planned.note_use()
         except BaseException as error:
-            # Raised where the result is asked for.
+            # Raised by `result`.
             self._outcome.set_exception(error)
         else:
             self._outcome.set_result(planned.target.root)
@@ -282,14 +282,14 @@ class Preparation:
             self._write_parts(planned)
             finish(planned, self.config, self._results)
         except FinrayError as error:
-            # What was written before an error in the data is of no use; what a kill leaves is kept. Behind a URL
-            # somebody else may be writing the same objects.
+            # Parts written before an error in the data are useless; those left by a kill are kept. Behind a URL another
+            # process may be writing the same objects.
             if not isinstance(error, ClusterError) and not planned.scratch.is_remote:
                 planned.scratch.delete()
             raise
 
     def _write_parts(self, planned: Planned) -> None:
-        """Write parts until none is left, and wait for those that helpers have taken."""
+        """Write parts until none is left, and wait for those taken by helpers."""
         try:
             with without_torch() if self._hide_torch else nullcontext():
                 tokenizer = load_tokenizer(self.config.model)
@@ -310,7 +310,7 @@ class Preparation:
                     self._add(result)
         finally:
             with self._changed:
-                # After an error the directory is removed, and nobody may be writing to it then.
+                # After an error the directory is removed, so nothing may still write to it.
                 self._left.clear()
                 self._changed.wait_for(lambda: not self._helped)
         if self._failure is not None:
@@ -327,26 +327,26 @@ class Preparation:
             self._records.put(PrepareProgress(len(done), self._total, rows, tokens, seconds))
         self._changed.notify_all()
 
-    def _tell(self, record: Record) -> None:
+    def _notify(self, record: Record) -> None:
         with self._changed:
             self._records.put(record)
             self._changed.notify_all()
 
 
 class _Cancelled(Exception):
-    """Nobody wants the result any more."""
+    """The preparation was cancelled."""
 
 
 def start_preparation(config: Config, *, root: str | Path | None = None, hide_torch: bool = False) -> Preparation:
-    """Begin to prepare the data of a config in a thread of this process; returns at once.
+    """Start preparing the data of a config in a thread of this process; returns at once.
 
-    Where the data is prepared already, the result is there within milliseconds. Used as a context manager, a
-    preparation is cancelled when the block is left before its end.
+    If the data is already prepared, the result is available within milliseconds. As a context manager, a preparation is
+    cancelled when the block is left before it has ended.
 
     Args:
-        config: with absolute paths, where helpers are to read them too.
-        root: holds prepared datasets; None for what the config says.
-        hide_torch: load the tokenizer without importing torch. For processes that will load no model, because
+        config: with absolute paths, if helpers read them too.
+        root: parent of prepared datasets; None uses the config's.
+        hide_torch: load the tokenizer without importing torch. Only for processes that will load no model, because
             Transformers does not look for torch again.
     """
     return Preparation(config, root=None if root is None else str(root), hide_torch=hide_torch)
@@ -356,14 +356,14 @@ def prepare_here(config: Config, *, root: str | Path | None = None) -> str:
     """Prepare the data of a config in this process; returns the directory or URL of the prepared dataset.
 
     Raises:
-        FinrayError: the data, the tokenizer or the storage is not right.
+        FinrayError: a problem with the data, the tokenizer or the storage.
     """
     with start_preparation(config, root=root) as preparation:
         return preparation.result()
 
 
 def is_prepared(config: Config) -> str | None:
-    """Where the data of a config lies, if it is prepared already.
+    """The location of a config's prepared data; None if it is not prepared yet.
 
     Raises:
         FinrayError: a source or the model does not exist.
@@ -373,16 +373,16 @@ def is_prepared(config: Config) -> str | None:
 
 
 def finish(planned: Planned, config: Config, results: list[PartResult]) -> None:
-    """Write the manifest and give the directory its name.
+    """Write the manifest and move the directory into place.
 
     Raises:
-        DataError: a source changed meanwhile, or there is nothing to learn.
+        DataError: a source changed meanwhile, or there is nothing to train on.
     """
     if plan_preparation(config, root=planned.root).shape != planned.shape:
         raise DataError(
-            "the source changed while it was prepared",
+            "the source changed while it was being prepared",
             where=planned.streams[0].source.name,
-            repair="run the command again when nobody writes to it",
+            repair="run the command again when nothing writes to it",
         )
     manifest = manifest_of(planned.shape, planned.streams, results)
     bad = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in bad_rows(manifest, results))
@@ -395,24 +395,24 @@ def finish(planned: Planned, config: Config, results: list[PartResult]) -> None:
             scratch.remove(part_note(one.stream, one.number))
         if not scratch.is_remote:
             for path in Path(scratch.root).rglob(".*"):
-                # Left by a writer that was killed.
+                # Left by a killed writer.
                 path.unlink(missing_ok=True)
-            # What carries the name without being whole.
+            # An incomplete directory with that name.
             planned.target.delete()
             Path(scratch.root).rename(planned.target.root)
     except OSError as error:
-        raise DataError(f"the prepared data set cannot be written: {error.strerror}", where=planned.root) from None
+        raise DataError(f"the prepared dataset cannot be written: {error.strerror}", where=planned.root) from None
 
 
 @contextmanager
 def locked(root: str, name: str, *, handle: Handle | None = None) -> Iterator[bool]:
-    """Hold the lock of a prepared dataset, so that two preparations on one file system take turns. Remote ones have
-    none, and write the same objects.
+    """Lock a prepared dataset, so that two preparations on one file system take turns. Remote ones have no lock, and
+    write the same objects.
 
     Args:
-        root: where prepared datasets lie.
+        root: parent of prepared datasets.
         name: of the dataset.
-        handle: told before another process is waited for; without it nothing is, and False given.
+        handle: called before waiting for another process; None does not wait, and yields False.
     """
     if is_url(root):
         yield True
@@ -427,11 +427,11 @@ def locked(root: str, name: str, *, handle: Handle | None = None) -> Iterator[bo
             lock.acquire(timeout=0 if handle is None else _PATIENCE_S)
         except Timeout:
             if handle is not None:
-                handle(Note("another process is preparing this data; waiting for it"))
+                handle(Note("another process is preparing the same data; waiting for it"))
                 lock.acquire()
         try:
             yield lock.is_locked
         finally:
             lock.release()
     except OSError as error:
-        raise DataError(f"the prepared data set cannot be written: {error.strerror or error}", where=root) from None
+        raise DataError(f"the prepared dataset cannot be written: {error.strerror or error}", where=root) from None

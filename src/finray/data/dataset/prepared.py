@@ -1,6 +1,6 @@
-"""The prepared dataset on disk: token rows in memory-mapped Arrow files, and a manifest that says what shaped them.
+"""The prepared dataset on disk: token rows in memory-mapped Arrow files, and a manifest of what they depend on.
 
-A directory without a manifest is not one. docs/formats.md is the specification.
+A directory without a manifest is incomplete. docs/formats.md is the specification.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class PreparedSplit:
-    """Rows of one split, read by index.
+    """Rows of one split, accessed by index.
 
     Attributes:
         lengths: int64 tokens per row.
@@ -47,7 +47,7 @@ class PreparedSplit:
         parts = [(number, stream, part) for number, stream in enumerate(streams) for part in stream.parts]
         self._parts = [part for _, _, part in parts]
         self._token_files = [f"{stream.name}/{part.tokens.name}" for _, stream, part in parts]
-        # By number of the part; batches of token ids, masks and offsets, mapped when the first row is read.
+        # By part number: batches of token ids, masks and offsets, mapped when the first row is read.
         self._tokens: dict[int, list[tuple[Any, Any, Any]]] = {}
         index_files = [f"{stream.name}/{part.index.name}" for _, stream, part in parts]
         files.prefetch(index_files)
@@ -55,7 +55,7 @@ class PreparedSplit:
         counts = [part.rows for part in self._parts]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         before = np.cumsum([0, *(part.source_rows for part in self._parts)], dtype=np.int64)[:-1]
-        # What follows has an entry for each row, and is what `take` chooses from.
+        # The following arrays have one entry per row, and are what `take` selects from.
         self._rows = np.arange(self._starts[-1])
         self.lengths = self._column("length")
         self.supervised = self._column("supervised")
@@ -74,22 +74,22 @@ class PreparedSplit:
 
     @property
     def groups(self) -> IntArray:
-        """int64, equal where rows must stay on one side of a split: by `data.group_by`, else rows that are the same.
+        """int64; equal for rows that must stay in the same split: by `data.group_by`, else identical rows.
 
-        The rows of one source row (pieces of a text, parts of a conversation) stay together, with those of any source
-        row that became the same rows.
+        The rows of one source row (pieces of a text, parts of a conversation) stay together, also with those of any
+        source row that gave the same rows.
         """
         if self._groups is not None:
             return self._groups
         _, first, number = np.unique(self.source_rows, return_index=True, return_inverse=True)
         within = np.arange(len(number)) - first[number]
-        # A sum of hashes that depend on the place within the source row, with the wrap-around of 64 bits.
+        # A sum of hashes that depend on the position in the source row, modulo 2**64.
         combined = np.zeros(len(first), dtype=np.uint64)
         np.add.at(combined, number, mix(self.digests.view(np.uint64) ^ mix(within.astype(np.uint64))))
         return combined.view(np.int64)[number]
 
     def take(self, rows: IntArray) -> PreparedSplit:
-        """Some of the rows, in this order; a row may stand more than once."""
+        """Select rows, in this order; a row may occur more than once."""
         some = copy(self)
         for name in ("_rows", "lengths", "supervised", "digests", "source_rows", "streams"):
             setattr(some, name, getattr(self, name)[rows])
@@ -97,11 +97,11 @@ class PreparedSplit:
         return some
 
     def sample(self, most: int | None, *, seed: int) -> PreparedSplit:
-        """The rows that are evaluated where at most ``most`` are, in their order; see :func:`splits.sample`."""
+        """The rows to evaluate, at most ``most``, in order; see :func:`splits.sample`."""
         return self.take(sample(len(self), most, seed=seed))
 
     def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
-        """Token ids, and loss mask or (of labelled text) token types of a row, as views of the mapped file."""
+        """Token ids, and loss mask or (for labelled text) token types of a row, as views of the mapped file."""
         part, within = self._find(number)
         if part not in self._tokens:
             reader = pa.ipc.open_file(pa.memory_map(str(self._files.path(self._token_files[part]))))
@@ -128,7 +128,7 @@ class PreparedSplit:
         return [tuple(value) if isinstance(value := found[row], list) else value for row in self._rows.tolist()]
 
     def prefetch(self, rows: Iterable[int]) -> None:
-        """Say in which order rows will be read, so that remote files are fetched in that order."""
+        """Announce the order in which rows will be read, so that remote files are downloaded in that order."""
         names: dict[str, None] = {}
         for row in rows:
             names.setdefault(self._token_files[self._find(row)[0]])
@@ -137,7 +137,7 @@ class PreparedSplit:
         self._files.prefetch(names)
 
     def _find(self, number: int) -> tuple[int, int]:
-        """Number of a row's part, and of the row in it."""
+        """A row's part, and its index in the part."""
         row = int(self._rows[number])
         part = int(np.searchsorted(self._starts, row, side="right")) - 1
         return part, row - int(self._starts[part])
@@ -145,7 +145,7 @@ class PreparedSplit:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The rows of a run: to train on, to evaluate on during training, and for tests after it."""
+    """The rows of a run: for training, for evaluation during training, and for tests afterwards."""
 
     train: PreparedSplit
     eval: PreparedSplit | None
@@ -157,23 +157,23 @@ class PreparedDataset:
 
     Args:
         location: directory or URL.
-        local_dir: where files of a remote one are kept; None for the user's cache.
+        local_dir: local copy of a remote dataset; None uses the user's cache.
 
     Raises:
-        DataError: it is not a whole prepared dataset, or a file has another size than the manifest says.
+        DataError: it is not a complete prepared dataset, or a file does not have the size in the manifest.
     """
 
     def __init__(self, location: str | Path, *, local_dir: Path | None = None) -> None:
         self.folder = Folder(location)
         content = self.folder.read(MANIFEST)
         if content is None:
-            raise DataError("not a prepared data set", where=str(location), repair="run `finray prepare` again")
+            raise DataError("not a prepared dataset", where=str(location), repair="run `finray prepare` again")
         self.manifest = Manifest.from_bytes(content, self.folder)
         found = dict(self.folder.files())
         for name, expected in self.files():
             if found.get(name) != expected.bytes:
                 raise DataError(
-                    "a file of the prepared data set is missing or cut off",
+                    "a file of the prepared dataset is missing or cut off",
                     where=self.folder.at(name),
                     repair=f"delete {self.folder.root} and run the command again",
                 )
@@ -182,17 +182,17 @@ class PreparedDataset:
     def verify(self, *, rank: int = 0, world_size: int = 1) -> None:
         """Compare a share of the files with their digests, before any is read; every rank of a group has another share.
 
-        Whatever is not compared here is when it is read first, by whoever reads it; see :meth:`trust`.
+        Other files are checked when they are first read; see :meth:`trust`.
 
         Raises:
-            DataError: names the first file that is not as it was written.
+            DataError: names the first file that was changed.
         """
         if not self.folder.is_remote:
             for name, _ in list(self.files())[rank::world_size]:
                 self._files.path(name)
 
     def trust(self) -> None:
-        """Compare no file any more: all of a group have compared their shares."""
+        """Skip further checks: all ranks of a group have checked their shares."""
         self._files.trust()
 
     @property
@@ -206,28 +206,28 @@ class PreparedDataset:
         return self.manifest.content
 
     def kind(self, split: str = "train") -> str:
-        """What rows are: ``chat``, ``completion``, ``text`` or ``labelled``."""
+        """Kind of the rows: ``chat``, ``completion``, ``text`` or ``labelled``."""
         return str(self.manifest.splits[split].kind)
 
     @property
     def label_set(self) -> LabelSet | None:
-        """What the labels of the training rows say; None where they have none."""
+        """The label set of the training rows; None if they have no labels."""
         train = self.manifest.splits["train"]
         return None if train.problem is None else LabelSet(train.problem, train.labels)
 
     def require_kind(self, spec: TaskSpec) -> None:
-        """Refuse rows that a task does not learn from.
+        """Refuse rows of a kind that a task does not support.
 
         Raises:
             DataError: they are of another kind.
         """
         if self.kind() not in spec.rows:
             raise DataError(
-                f"the rows are {self.kind()}, and {spec.name} learns from {', '.join(sorted(spec.rows))}",
+                f"the rows are {self.kind()}, but {spec.name} needs {', '.join(sorted(spec.rows))}",
                 where="data.format",
-                repair="set data.format to text, to learn the text alone, or model.task to sequence_classification"
+                repair="set data.format to text to train on the text only, or model.task to sequence_classification"
                 if self.kind() == "labelled"
-                else "set data.format or model.task so that they fit each other",
+                else "change data.format or model.task so that they match",
             )
 
     def files(self) -> Iterator[tuple[str, DataFile]]:
@@ -237,13 +237,13 @@ class PreparedDataset:
                 yield from stream.files()
 
     def all_rows(self, split: str) -> PreparedSplit | None:
-        """All rows that were prepared for a split; None where there are none."""
+        """All prepared rows of a split; None if there are none."""
         if split not in self.manifest.splits:
             return None
         return PreparedSplit(self._files, self.manifest.splits[split].streams)
 
     def splits(self, data: DataConfig, *, seed: int) -> Splits:
-        """The rows of a run: held out by ratio where the config says so, then mixed.
+        """The rows of a run: held out by ratio if configured, then mixed.
 
         Raises:
             DataError: too few rows, or groups, to hold some out.

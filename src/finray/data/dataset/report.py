@@ -1,4 +1,4 @@
-"""What is said of a prepared dataset: how rows were read, how many there are, and what they lost."""
+"""The report on a prepared dataset: how rows were read, how many there are, and what was truncated or dropped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WARNINGS = (
 
 
 def preparation_report(location: str | Path, *, local_dir: Path | None = None) -> list[str]:
-    """What was prepared, a line per split, and warnings about rows that lost something."""
+    """A summary, one line per split, and warnings about truncated and dropped rows."""
     return report_lines(PreparedDataset(location, local_dir=local_dir).manifest)
 
 
@@ -60,7 +60,7 @@ def report_lines(manifest: Manifest) -> list[str]:
 
 
 def balance(stats: SplitStats) -> str:
-    """What the labels of a split are, with the rows of the largest classes."""
+    """The labels of a split, with the number of rows in the largest classes."""
     if stats.problem == "regression":
         return "regression: each label is a number"
     largest = sorted(zip(stats.label_rows, stats.labels, strict=False), key=lambda one: -one[0])[:_CLASSES]

@@ -1,4 +1,4 @@
-"""The source rows behind prepared ones, read again from where they lie."""
+"""Reads the source rows of prepared ones again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from finray.errors import DataError
 
 
 class SourceRows:
-    """The source rows behind prepared ones, read again from where they lie.
+    """The source rows of prepared ones, read again from their source.
 
     Args:
-        config: whose data it is.
+        config: defines the data.
         has_chat_template: whether the tokenizer has one.
     """
 
@@ -41,7 +41,7 @@ class SourceRows:
         return found
 
     def examples(self, part: Part) -> Iterator[list[Example]]:
-        """What each row of a part was converted to, in order; nothing for a bad row."""
+        """The examples from each row of a part, in order; none for a bad row."""
         convert = converter_of(part.row_format, has_chat_template=self._has_chat_template)
         for piece in part.pieces:
             for _, value in read_piece(piece, part.stream.source, self._reading):

@@ -1,1 +1,1 @@
-"""What a row means: formats, their detection, and conversion to examples."""
+"""Formats of rows, their detection, and conversion to examples."""

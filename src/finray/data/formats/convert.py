@@ -1,6 +1,7 @@
-"""Rows as examples, by format; conversations as OpenAI (`role`, `content`) and ShareGPT (`from`, `value`) write them.
+"""Converts rows to examples, by format; conversations in OpenAI's (`role`, `content`) or ShareGPT's format (`from`,
+`value`).
 
-A row that does not fit is a :class:`DataError` without a place; the caller, who knows file and row, adds it.
+A bad row raises a :class:`DataError` without a location; the caller, who knows file and row, adds it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w[\w .-]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
-    """What the user says of a source's format, before a row is seen."""
+    """The user's settings of a source's format, before any row is read."""
 
     format: str
     field_mapping: Mapping[str, str]
@@ -42,10 +43,10 @@ class FormatChoice:
     def of(
         cls, data: DataConfig, source: SourceConfig | None = None, *, labels: LabelRules | None = None
     ) -> FormatChoice:
-        """From the data section, or from one of several sources with the section behind it.
+        """From the data section, or from one of several sources with the section as default.
 
         Args:
-            labels: how labels are read; None where the task learns from none, and `auto` does not look for them.
+            labels: how labels are read; None for a task without labels, for which `auto` does not look for any.
         """
         own = source or SourceConfig(source="")
         return cls(
@@ -59,13 +60,13 @@ class FormatChoice:
         )
 
     def shaped_by(self) -> dict[str, Any]:
-        """What of it changes tokens, as JSON types; a converter counts with its source code."""
+        """The settings that change tokens, as JSON types; a converter is included by its source code."""
         converter = None
         if self.converter is not None:
             file = getattr(inspect.getmodule(load_function(self.converter)), "__file__", None)
             content = Path(file).read_bytes() if file else self.converter.encode()
             converter = [self.converter, hashlib.sha256(content).hexdigest()]
-        # Other tokens than before `auto` made chat turns of prompts and completions; of no other format.
+        # The tokens changed when `auto` began to make chat turns of prompts and completions; other formats did not.
         pairs: dict[str, Any] = {} if converter or self.input_template or self.format != "auto" else {"pairs": "chat"}
         if self.labels is not None or self.format == "labelled_text":
             pairs = {"labels": asdict(self.labels or LabelRules())}
@@ -83,8 +84,8 @@ class FormatChoice:
         """The format of rows with these columns.
 
         Raises:
-            DataError: they fit none.
-            ConfigError: the templates name no column, or not those of the mapping.
+            DataError: no format fits.
+            ConfigError: the templates use no column, or not those of the mapping.
         """
         if self.converter is not None:
             return RowFormat("converter", converter=self.converter, system=self.system, labels=self.labels)
@@ -97,14 +98,14 @@ class FormatChoice:
         names = list(dict.fromkeys(match[1] for match in found if match[1]))
         if not names:
             raise ConfigError(
-                "the templates name no column, so every row would be the same",
+                "the templates use no column, so every row would be the same",
                 where="data.input_template",
-                repair="write a column's name in braces, such as {question}",
+                repair="write column names in braces, such as {question}",
             )
         unused = sorted(set(self.field_mapping) - set(names))
         if unused:
             raise ConfigError(
-                f"{', '.join(unused)} stands in no template (there are: {', '.join(names)})",
+                f"no template uses {', '.join(unused)} (they use: {', '.join(names)})",
                 where="data.field_mapping",
             )
         read = {name: self.field_mapping.get(name, name) for name in names}
@@ -112,7 +113,7 @@ class FormatChoice:
 
 
 def converter_of(row_format: RowFormat, *, has_chat_template: bool) -> Callable[[Columns], list[Example]]:
-    """The function that turns a row into examples (one; a converter of the user's may give several, or none).
+    """The function that converts a row to examples (one; a user's converter may return any number).
 
     Without a chat template, Alpaca rows become plain prompts instead of conversations.
     """
@@ -129,7 +130,7 @@ _MISSING = object()
 
 
 def column(row: Columns, name: str) -> Any:
-    """The value of a column; a dot reaches into nested ones.
+    """The value of a column; a dot accesses nested ones.
 
     Raises:
         DataError: it is missing or null.
@@ -138,7 +139,7 @@ def column(row: Columns, name: str) -> Any:
     if value is _MISSING:
         raise DataError(
             f"the column `{name}` is missing (columns: {', '.join(row)})",
-            repair="name the right column in data.field_mapping, or set data.format",
+            repair="set the right column in data.field_mapping, or set data.format",
         )
     if value is None:
         raise DataError(f"the column `{name}` is null", repair="fill or remove the row, or set data.on_bad_row to drop")
@@ -153,7 +154,7 @@ def _look_up(row: Columns, name: str) -> Any:
 
 
 def _optional(row: Columns, columns: Mapping[str, str], field: str) -> Any:
-    """The value of a column that a row may leave out; None where it is missing, null, or in nothing."""
+    """The value of an optional column; None if it is missing or null."""
     value = _look_up(row, columns[field]) if field in columns else None
     return None if value is _MISSING else value
 
@@ -180,14 +181,16 @@ def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) ->
         case "prompt_completion":
             prompt, completion = columns["prompt"], columns["completion"]
             if not isinstance(column(row, prompt), list):
-                asked, said = _text(row, prompt), _text(row, completion)
+                prompt_text, answer_text = _text(row, prompt), _text(row, completion)
                 if not (row_format.as_chat and has_chat_template):
-                    return Completion(asked, said)
-                return _begun(Chat((Message("user", asked), Message("assistant", said))), row_format.system)
+                    return Completion(prompt_text, answer_text)
+                return _begun(
+                    Chat((Message("user", prompt_text), Message("assistant", answer_text))), row_format.system
+                )
             before = messages_of(column(row, prompt), prompt)
             after = messages_of(column(row, completion), completion)
             if before[-1].role == after[0].role == "assistant":
-                raise DataError("two assistant turns in a row, at the border of prompt and completion")
+                raise DataError("two assistant turns in a row, where the prompt ends and the completion begins")
             return _begun(Chat((*before, *after), prompt_messages=len(before)), row_format.system)
         case "alpaca":
             return _from_alpaca(row, row_format, has_chat_template=has_chat_template)
@@ -206,7 +209,7 @@ def _example(row: Columns, row_format: RowFormat, *, has_chat_template: bool) ->
 
 
 def _begun(chat: Chat, system: Any) -> Chat:
-    """The conversation with a system message in front, unless it has one or there is none to put there."""
+    """The conversation with a system message in front, unless it has one or none is given."""
     if not system or chat.messages[0].role in ("system", "developer"):
         return chat
     prompt = chat.prompt_messages + 1 if chat.prompt_messages else 0
@@ -219,9 +222,9 @@ def _from_alpaca(row: Columns, row_format: RowFormat, *, has_chat_template: bool
     turns = [Message("system", str(system))] if system else []
     history = _optional(row, columns, "history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise DataError("the column `history` must be a list of pairs: question and answer")
-    for asked, said in history:
-        turns += [Message("user", str(asked)), Message("assistant", str(said))]
+        raise DataError("the column `history` must be a list of [question, answer] pairs")
+    for user, assistant in history:
+        turns += [Message("user", str(user)), Message("assistant", str(assistant))]
     more = _optional(row, columns, "input")
     question, answer = _text(row, columns["instruction"]), _text(row, columns["output"])
     if has_chat_template:
@@ -235,7 +238,8 @@ def _from_alpaca(row: Columns, row_format: RowFormat, *, has_chat_template: bool
 
 
 def _filled(template: str, row: Columns, columns: Mapping[str, str]) -> str:
-    """`{name}` is a column; two braces are one; a written-out ``\\n`` or ``\\t`` is the character."""
+    """Fill a template: `{name}` is a column, double braces are literal; a written-out ``\\n`` or ``\\t`` is
+    unescaped."""
     template = template.replace("\\n", "\n").replace("\\t", "\t")
 
     def value(match: re.Match[str]) -> str:
@@ -265,7 +269,7 @@ _ALIASES = {
     "tool_response": "tool",
 }
 _CALLS = ("function_call", "tool_call")
-# What else of a message chat templates read.
+# Other message fields that chat templates read.
 _KEPT = ("name", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 
 
@@ -273,11 +277,11 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
     """The messages in a column.
 
     Raises:
-        DataError: the column holds no conversation that can be learned from; the message names the turn.
+        DataError: the column does not hold a valid conversation; the message names the turn.
     """
     value = _decoded(value, column)
     if isinstance(value, Mapping):
-        # `datasets` keeps a list of records as a record of lists.
+        # `datasets` stores a list of records as a record of lists.
         lengths = {len(items) if isinstance(items, list) else -1 for items in value.values()}
         if len(lengths) != 1 or -1 in lengths:
             raise DataError(f"the column `{column}` holds nested columns that are not a list of messages")
@@ -298,23 +302,23 @@ def messages_of(value: Any, column: str) -> tuple[Message, ...]:
                 f"{column}[{position}]: two assistant turns in a row",
                 repair="join them, or put the user's turn between them",
             )
-        # Text and calls, or calls and calls, that data sets write as turns of their own.
+        # Some datasets write text and calls, or several calls, as separate turns.
         calls = [*before.extra.get("tool_calls", ()), *message.extra["tool_calls"]]
         messages[-1] = replace(before, extra={**before.extra, **message.extra, "tool_calls": calls})
     return tuple(messages)
 
 
 def tools_of(value: Any) -> tuple[Mapping[str, Any], ...]:
-    """The functions that a row offers, as JSON schemas; text is read as JSON, bare functions are wrapped.
+    """The tools of a row, as JSON schemas; text is parsed as JSON, bare functions are wrapped.
 
     Raises:
-        DataError: it is something else.
+        DataError: the value is something else.
     """
     if value is None or value == "":
         return ()
     value = _decoded(value, "tools", strict=True)
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise DataError("the column `tools` must be a list of functions, or that as JSON text")
+        raise DataError("the column `tools` must be a list of functions, or such a list as JSON text")
     return tuple(tool if "function" in tool else {"type": "function", "function": dict(tool)} for tool in value)
 
 
@@ -329,7 +333,8 @@ def _decoded(value: Any, column: str, *, strict: bool = False) -> Any:
             raise DataError(f"the column `{column}` is not JSON: {error.msg} (character {error.pos})") from None
         except (ValueError, RecursionError):
             raise DataError(
-                f"the column `{column}` is not JSON that can be read: too deep, or too long a number"
+                f"the column `{column}` is not JSON that can be parsed: it is nested too deeply, or has too long a "
+                f"number"
             ) from None
     return value
 
@@ -337,16 +342,16 @@ def _decoded(value: Any, column: str, *, strict: bool = False) -> Any:
 def _message(item: Any, place: str) -> Message:
     if not isinstance(item, Mapping):
         raise DataError(f"{place} must be an object with `role` and `content`")
-    said = item.get("role", item.get("from"))
-    if not isinstance(said, str):
+    raw_role = item.get("role", item.get("from"))
+    if not isinstance(raw_role, str):
         raise DataError(f"{place} must be an object with `role` and `content` (or `from` and `value`)")
-    role = _ALIASES.get(said, said)
+    role = _ALIASES.get(raw_role, raw_role)
     if role not in ROLES:
-        hint = did_you_mean(said, [*ROLES, *_ALIASES])
-        raise DataError(f"{place}: the role `{said}` is unknown{hint}", repair=f"use one of {', '.join(ROLES)}")
+        hint = did_you_mean(raw_role, [*ROLES, *_ALIASES])
+        raise DataError(f"{place}: unknown role `{raw_role}`{hint}", repair=f"use one of {', '.join(ROLES)}")
     extra = {key: item[key] for key in _KEPT if item.get(key) is not None}
     content = item.get("content", item.get("value"))
-    if said in _CALLS:
+    if raw_role in _CALLS:
         extra["tool_calls"] = _calls(_decoded(content, place, strict=True), place)
         content = ""
     elif item.get("tool_calls"):
@@ -357,7 +362,7 @@ def _message(item: Any, place: str) -> Message:
     if train is None and (weight := item.get("weight")) is not None:
         # OpenAI's way to say it.
         if weight not in (0, 1):
-            raise DataError(f"{place}.weight is {shown(weight)}; a message is learned (1) or not (0)")
+            raise DataError(f"{place}.weight is {shown(weight)}; it must be 1 (trained on) or 0 (not trained on)")
         train = bool(weight)
     if content is None and "tool_calls" in extra:
         content = ""
@@ -365,18 +370,18 @@ def _message(item: Any, place: str) -> Message:
         content = "".join(str(one.get("text", "")) for one in content)
     if not isinstance(content, str):
         what = "is null" if content is None else f"holds {type(content).__name__}"
-        raise DataError(f"{place} has no text: `content` {what} (role `{said}`)")
+        raise DataError(f"{place} has no text: `content` {what} (role `{raw_role}`)")
     return Message(role, content, train is not False, extra)
 
 
 def _calls(value: Any, place: str) -> list[dict[str, Any]]:
-    """Tool calls as OpenAI writes them."""
+    """Tool calls in OpenAI's format."""
     calls = []
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise DataError(f"{place}: a tool call must have a `name` and `arguments`")
-        # OpenAI keeps arguments as JSON text; templates write them as JSON, so text would be quoted twice.
+        # OpenAI stores arguments as JSON text; templates serialise them, so text would be quoted twice.
         arguments = function.get("arguments", function.get("parameters", {}))
         arguments = _decoded(arguments, f"{place}.arguments", strict=True)
         extra = {"id": call["id"]} if call.get("id") else {}
@@ -388,16 +393,16 @@ def _calls(value: Any, place: str) -> list[dict[str, Any]]:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function that ``package.module:function`` names; the working directory is searched too.
+    """The function ``package.module:function``; the working directory is searched too.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it does not exist.
     """
     module, colon, name = path.rpartition(":")
     if not colon or "/" in module or module.endswith(".py"):
         folder, stem = str(Path(module).parent), Path(module).stem
         raise ConfigError(
-            "a converter is written package.module:function",
+            "write the converter as package.module:function",
             where=f"data.converter={path}",
             repair=f"write `{stem}:{name}`" + (f", and run finray in {folder}" if folder != "." else "")
             if colon
@@ -418,9 +423,9 @@ def load_function(path: str) -> Callable[..., Any]:
 
 def _overdue(excess: str) -> DataError:
     return DataError(
-        f"the converter takes more than {excess} for this row",
+        f"the converter used more than {excess} on this row",
         where="data.converter",
-        repair="look for a loop or a wait that does not end; load what it needs where its module is imported",
+        repair="look for an endless loop or wait; load large files when its module is imported, not for each row",
     )
 
 
@@ -431,13 +436,13 @@ def _converted(function: Callable[..., Any], row: Columns, own: RowFormat, *, ha
             # A generator runs, and fails, only here.
             rows = list(result) if isinstance(result, Iterable) and not isinstance(result, Mapping | str) else [result]
         except (Exception, SystemExit) as error:
-            # Whatever the user's own code raises is about this row. One that ends its process would be started by Ray
-            # again and again, and end a command without a word.
+            # Any exception of the user's code is about this row. SystemExit would make Ray restart the task again and
+            # again, and end a command silently.
             raise DataError(f"the converter failed: {type(error).__name__}: {cut(str(error))}") from None
     if result is None:
         return []
     if not all(isinstance(item, Mapping) for item in rows):
-        raise DataError("the converter must return a row (a dictionary), a list of rows, or None to leave it out")
+        raise DataError("the converter must return a row (a dictionary), a list of rows, or None to skip the row")
     examples: list[Example] = []
     for item in rows:
         wanted = "labelled_text" if own.labels is not None or ("label" in item and "text" in item) else "auto"

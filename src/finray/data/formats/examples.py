@@ -1,6 +1,6 @@
-"""What a row says: a conversation, a prompt with its completion, plain text, or text with a label.
+"""Examples: a conversation, a prompt with its completion, plain text, or text with a label.
 
-Which of these a row is follows from its columns, or from `data.format`. Turning the row into one is in ``convert.py``.
+The kind follows from a row's columns, or from `data.format`. ``convert.py`` converts rows to examples.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Message:
     """One turn of a conversation.
 
     Attributes:
-        content: empty where there are only tool calls.
-        train: False where the author of the data forbids learning it.
-        extra: what else a chat template may read: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``.
+        content: empty if there are only tool calls.
+        train: False if the data excludes it from training.
+        extra: other fields for the chat template: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``.
     """
 
     role: str
@@ -33,7 +33,7 @@ class Message:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates want it."""
+        """In the format of chat templates."""
         return {"role": self.role, "content": self.content, **self.extra}
 
 
@@ -44,7 +44,7 @@ class Chat:
     Attributes:
         messages: the turns.
         tools: JSON schemas of the functions that the assistant may call.
-        prompt_messages: the first so many are a prompt: `data.train_on: completion` does not learn them.
+        prompt_messages: number of leading messages that are a prompt, not trained on with `data.train_on: completion`.
     """
 
     messages: tuple[Message, ...]
@@ -54,7 +54,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt and what should follow it, joined as they are, with no template."""
+    """A prompt and its completion, concatenated without a template."""
 
     prompt: str
     completion: str
@@ -69,7 +69,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A text, or two, and what is to be said of them: a class, several, or a number."""
+    """A text, or two, and the label: a class, several, or a number."""
 
     text: str
     label: Label
@@ -81,14 +81,14 @@ Example = Chat | Completion | Text | Labelled
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """How rows of a source are read.
+    """How to read rows of a source.
 
     Attributes:
         columns: field to the column that holds it.
         present: columns that the first rows have.
-        as_chat: whether a prompt and its completion are turns of a conversation where the model has a chat template.
-        system: what a conversation without a system message begins with.
-        labels: how those of labelled text are read; None for a task that learns from none.
+        as_chat: whether a prompt and its completion become chat turns if the model has a chat template.
+        system: default system message of conversations.
+        labels: how labels are read; None for a task without labels.
     """
 
     kind: Kind
@@ -102,7 +102,7 @@ class RowFormat:
     labels: LabelRules | None = None
 
     def describe(self, *, has_chat_template: bool = False) -> str:
-        """For people: the format, the columns it is read from, and those that nothing reads."""
+        """A description: the format, the columns that are read, and those that are ignored."""
         if self.kind == "converter":
             return f"converter {self.converter}"
         read = {name: column for name, column in self.columns.items() if _root(column, self.present) is not None}
@@ -115,7 +115,7 @@ class RowFormat:
         return f"{text}; not read: {', '.join(unread)}" if unread else text
 
 
-# In this order: the first format whose columns are all there. Each field may be found under several names.
+# In this order: the first format whose columns all exist. Each field may have several names.
 _REQUIRED: tuple[tuple[Kind, dict[str, tuple[str, ...]]], ...] = (
     ("messages", {"messages": ("messages",)}),
     ("sharegpt", {"conversations": ("conversations", "conversation")}),
@@ -125,7 +125,7 @@ _REQUIRED: tuple[tuple[Kind, dict[str, tuple[str, ...]]], ...] = (
     ("alpaca", {"instruction": ("question", "prompt", "query"), "output": ("answer", "response")}),
     ("text", {"text": ("text", "content")}),
 )
-# Of labelled text, which is read only where it is asked for, by name or by a task that learns from labels.
+# For labelled text, which is only read if requested, by name or by a task that uses labels.
 _PAIRS = (
     ("text", "text_pair"),
     ("sentence1", "sentence2"),
@@ -137,13 +137,13 @@ _PAIRS = (
 )
 _TEXTS = ("text", "sentence", "content")
 _LABELS = ("label", "labels", "score")
-# What else a mapping may call its fields.
+# Other field names that a mapping may use.
 _LABELLED = {
     **dict.fromkeys(("text", "sentence", "content", "sentence1", "premise"), "text"),
     **dict.fromkeys(("text_pair", "sentence2", "hypothesis"), "text_pair"),
     **dict.fromkeys(("label", "labels"), "label"),
 }
-# Read where a row has them; the first rows may be without.
+# Optional fields; the first rows may lack them.
 _OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
     "messages": {"tools": ("tools",)},
     "sharegpt": {"system": ("system",), "tools": ("tools",)},
@@ -152,22 +152,22 @@ _OPTIONAL: dict[Kind, dict[str, tuple[str, ...]]] = {
 
 
 def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "auto") -> RowFormat:
-    """The format that the columns of the first rows speak for, or the one that is wanted.
+    """The format indicated by the columns of the first rows, or the requested one.
 
     Raises:
-        DataError: no format fits, or the mapping comes to nothing; the message lists the columns.
+        DataError: no format fits, or the mapping matches nothing; the message lists the columns.
     """
     present = tuple(columns)
-    said = mapping
+    given = mapping
     if wanted == "labelled_text":
-        return _labelled(present, said)
+        return _labelled(present, given)
     for kind, required in _REQUIRED:
         optional = _OPTIONAL.get(kind, {})
         fields = {name: name for name in (*required, *optional)}
-        # A mapping may name a field as the table of formats does: `question` is the instruction of `alpaca`.
+        # A mapping may use the names in the table of formats: `question` is the instruction of `alpaca`.
         fields = {other: name for name, names in (required | optional).items() for other in names} | fields
-        mapping = {fields[name]: column for name, column in said.items() if name in fields}
-        if wanted not in ("auto", kind) or len(mapping) < len(said):
+        mapping = {fields[name]: column for name, column in given.items() if name in fields}
+        if wanted not in ("auto", kind) or len(mapping) < len(given):
             continue
         found = {}
         for name, names in required.items():
@@ -182,32 +182,32 @@ def detect(columns: Iterable[str], mapping: Mapping[str, str], wanted: str = "au
             close = difflib.get_close_matches(found[name], present, n=1, cutoff=0.75)
             if name in mapping and close and _root(found[name], present) is None:
                 raise DataError(
-                    f"`{name}` is read from `{found[name]}`, which the first rows do not have (did you mean "
+                    f"`{name}` is mapped to `{found[name]}`, which the first rows do not have (did you mean "
                     f"`{close[0]}`?)",
                     where="data.field_mapping",
                 )
         return RowFormat(kind, found, present=present)
-    raise _no_format(present, said, wanted)
+    raise _no_format(present, given, wanted)
 
 
-def _labelled(present: tuple[str, ...], said: Mapping[str, str]) -> RowFormat:
-    """The columns of labelled text: a text, or two under names that stand together, and a label."""
+def _labelled(present: tuple[str, ...], given: Mapping[str, str]) -> RowFormat:
+    """The columns of labelled text: a text, or two with names that belong together, and a label."""
 
     def missing(what: str, field: str, near: str) -> DataError:
         return DataError(
             f"there is no column with {what} (columns: {', '.join(present)}){did_you_mean(near, present)}",
             where="data.field_mapping",
-            repair=f"name it, such as data.field_mapping: {{{field}: COLUMN}}",
+            repair=f"map it with data.field_mapping: {{{field}: COLUMN}}",
         )
 
-    if unknown := [name for name in said if name not in _LABELLED]:
+    if unknown := [name for name in given if name not in _LABELLED]:
         raise DataError(
-            f"labelled text has no field `{unknown[0]}`: it has text, text_pair and label",
+            f"labelled text has no field `{unknown[0]}`; its fields are text, text_pair and label",
             where="data.field_mapping",
             repair="leave it out, or set data.format",
         )
-    found = {_LABELLED[name]: column for name, column in said.items()}
-    for name, column in said.items():
+    found = {_LABELLED[name]: column for name, column in given.items()}
+    for name, column in given.items():
         if _root(column, present) is None:
             raise _no_format(present, {name: column}, "labelled_text")
     if "text" not in found:
@@ -235,9 +235,9 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
     for name, column in mapping.items():
         if _root(column, present) is None:
             return DataError(
-                f"`{name}` is read from `{column}`, which is no column ({', '.join(present)})",
+                f"`{name}` is mapped to `{column}`, which is not a column ({', '.join(present)})",
                 where="data.field_mapping",
-                repair="name a column that the rows have",
+                repair="map it to a column that the rows have",
             )
     named = f"`{wanted}`" if wanted != "auto" else "a format"
     mapped = f" with data.field_mapping of {', '.join(mapping)}" if mapping else ""
@@ -245,13 +245,14 @@ def _no_format(present: tuple[str, ...], mapping: Mapping[str, str], wanted: str
         " (for classification: model.task: sequence_classification)" if {"label", "labels"} & set(present) else ""
     )
     return DataError(
-        f"the columns are not those of {named}{mapped} ({', '.join(present)})",
+        f"the columns do not match {named}{mapped} (columns: {', '.join(present)})",
         where="data.format",
-        repair="rows need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and `output`, "
-        f"or `text`; data.field_mapping names other columns, data.input_template makes a prompt of any{labelled}",
+        repair="rows need `messages`, or `conversations`, or `prompt` and `completion`, or `instruction` and "
+        "`output`, or `text`; map other column names with data.field_mapping, or build prompts with "
+        f"data.input_template{labelled}",
     )
 
 
 def _root(column: str, present: Iterable[str]) -> str | None:
-    """The column of the table that a column, or a field nested in one, lies in."""
+    """The top-level column that contains a column or nested field."""
     return next((name for name in (column, column.split(".")[0]) if name in present), None)

@@ -1,4 +1,4 @@
-"""Labels of rows, and what a config says of them before a row is seen."""
+"""Labels of rows, and the settings for them in a config."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class LabelRules:
     """How labels are read.
 
     Attributes:
-        problem: what they must be; None where the labels themselves decide.
-        names: of the classes, in the order of their ids; none where the training data give them.
+        problem: their kind; None if the labels themselves decide.
+        names: of the classes, in the order of their ids; empty if the training data define them.
     """
 
     problem: Problem | None = None
@@ -34,7 +34,7 @@ class LabelRules:
 
     @classmethod
     def of(cls, config: Config) -> LabelRules | None:
-        """From a config; None where its task learns from no labels."""
+        """From a config; None if its task has no labels."""
         if not task_spec(config.model.task).reads_labels:
             return None
         section = config.classification
@@ -42,10 +42,10 @@ class LabelRules:
 
 
 def label_of(value: Any, rules: LabelRules) -> Label:
-    """A label as a row has it: a name, names, or a number.
+    """The label of a row: a name, names, or a number.
 
     Raises:
-        DataError: it is none that the rules allow; without a place.
+        DataError: the rules do not allow it; without a location.
     """
     problem = rules.problem
     if problem == "regression":
@@ -53,21 +53,21 @@ def label_of(value: Any, rules: LabelRules) -> Label:
     if isinstance(value, list | tuple):
         if problem == "single_label":
             raise DataError(
-                f"the label is a list, {shown(value)}, and classification.problem is single_label",
+                f"the label is a list, {shown(value)}, but classification.problem is single_label",
                 repair="set classification.problem to multi_label, or give the row one label",
             )
         names = [_class(one, rules, within="a list") for one in value]
         if len(set(names)) < len(names):
             raise DataError(
                 f"the label lists a class twice: {shown(value)}",
-                repair="list the names or ids of the row's classes, such as [2, 5], not 0 or 1 for each class",
+                repair="list the names or ids of the row's classes, such as [2, 5], instead of a 0 or 1 for each class",
             )
         return tuple(names)
     if isinstance(value, float):
         if problem is not None or rules.names:
             raise DataError(
-                f"the label is {shown(value)}, and classes are names or whole numbers",
-                repair="write whole numbers or names; to learn the numbers themselves, set classification.problem to "
+                f"the label is {shown(value)}; classes must be names or whole numbers",
+                repair="use whole numbers or names; to predict the number itself, set classification.problem to "
                 "regression and leave classification.labels out",
             )
         return _number(value)
@@ -82,11 +82,11 @@ def _number(value: Any) -> float:
         number = float(value)
     except (ValueError, OverflowError):
         raise DataError(
-            f"the label is {shown(value)}, and classification.problem is regression: labels must be numbers",
-            repair="mend the row, or set classification.problem to single_label",
+            f"the label is {shown(value)}, but with classification.problem regression labels must be numbers",
+            repair="fix the row, or set classification.problem to single_label",
         ) from None
     if not math.isfinite(number):
-        raise DataError(f"the label is {number}, which is no number to learn", repair="mend or remove the row")
+        raise DataError(f"the label is {number}; it must be a finite number", repair="fix or remove the row")
     return number
 
 
@@ -106,13 +106,13 @@ def _class(value: Any, rules: LabelRules, *, within: str = "") -> str:
     if 0 <= number < len(rules.names) and not any(map(_WHOLE.fullmatch, rules.names)):
         return rules.names[number]
     raise DataError(
-        f"the label {shown(value)} is none of the classes ({cut(', '.join(rules.names), 200)}), and no id of one",
-        repair="mend the row, name the class in classification.labels, or set data.on_bad_row to drop",
+        f"the label {shown(value)} is neither a class ({cut(', '.join(rules.names), 200)}) nor the id of one",
+        repair="fix the row, add the class to classification.labels, or set data.on_bad_row to drop",
     )
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of classes in the order of their ids: whole numbers by value, then the others."""
+    """Class names in the order of their ids: integers by value, then the others."""
     return tuple(sorted(set(names), key=lambda one: (0, int(one), one) if _WHOLE.fullmatch(one) else (1, 0, one)))
 
 
@@ -124,17 +124,17 @@ _KINDS: dict[Problem, str] = {
 
 
 def mixed_labels(one: Problem, other: Problem, label: Label | None = None) -> DataError:
-    """What to say of labels that speak for different problems."""
+    """The error for labels of different problem types."""
     numbers = "regression" in (one, other) and "multi_label" not in (one, other)
     return DataError(
-        f"the labels are of different kinds: {_KINDS[one]} before, and {_KINDS[other]} here"
+        f"the labels have different types: {_KINDS[one]} before, {_KINDS[other]} here"
         + ("" if label is None else f" ({shown(label)})"),
-        repair="set classification.problem to regression, to read all as numbers, or write the labels in one way"
+        repair="set classification.problem to regression to read all labels as numbers, or use one type for all labels"
         if numbers
-        else "write the labels of all rows in one way",
+        else "use one type for all labels",
     )
 
 
 def kind_of(label: Label) -> Problem:
-    """The problem that a label speaks for."""
+    """The problem type of a label."""
     return "single_label" if isinstance(label, str) else "regression" if isinstance(label, float) else "multi_label"

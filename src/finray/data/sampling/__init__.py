@@ -1,1 +1,1 @@
-"""Which rows a step sees: splits, packs, the order, and batches."""
+"""Splits, packs, data order, and batches."""

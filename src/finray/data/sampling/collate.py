@@ -1,6 +1,6 @@
-"""Rows laid end to end: one sequence per micro-batch, with no padding.
+"""Packed rows: one sequence per micro-batch, with no padding.
 
-Attention and positions restart at every row; only positions whose next token is learned appear among the targets.
+Attention and positions restart at every row; only positions whose next token is trained on are targets.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class JoinedRows:
         return int(self.tokens_1T.shape[1])
 
     def to(self, device: torch.device) -> Self:
-        """The batch on a device; the copies do not wait for what the device does, as the memory is pinned."""
+        """The batch on a device; the copies are asynchronous, because the memory is pinned."""
         if device.type == "cpu":
             return self
         held = self if self.tokens_1T.is_pinned() else self.pin_memory()
         return held._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:
-        """The batch in memory that a GPU can fetch by itself."""
+        """The batch in pinned memory."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -61,8 +61,8 @@ class Batch(JoinedRows):
     """A micro-batch with K targets.
 
     Attributes:
-        target_positions_K: int64 positions in the sequence whose next token is learned.
-        targets_K: int64 the tokens to predict there.
+        target_positions_K: int64 positions in the sequence whose next token is a target.
+        targets_K: int64 target tokens.
     """
 
     target_positions_K: torch.Tensor
@@ -71,11 +71,11 @@ class Batch(JoinedRows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledBatch(JoinedRows):
-    """A micro-batch with a label for each row.
+    """A micro-batch with one label per row.
 
     Attributes:
         token_types_1T: int64, 0 for tokens of the first text of a row and 1 for those of the second.
-        labels_S: int64 classes; fp32 targets where they are numbers, and (S, C) where a row may have several classes.
+        labels_S: int64 classes; fp32 targets for numbers, or (S, C) if a row may have several classes.
     """
 
     token_types_1T: torch.Tensor
@@ -102,7 +102,7 @@ def collate(rows: Sequence[Row], numbers: Sequence[int]) -> Batch:
     """Join rows of (ids, loss mask) into a batch."""
     tokens = np.concatenate([ids for ids, _ in rows])
     mask = np.concatenate([mask for _, mask in rows]).astype(bool)
-    # The first token of a row is predicted by nothing; without this the last token of the row before would try.
+    # Nothing predicts the first token of a row; otherwise the last token of the previous row would.
     mask[np.cumsum([0, *(len(ids) for ids, _ in rows[:-1])])] = False
     learned = np.flatnonzero(mask)
     at, targets = torch.from_numpy(learned - 1), torch.from_numpy(tokens[learned].astype(np.int64))

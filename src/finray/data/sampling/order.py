@@ -1,8 +1,8 @@
 """The order in which data is seen: a pure function of (number of items, seed, position).
 
-Nothing here depends on the number of workers, on accumulation or on earlier calls; that is what makes a resume exact
-and a change of world size harmless. The permutation is finray's own (SplitMix64, Steele et al. 2014) and not NumPy's,
-whose streams may change between versions; docs/formats.md specifies it.
+Nothing here depends on the number of workers, on gradient accumulation or on earlier calls; that makes a resume exact
+and a change of world size harmless. The permutation is finray's own (SplitMix64, Steele et al. 2014) because NumPy's
+streams may change between versions; docs/formats.md specifies it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix(values: UInt64Array) -> UInt64Array:
-    """SplitMix64's finaliser, element by element."""
+    """SplitMix64's finaliser, elementwise."""
     with np.errstate(over="ignore"):
         z = values + _GAMMA
         z = (z ^ (z >> np.uint64(30))) * _MIX_1
@@ -38,7 +38,7 @@ def derive_key(*parts: int | str) -> int:
 
 
 def permutation(count: int, *key: int | str) -> IntArray:
-    """The permutation of ``range(count)`` that belongs to a key: indices sorted by their keyed hash, ties by index."""
+    """The permutation of ``range(count)`` for a key: indices sorted by their keyed hash, ties by index."""
     start = np.uint64(derive_key(*key))
     with np.errstate(over="ignore"):
         hashes = mix(start + np.arange(count, dtype=np.uint64) * _GAMMA)
@@ -56,13 +56,13 @@ class MicroBatch:
 class Order:
     """The stream of items (packs or rows) over all epochs.
 
-    Position p of the stream lies in epoch ``p // count``; each epoch is its own permutation. A step takes the next
-    ``global_batch_size`` positions, across the border of epochs too, so every step is of equal size but the last.
+    Position p of the stream is in epoch ``p // count``; each epoch has its own permutation. A step takes the next
+    ``global_batch_size`` positions, across epoch boundaries too, so every step but the last has equal size.
 
     Args:
         count: number of items.
-        seed: of the permutations.
-        total: length of the stream; None for no end.
+        seed: seed of the permutations.
+        total: length of the stream; None for an infinite one.
     """
 
     def __init__(self, count: int, *, seed: int, total: int | None = None) -> None:
@@ -90,7 +90,7 @@ def micro_batches(batch: list[int], *, micro_batch_size: int, rank: int, world_s
 def total_steps(
     count: int, *, epochs: float | None, max_steps: int | None, global_batch_size: int
 ) -> tuple[int, int | None]:
-    """Optimizer steps of a run, and the length of the stream in items (None when steps alone decide)."""
+    """Number of optimizer steps of a run, and the length of the stream in items (None if only steps decide)."""
     if max_steps is not None:
         return max_steps, None
     total = max(1, round(count * (1.0 if epochs is None else epochs)))

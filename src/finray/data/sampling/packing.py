@@ -1,7 +1,7 @@
-"""Packs: rows joined so that almost every position of a forward pass holds a real token.
+"""Packing: joins rows so that almost every position of a forward pass holds a real token.
 
 Best-fit decreasing (Johnson 1973): rows from the longest to the shortest, each into the fullest pack that still has
-room. The plan is made once for the whole data set and depends on the row lengths alone.
+room. The plan is computed once for the whole dataset and depends only on the row lengths.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PackPlan:
-    """Which rows each pack holds.
+    """The rows of each pack.
 
     Attributes:
         rows: row numbers, pack after pack.
-        starts: where each pack begins in ``rows``, and at the end its length; one longer than the number of packs.
-        capacity: most tokens in a pack.
+        starts: start of each pack in ``rows``, and finally its length; one longer than the number of packs.
+        capacity: maximum tokens per pack.
         tokens: tokens in all packs.
     """
 
@@ -47,8 +47,8 @@ class PackPlan:
 def plan_packs(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
     """Pack rows of the given lengths.
 
-    Each open pack is filed under the room it has left; a bit set over room sizes finds the smallest that is enough,
-    so a row costs O(capacity / 64) whatever the number of packs.
+    Open packs are indexed by their remaining room; a bit set over room sizes finds the smallest sufficient one, so a
+    row costs O(capacity / 64), independent of the number of packs.
 
     Raises:
         ValueError: a row is longer than a pack.
@@ -57,7 +57,7 @@ def plan_packs(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
     if len(sizes) and int(sizes.max()) > capacity:
         raise ValueError(f"a row of {int(sizes.max())} tokens does not fit a pack of {capacity}")
     by_length = np.argsort(-sizes, kind="stable")
-    # All rows together are room enough, where a pack would take more.
+    # Capacity beyond the total length is never used.
     whole = min(capacity, int(sizes.sum()))
     open_packs: dict[int, list[int]] = defaultdict(list)
     occupied = 0
@@ -86,14 +86,14 @@ def plan_packs(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
 
 
 def one_row_each(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
-    """The plan without packing: every row is a pack of its own."""
+    """The plan without packing: one row per pack."""
     sizes = np.asarray(lengths, dtype=np.int64)
     count = len(sizes)
     return PackPlan(np.arange(count), np.arange(count + 1), capacity, int(sizes.sum()))
 
 
 def one_length_each(lengths: npt.ArrayLike, capacity: int) -> PackPlan:
-    """The plan of a model whose rows cannot be joined: packs of rows of one length, the shortest first."""
+    """The plan for a model whose rows cannot be packed: batches of rows of one length, shortest first."""
     sizes = np.asarray(lengths, dtype=np.int64)
     rows = np.argsort(sizes, kind="stable")
     values, first, counts = np.unique(sizes[rows], return_index=True, return_counts=True)

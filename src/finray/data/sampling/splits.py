@@ -1,7 +1,7 @@
-"""Which rows are trained on: held-out rows by ratio, whole groups at a time, and several sources mixed.
+"""Chooses the rows to train on: held-out rows by ratio, in whole groups, and mixtures of several sources.
 
-Both are pure functions of the prepared rows and the seed, so another ratio or weight needs no new tokens. Rows are held
-out before they are mixed, so that no copy of a held-out row is trained on.
+Both are pure functions of the prepared rows and the seed, so another ratio or weight needs no new tokenisation. Rows
+are held out before mixing, so that no copy of a held-out row is trained on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from finray.data.sampling.order import permutation
 from finray.errors import DataError
 
-# How often an epoch of a mix may hold the same row: more is a slip of the pen, and fills the memory.
+# Maximum repetitions of a row in an epoch of a mix: more is a typing error, and would exhaust memory.
 MOST_REPEATS = 1000
 FEW = 1_000_000
 IntArray = npt.NDArray[np.int64]
@@ -31,10 +31,10 @@ class Chosen:
 
 
 def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: int) -> Chosen:
-    """Rows for training, evaluation and tests; rows of equal group stay together.
+    """Rows for training, evaluation and tests; rows of the same group stay together.
 
     Groups are taken in a seeded order until the share of rows is reached, first for evaluation, then for tests. Each
-    split that is asked for gets a group at least, and so does training.
+    requested split gets at least one group, and so does training.
 
     Raises:
         DataError: there are fewer groups than splits.
@@ -47,7 +47,7 @@ def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: in
         raise DataError(
             f"{what} cannot be split",
             where="data.eval_ratio" if eval_ratio else "data.test_ratio",
-            repair="give more rows; rows that are the same, and rows of equal data.group_by, count as one",
+            repair="add rows; equal rows count as one, and so do rows with the same data.group_by value",
         )
     order = permutation(len(sizes), "split", seed)
     side = np.zeros(len(sizes), dtype=np.int8)
@@ -58,7 +58,7 @@ def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: in
             continue
         later -= 1
         taken = 0
-        # The last groups are kept for those who come after.
+        # Keep the last groups for the following splits.
         while at < len(sizes) - 1 - later and (taken == 0 or taken + int(sizes[order[at]]) <= rows):
             side[order[at]] = code
             taken += int(sizes[order[at]])
@@ -68,19 +68,19 @@ def hold_out(groups: IntArray, *, eval_ratio: float, test_ratio: float, seed: in
 
 
 def sample(count: int, most: int | None, *, seed: int) -> IntArray:
-    """Which of ``count`` rows are evaluated where at most ``most`` are, ascending.
+    """Indices of the rows to evaluate, at most ``most`` of ``count``, ascending.
 
-    They are the first of a seeded permutation: the same wherever they are evaluated, and among those of a larger
-    ``most``. The first rows of a file may be all of one kind.
+    They are the first of a seeded permutation: the same everywhere, and a subset of those for a larger ``most``. The
+    first rows of a file may be all of one kind.
     """
     return np.sort(permutation(count, "sample", seed)[:most])
 
 
 def sizes_of_mix(available: Sequence[int], weights: Sequence[float | None], counts: Sequence[int | None]) -> list[int]:
-    """Rows of each source in an epoch.
+    """Number of rows of each source in an epoch.
 
-    A source with a count gives so many. Those with weights share, by weight, as many rows as they have together
-    (largest remainder). Those with neither give what they have.
+    A source with a count gives that many. Those with weights share, by weight, the total number of their rows (largest
+    remainder). Those with neither give all their rows.
     """
     wanted = [rows if count is None else count for rows, count in zip(available, counts, strict=True)]
     weighed = [index for index, weight in enumerate(weights) if weight is not None]
@@ -96,7 +96,7 @@ def sizes_of_mix(available: Sequence[int], weights: Sequence[float | None], coun
 
 
 def mixed(streams: IntArray, wanted: Sequence[int], *, seed: int) -> IntArray:
-    """Row numbers of a mix: for each source its rows as often as they fit whole, and a seeded choice for the rest.
+    """Row numbers of a mix: each source's rows repeated as often as they fit, and a seeded sample for the rest.
 
     Raises:
         DataError: a source has no rows left.
@@ -109,9 +109,9 @@ def mixed(streams: IntArray, wanted: Sequence[int], *, seed: int) -> IntArray:
         repeats, rest = divmod(count, max(len(rows), 1))
         if count > FEW and repeats > MOST_REPEATS:
             raise DataError(
-                f"{count:,} rows an epoch are asked of a source that has {len(rows):,}",
+                f"{count:,} rows per epoch were requested from a source with {len(rows):,}",
                 where=f"data.mix.{stream}.count",
-                repair=f"ask for at most {MOST_REPEATS:,} times as many as it has",
+                repair=f"request at most {MOST_REPEATS:,} times its number of rows",
             )
         some = np.sort(permutation(len(rows), "mix", seed, stream)[:rest])
         chosen.append(np.concatenate([np.tile(rows, repeats), rows[some]]))

@@ -1,1 +1,1 @@
-"""Where rows come from: files, directories, URLs and Hugging Face data sets, cut into byte ranges."""
+"""Sources of rows: files, directories, URLs and Hugging Face datasets, split into byte ranges."""

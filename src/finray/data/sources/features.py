@@ -1,4 +1,4 @@
-"""What ``datasets`` knows of columns: in a data set that it reads, or in the metadata of a table that it wrote."""
+"""What ``datasets`` knows of columns: in a dataset that it reads, or in the metadata of a table that it wrote."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from finray.data.storage import opened
 def features_of(source: Source) -> Mapping[str, Any]:
     """The features of a source by column, as ``Features.to_dict`` gives them; of files, those of the first.
 
-    Empty where nobody wrote any, and where a file cannot be read: whoever reads its rows says so.
+    Empty if there are none, or if a file cannot be read; the reader of its rows reports that.
 
     Raises:
-        DataError: the data set or the file cannot be opened.
+        DataError: the dataset or the file cannot be opened.
     """
     if not source.is_files:
         found: Mapping[str, Any] = hub.load(source).features.to_dict()

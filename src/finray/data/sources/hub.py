@@ -1,4 +1,4 @@
-"""Data sets that the ``datasets`` library reads: from the Hugging Face hub, or directories that it wrote."""
+"""Datasets read by the ``datasets`` library: from the Hugging Face Hub, or directories that it wrote."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(source: Source) -> Any:
 
 
 def _state(source: Source) -> str:
-    """A digest of names, sizes and times of the files in a local directory; empty for what lies on the Hub."""
+    """A digest of names, sizes and times of the files in a local directory; empty for a dataset on the Hub."""
     path = Path(source.name).expanduser()
     if not path.is_dir():
         return ""
@@ -47,7 +47,7 @@ def _load(source: Source, state: str) -> Any:
             name = str(path) if path.is_dir() else source.name.rpartition(":")[0] if source.data_dir else source.name
             if not path.is_dir():
                 hub.refusal()
-            # `datasets` takes its own copy of a local directory for current when files in there have changed since.
+            # `datasets` uses its cached copy of a local directory even if files in it have changed since.
             apart = {"cache_dir": str(Path(datasets.config.HF_DATASETS_CACHE) / f"finray-{state}")} if state else {}
             return datasets.load_dataset(
                 name, source.subset, data_dir=source.data_dir, split=source.split, revision=source.revision, **apart
@@ -57,7 +57,7 @@ def _load(source: Source, state: str) -> Any:
         if isinstance(loaded, datasets.DatasetDict):
             if split not in loaded:
                 there = f"there are: {', '.join(loaded)}"
-                raise DataError(f"no split is called `{split}`", where=source.name, repair=there)
+                raise DataError(f"there is no split `{split}`", where=source.name, repair=there)
             loaded = loaded[split]
         if split == source.split:
             return loaded
@@ -69,20 +69,21 @@ def _load(source: Source, state: str) -> Any:
         refused = None if path.exists() else hub.refusal()
         if refused is not None:
             raise DataError(
-                "the data set is not in the local cache, and the Hub cannot be reached",
+                "the dataset is not in the local cache, and the Hub cannot be reached",
                 where=source.name,
-                repair=f"{refused}; when it answers, run the command again; there is no such file or directory here",
+                repair=f"{refused}; run the command again when it answers; if you meant a local path: it does not "
+                "exist",
             ) from None
         # `datasets` raises a dozen unrelated types here (missing split, no network, gated, unknown configuration).
         raise DataError(
-            f"the data set cannot be loaded: {first_line(error)}",
+            f"the dataset cannot be loaded: {first_line(error)}",
             where=source.name,
-            repair="check data.source (no such file or directory exists here either), data.subset and the split names",
+            repair="check data.source (it is not a local path either), data.subset and the split names",
         ) from None
 
 
 def rows(source: Source, start: int, stop: int | None) -> Iterator[dict[str, Any]]:
-    """Some rows of a data set, in order."""
+    """A range of rows of a dataset, in order."""
     dataset = load(source)
     stop = len(dataset) if stop is None else stop
     for at in range(start, stop, 256):
@@ -92,16 +93,16 @@ def rows(source: Source, start: int, stop: int | None) -> Iterator[dict[str, Any
 
 
 def digest(source: Source) -> str:
-    """A digest of what identifies the rows: the fingerprint that ``datasets`` keeps, their number, and local files."""
+    """A digest that identifies the rows: the fingerprint of ``datasets``, their number, and local files."""
     dataset, state = load(source), _state(source)
-    asked = [source.subset, source.revision, source.split, source.data_dir]
+    identity = [source.subset, source.revision, source.split, source.data_dir]
     return hashlib.sha256(
-        json.dumps([*asked, compat.dataset_fingerprint(dataset), len(dataset), state]).encode()
+        json.dumps([*identity, compat.dataset_fingerprint(dataset), len(dataset), state]).encode()
     ).hexdigest()
 
 
 def share_rows(one: Source, other: Source) -> bool:
-    """Whether two splits of a data set have rows in common, as far as their names and slices tell."""
+    """Whether two splits of a dataset overlap, according to their names and slices."""
     if compat.dataset_fingerprint(load(one)) == compat.dataset_fingerprint(load(other)):
         return True
     if (one.subset, one.revision, one.data_dir) != (other.subset, other.revision, other.data_dir):
@@ -115,7 +116,7 @@ def share_rows(one: Source, other: Source) -> bool:
 
 
 def _ranges(source: Source) -> list[tuple[str, int, int]]:
-    """Names of splits, with the first row of each and the one after the last."""
+    """Split names, with the first row of each and the one after the last."""
     import datasets
 
     name = source.split.partition("[")[0]

@@ -1,7 +1,7 @@
-"""Rows that a program holds, as a file: workers, later starts and digests then know them as any other source.
+"""Writes a program's rows to a file: workers, later starts and digests then treat them like any other source.
 
-The file's name is a digest of its content. So the same rows are the same source when a run is continued, and other rows
-are another one.
+The file is named by a digest of its content. So the same rows are the same source when a run is continued, and other
+rows are a different one.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 from finray.data.sources.features import class_names, features_in
 from finray.errors import DataError
 
-# The folder of such files, beside the prepared datasets.
+# The folder of such files, next to the prepared datasets.
 ROWS = "rows"
-# How pandas names an index that it hands on as a column.
+# pandas' name for an index that it exports as a column.
 _INDEX = "__index_level_"
-_ROWS = "a list of dicts, a datasets.Dataset, a pandas or Arrow table"
+_ROWS = "a list of dicts, a datasets.Dataset, or a pandas or Arrow table"
 
 
 def write_rows(rows: Any, folder: Path) -> Path:
-    """Write rows to a file of JSON lines in the folder, unless it is there; returns the file.
+    """Write rows to a file of JSON lines in the folder, unless it exists; returns the file.
 
-    Rows whose ``datasets`` features name classes become an Arrow file, which has the names too.
+    Rows whose ``datasets`` features name classes become an Arrow file, which keeps the names.
 
     Args:
         rows: mappings of column to value, or a table (of pandas, Arrow, or anything that exports Arrow streams).
-        folder: made where it is missing.
+        folder: created if missing.
 
     Raises:
         DataError: there are no rows, one of them cannot be written as JSON, or the folder cannot be written.
@@ -51,7 +51,7 @@ def write_rows(rows: Any, folder: Path) -> Path:
                         digest.update(line)
                         stream.write(line)
             if not count:
-                raise DataError("there are no rows", where="data.source", repair=f"give {_ROWS} with rows in it")
+                raise DataError("there are no rows", where="data.source", repair=f"pass {_ROWS} with at least one row")
             path = folder / f"{digest.hexdigest()[:24]}.{suffix}"
             if not path.is_file():
                 os.replace(scratch, path)
@@ -63,7 +63,7 @@ def write_rows(rows: Any, folder: Path) -> Path:
 
 
 def _with_classes(rows: Any) -> Any:
-    """The rows as an Arrow stream with a schema, where that names classes; JSON lines would lose the names."""
+    """The rows as an Arrow stream with a schema, if it names classes, which JSON lines would lose."""
     schema = getattr(getattr(rows, "features", None), "arrow_schema", None) or getattr(rows, "schema", None)
     if not any(map(class_names, features_in(schema).values())):
         return None
@@ -78,7 +78,7 @@ def _with_classes(rows: Any) -> Any:
 
 
 def _write_table(table: Any, file: Path) -> int:
-    """Write a stream to an Arrow file; returns its rows."""
+    """Write a stream to an Arrow file; returns the number of rows."""
     import pyarrow as pa
 
     rows = 0
@@ -97,12 +97,12 @@ def _each(rows: Any) -> Iterator[Any]:
             for row in batch.to_pylist():
                 yield {name: value for name, value in row.items() if not name.startswith(_INDEX)}
     elif isinstance(rows, Iterable) and not isinstance(rows, Mapping | str | bytes):
-        # A data set that is set to give tensors gives plain values without its format.
+        # A dataset that is set to return tensors returns plain values without its format.
         yield from rows.with_format(None) if hasattr(rows, "with_format") else rows
     else:
         kind = type(rows).__name__
         hint = " of one split" if isinstance(rows, Mapping) else ""
-        raise DataError(f"a {kind} is no data source", where="data.source", repair=f"give a path, or {_ROWS}{hint}")
+        raise DataError(f"a {kind} is not a data source", where="data.source", repair=f"pass a path, or {_ROWS}{hint}")
 
 
 def _line(row: Any, number: int) -> bytes:
@@ -120,7 +120,7 @@ def _line(row: Any, number: int) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no type for: values of NumPy, times, paths."""
+    """Convert types that JSON lacks: NumPy values, times, paths."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "isoformat"):

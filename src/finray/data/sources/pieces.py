@@ -1,6 +1,6 @@
-"""Sources cut into parts that can be worked on apart from each other, and read again piece by piece.
+"""Splits sources into parts that can be processed independently, and reads them piece by piece.
 
-Where pieces begin follows from the sizes of the files alone, so the same source has the same pieces on any cluster.
+Piece boundaries depend only on the sizes of the files, so the same source has the same pieces on any cluster.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_PARTS = 4096
 
 
 def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
-    """The source as parts of about equal size, each of one or more pieces; a pure function of the source.
+    """Split the source into parts of about equal size, each of one or more pieces; a pure function of the source.
 
     Raises:
         DataError: a file cannot be opened.
@@ -65,9 +65,9 @@ def plan_parts(source: Source, reading: Reading) -> list[tuple[ByteRange, ...]]:
 
 
 def _pieces(file: str, length: int, target: int) -> Iterator[tuple[ByteRange, int]]:
-    """Pieces of a file, each with about how many bytes it is."""
+    """Pieces of a file, with the approximate size of each in bytes."""
     kind = kind_of(file)
-    # Servers of plain HTTP need not know how to begin in the middle.
+    # Plain HTTP servers may not support range requests.
     whole = is_compressed(file) or file.startswith(("http://", "https://"))
     if kind == "lines" and not whole and length > target:
         count = -(-length // target)
@@ -116,7 +116,7 @@ def _sliced(weighed: list[tuple[ByteRange, int]], source: Source, reading: Readi
 
 
 def _count(piece: ByteRange, source: Source, reading: Reading) -> tuple[int, int]:
-    """Rows of a piece, and rows with blank ones."""
+    """Number of rows in a piece, and that including blank ones."""
     if piece.kind == "lines":
         lines = [line is None or bool(line.strip()) for line in raw_lines(piece, reading)]
         return sum(lines), len(lines)
@@ -125,7 +125,7 @@ def _count(piece: ByteRange, source: Source, reading: Reading) -> tuple[int, int
 
 
 def count_rows(source: Source, reading: Reading) -> int:
-    """Rows of a source's files, without its slice."""
+    """Number of rows in a source's files, ignoring its slice."""
     whole = replace(source, slice=None)
     return sum(_count(piece, whole, reading)[0] for part in plan_parts(whole, reading) for piece in part)
 
@@ -133,10 +133,10 @@ def count_rows(source: Source, reading: Reading) -> int:
 def read_piece(
     piece: ByteRange, source: Source, reading: Reading, *, saw: Callable[[int], None] = lambda number: None
 ) -> Iterator[tuple[int, Value]]:
-    """The rows of a piece, good and bad, each after its number in the piece.
+    """The rows of a piece, good and bad, each with its number in the piece.
 
     Args:
-        saw: told the number of every row that was passed, blank ones included.
+        saw: called with the number of every row that was read, including blank ones.
 
     Raises:
         DataError: the file as a whole cannot be read.
@@ -191,13 +191,13 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def row_number(piece: ByteRange, number: int, reading: Reading) -> int:
-    """The number of a row in its file, from its number in the piece; counts what lies before where it must."""
+    """The number of a row in its file, from its number in the piece; counts earlier rows if necessary."""
     if piece.first is not None:
         return piece.first + number
     return number + sum(1 for _ in raw_lines(ByteRange(piece.file, "lines", 0, piece.start), reading))
 
 
 def bad_row(problem: DataError, piece: ByteRange, number: int, reading: Reading) -> DataError:
-    """The problem of a row with its place, ``file:row``."""
+    """The error of a row with its location, ``file:row``."""
     where = f"{piece.file}:{row_number(piece, number, reading)}"
     return DataError(problem.message, where=where, repair=problem.repair)

@@ -1,7 +1,7 @@
-"""Rows of one file, or of a range of it, by file type.
+"""Readers for the rows of a file, or of a range of it, by file type.
 
-A reader yields one value a row, in order: the columns; None for a blank row; and, so that the caller decides, a
-:class:`DataError` without a place for a row that cannot be read. A file that cannot be read at all is an error.
+A reader yields one value per row, in order: the columns; None for a blank row; or a :class:`DataError` without a
+location for a bad row, so that the caller decides. A file that cannot be read at all is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TextRows = Literal["file", "paragraph", "line"]
 Value = dict[str, Any] | DataError
 
 CHUNK = 2**20
-# Of the text of a JSON array, at least as much as this is held to find the end of a row.
+# Minimum length of the text window in which the end of a row of a JSON array is searched.
 _WINDOW = 2**26
 _BOM = b"\xef\xbb\xbf"
 _JSON = json.JSONDecoder()
@@ -44,11 +44,11 @@ _KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How files are read.
+    """Settings of the readers.
 
     Attributes:
-        max_row_bytes: a row of JSON or CSV that is larger is a bad row.
-        text_rows: what a row of a text file is.
+        max_row_bytes: a larger row of JSON or CSV is a bad row.
+        text_rows: what counts as a row of a text file.
     """
 
     max_row_bytes: int = 8_000_000
@@ -60,11 +60,11 @@ class ByteRange:
     """A range of a file.
 
     Attributes:
-        file: path, URL or data set name.
-        kind: how it is read.
+        file: path, URL or dataset name.
+        kind: file type.
         start: first byte, row group or row.
-        stop: the one after the last; None for the end of the file.
-        first: rows of the file before the piece; None where only counting can tell.
+        stop: the first one after the range; None for the end of the file.
+        first: rows of the file before the piece; None if they must be counted.
         keep: rows of the piece that belong to a slice, as a range; None for all.
     """
 
@@ -77,7 +77,7 @@ class ByteRange:
 
 
 def kind_of(file: str) -> Kind:
-    """How a file is read: by its suffix, and a `.json` file by its first character."""
+    """The type of a file: by its suffix; for `.json` by its first character."""
     suffix = file_suffix(file)
     if suffix in TEXTS:
         return "text"
@@ -91,13 +91,13 @@ def kind_of(file: str) -> Kind:
 
 
 def raw_lines(piece: ByteRange, reading: Reading) -> Iterator[bytes | None]:
-    """Lines that begin in the piece; None for one that is too long to be read."""
-    # Line ends and a byte order mark do not count.
+    """Lines that begin in the piece; None for one that is too long."""
+    # Line ends and a byte order mark are not part of the limit.
     most = reading.max_row_bytes + len(_BOM) + 3
     with opened(piece.file) as stream:
         position = 0
         if piece.start:
-            # The line that began before belongs to the piece before.
+            # A line that began earlier belongs to the previous piece.
             stream.seek(piece.start - 1)
             reach = None if piece.stop is None else piece.stop - piece.start + 1
             position = piece.start - 1 + _skip_line(stream, reach)
@@ -143,17 +143,17 @@ def read_lines(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
                 cut_off = "" if line.endswith(b"\n") else ", and the file ends there"
                 yield DataError(
                     f"the row is not JSON: {_why_no_json(error)}{column}{cut_off}",
-                    repair="mend or remove the row; each line must be one JSON object",
+                    repair="fix or remove the row; each line must be one JSON object",
                 )
             else:
                 yield _checked(value, line)
 
 
 def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
-    """Objects of one JSON array, through a window of text that holds a row.
+    """Objects of one JSON array, read through a window of text that holds a row.
 
-    Not by ijson: it stops at the first byte that is not UTF-8, turns half of a surrogate pair into `?`, and runs out of
-    memory on 100 KB of opening brackets.
+    We do not use ijson: it stops at the first byte that is not UTF-8, turns half of a surrogate pair into `?`, and runs
+    out of memory on 100 KB of opening brackets.
     """
     most = max(2 * reading.max_row_bytes, _WINDOW)
     with opened(piece.file) as stream:
@@ -169,7 +169,7 @@ def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
                 raise DataError(
                     "a row is missing between two commas" if commas else "there is no comma before the row",
                     where=f"{piece.file}:{number}",
-                    repair="mend the file: rows of an array have one comma between them",
+                    repair="fix the file: rows of an array are separated by one comma",
                 )
             if window.startswith("]", at):
                 break
@@ -181,7 +181,7 @@ def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
                 problem, is_cut = error, error.pos + 16 > len(window) or error.msg.startswith("Unterminated string")
             except (ValueError, RecursionError) as error:
                 problem, is_cut = error, False
-            # What was read may be the beginning of something longer.
+            # The value may continue beyond the window.
             held = len(window) - at
             if is_cut and held <= most and (more := text.read(max(CHUNK, held))):
                 window, at = window[at:] + more, 0
@@ -193,9 +193,9 @@ def read_array(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
             at, number, commas = stop, number + 1, 0
         if any(rest.strip(" \t\r\n") for rest in (window[at + 1 :], *iter(lambda: text.read(CHUNK), ""))):
             raise DataError(
-                "something follows the array",
+                "there is text after the array",
                 where=f"{piece.file}:{number}",
-                repair="a .json file holds one array; name files of one object a line .jsonl",
+                repair="a .json file holds one array; use the suffix .jsonl for one object per line",
             )
 
 
@@ -209,19 +209,17 @@ def _array_row(value: Any, raw: str, reading: Reading) -> Value:
 
 def _unreadable_array(problem: Exception, held: int, *, too_long: bool, where: str) -> DataError:
     if not held:
-        return DataError(
-            "the file ends before its array does", where=where, repair="write the file again; it was cut off"
-        )
+        return DataError("the file ends inside its array", where=where, repair="write the file again: it is cut off")
     if too_long:
         return DataError(
-            f"the row is longer than {held:,} characters, and its end is not in sight",
+            f"the row has more than {held:,} characters",
             where=where,
-            repair="write the file as .jsonl, one object a line, where rows of any length can be dropped",
+            repair="write the file as .jsonl, one object per line: there rows of any length can be dropped",
         )
     return DataError(
         f"the row is not JSON: {_why_no_json(problem)}",
         where=where,
-        repair="mend the file; the rows after this one cannot be found",
+        repair="fix the file; the rows after this one cannot be found",
     )
 
 
@@ -232,14 +230,14 @@ def _why_no_json(error: Exception) -> str:
 
 
 def _checked(value: Any, written: bytes) -> Value:
-    """A row of JSON, if it is one."""
+    """A parsed JSON value, if it is a row."""
     if not isinstance(value, dict):
         return DataError(f"the row is a {type(value).__name__}, not an object with columns")
     if _SURROGATES.search(written):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            return DataError("the row holds half of a surrogate pair, which is no character", repair=_CLEAN)
+            return DataError("the row holds half of a surrogate pair, which is not a valid character", repair=_CLEAN)
     return value
 
 
@@ -251,21 +249,19 @@ def _not_utf8(at: int | None = None) -> DataError:
 def _too_long(reading: Reading) -> DataError:
     return DataError(
         f"the row is longer than {reading.max_row_bytes:,} bytes",
-        repair="cut it into smaller rows, or raise prepare.max_row_bytes",
+        repair="split it into smaller rows, or raise prepare.max_row_bytes",
     )
 
 
 def _byte_order_mark() -> DataError:
-    return DataError(
-        "the row begins with a byte order mark", repair="remove it (files were joined without removing it)"
-    )
+    return DataError("the row begins with a byte order mark", repair="remove it (it is left over from joining files)")
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
 def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
-    """Rows of comma- or tab-separated values, under the header of the file."""
+    """Rows of comma- or tab-separated values, with the file's header."""
     csv.field_size_limit(2**31 - 1)
     with opened(piece.file) as stream:
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
@@ -279,10 +275,10 @@ def read_csv(piece: ByteRange, reading: Reading) -> Iterator[Value | None]:
                     f"the header has {len(twice)} name{'s' if len(twice) > 1 else ''} more than once: "
                     f"{cut(', '.join(f'`{name}`' for name in twice))}",
                     where=piece.file,
-                    repair="give each column a name of its own",
+                    repair="give every column a different name",
                 )
         except csv.Error as error:
-            raise DataError(f"the header is not CSV: {error}", where=piece.file, repair="mend the first line") from None
+            raise DataError(f"the header is not CSV: {error}", where=piece.file, repair="fix the first line") from None
         except UnicodeEncodeError:
             raise DataError("the header is not UTF-8", where=piece.file, repair="save the file as UTF-8") from None
         while True:
@@ -301,7 +297,7 @@ def _checked_csv(row: dict[Any, Any], columns: int, reading: Reading) -> Value:
         extra = len(row.get(None) or ())
         found = columns + extra - sum(value is None for value in row.values())
         return DataError(
-            f"the row has another number of columns than the header ({columns}): {found}",
+            f"the row has {found} columns, but the header has {columns}",
             repair="quote a value that holds the separator or a line break, or set data.on_bad_row to drop",
         )
     text = "".join(row.values())
@@ -313,7 +309,7 @@ def _checked_csv(row: dict[Any, Any], columns: int, reading: Reading) -> Value:
         return _too_long(reading)
     if text.startswith("\ufeff"):
         return _byte_order_mark()
-    # Line ends within quotes are those of the file, not of the text.
+    # Line ends within quotes come from the file, not from the text.
     return {name: value.replace("\r\n", "\n") for name, value in row.items()} if "\r\n" in text else row
 
 
@@ -348,7 +344,7 @@ def _table_rows(batches: Iterable[Any]) -> Iterator[Value]:
         try:
             values = batch.to_pylist()
         except (ValueError, OverflowError):
-            # Text that is not UTF-8, or a date beyond Python's.
+            # Text that is not UTF-8, or a date out of Python's range.
             values = []
             for at in range(len(batch)):
                 try:
@@ -357,7 +353,9 @@ def _table_rows(batches: Iterable[Any]) -> Iterator[Value]:
                     values.append(DataError("the row is not UTF-8", repair=_CLEAN))
                 except (ValueError, OverflowError) as error:
                     repair = "write the value as text or as a number"
-                    values.append(DataError(f"the row holds a value that Python has not: {error}", repair=repair))
+                    values.append(
+                        DataError(f"the row holds a value that Python cannot represent: {error}", repair=repair)
+                    )
         yield from values
 
 
@@ -365,7 +363,7 @@ def _table_rows(batches: Iterable[Any]) -> Iterator[Value]:
 
 
 def read_text(piece: ByteRange, reading: Reading, *, name: str) -> Iterator[Value | None]:
-    """Rows `text` and `path` of a text file; empty ones are left out."""
+    """Rows with columns `text` and `path` of a text file; empty ones are skipped."""
     with opened(piece.file) as stream:
         content = stream.read().removeprefix(_BOM).replace(b"\r\n", b"\n")
     parts = [content]

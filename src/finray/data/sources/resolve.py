@@ -1,7 +1,6 @@
-"""What a source name means: local or remote files that finray reads itself, or a data set that ``datasets`` reads.
+"""Resolves source names: local or remote files that finray reads itself, or a dataset that ``datasets`` reads.
 
-Files are read by finray because a mistake in a file must be named by file and row. How they are read is in
-``readers.py``.
+finray reads files itself because an error in a file must be reported by file and row; see ``readers.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _TEXT_SUFFIXES = """
     dart zig nim v vhd sol asm s f90 el lisp scm tcl m mm
 """
 TEXTS = frozenset(f".{suffix}" for suffix in _TEXT_SUFFIXES.split())
-# First words of file names that speak of a split, and what else the split is called.
+# Prefixes of file names that indicate a split, with synonyms.
 _SAME_SPLIT = (("train", "training"), ("validation", "valid", "val", "dev"), ("test", "testing"), ("eval",))
 SPLITS = tuple(name for names in _SAME_SPLIT for name in names)
 _GLOB_CHARACTERS = frozenset("*?[")
@@ -37,7 +36,7 @@ _SLICE = re.compile(rf"^(?P<name>[^\[\]+]+?)(?:\[(?P<start>{_END}):(?P<stop>{_EN
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One source row: a path, URL or data set name, its number within that, from 1, and its columns."""
+    """A source row: path, URL or dataset name, the row number in it (from 1), and its columns."""
 
     file: str
     number: int
@@ -51,13 +50,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A range of rows, as in ``train[:1%]``; ends are row numbers or percentages, negative ones count from the end."""
+    """A range of rows, as in ``train[:1%]``; bounds are row numbers or percentages, negative ones count from the
+    end."""
 
     start: str
     stop: str
 
     def of(self, rows: int) -> tuple[int, int]:
-        """First row and the one after the last, of a source with so many rows.
+        """First row and the one after the last, for a source with this many rows.
 
         Percentages are rounded to the nearest row, halves to even, as ``datasets`` does.
         """
@@ -76,14 +76,14 @@ def _position(text: str, rows: int, *, default: int) -> int:
 class Source:
     """A resolved source.
 
-    Attributes:
+    name: as given by the user.
         name: as the user wrote it.
-        files: paths or URLs that finray reads itself; empty for what ``datasets`` reads.
-        subset: configuration of a Hugging Face data set.
-        revision: of a Hugging Face data set.
-        split: named split; with its slice where ``datasets`` reads.
-        data_dir: directory inside a Hugging Face data set.
-        slice: rows to keep, where finray reads.
+        files: paths or URLs that finray reads itself; empty if ``datasets`` reads them.
+        subset: configuration of a Hugging Face dataset.
+        revision: of a Hugging Face dataset.
+        split: split name; with its slice if ``datasets`` reads it.
+        data_dir: directory inside a Hugging Face dataset.
+        slice: rows to keep, if finray reads them.
     """
 
     name: str
@@ -100,14 +100,14 @@ class Source:
         return bool(self.files)
 
     def short(self, file: str) -> str:
-        """A file's name without what is common to all of them, so that it does not depend on where the source lies."""
+        """A file's name without the path common to all files, so that it does not depend on the source's location."""
         return self._short.get(file, file)
 
     @cached_property
     def _short(self) -> dict[str, str]:
-        # Once: there may be many thousands of files, and each is asked for.
+        # Computed once: there may be many thousands of files, each looked up.
         depth = _shared_depth(self.files) if self.files else 0
-        # What follows `?` in a URL may be a signature, which is a secret, and another one tomorrow.
+        # The query of a URL may be a signature: secret, and different tomorrow.
         plain = {
             file: file.partition("?")[0] if file.startswith(("http://", "https://")) else file for file in self.files
         }
@@ -115,27 +115,27 @@ class Source:
 
 
 def _shared_depth(files: Sequence[str]) -> int:
-    """How many folders, from the root on, all files lie in."""
+    """Number of leading folders that all files share."""
     parents = {posixpath.dirname(file) for file in files}
     return len(PurePosixPath(os.path.commonpath([PurePosixPath(one) for one in parents])).parts)
 
 
 def resolve(name: str, *, split: str, subset: str | None = None, revision: str | None = None) -> Source:
-    """Decide what a source name means.
+    """Resolve a source name.
 
     A path that exists is read from disk; so is a glob, and so are URLs. Files in a directory whose names start with
     the wanted split (``train.jsonl``, ``validation-00000.parquet``) are that split; without such names every file
-    belongs to it. ``org/name:data_dir`` is a directory in a Hugging Face data set.
+    belongs to it. ``org/name:data_dir`` is a directory in a Hugging Face dataset.
 
     Raises:
-        DataError: nothing is there, or nothing that can be read.
+        DataError: nothing is found, or nothing readable.
     """
     is_pattern = bool(_GLOB_CHARACTERS & set(name))
     if is_url(name):
         files = [file for file in find(name) if file_suffix(file) in (*TABLES, *TEXTS)]
         if not files:
             raise DataError(
-                "no data file is there", where=name, repair="check data.source; a directory must hold data files"
+                "there are no data files", where=name, repair="check data.source; a directory must hold data files"
             )
         return _of_files(name, files, split, is_directory=len(files) > 1 and not is_pattern)
     name = name.removeprefix("file://")
@@ -154,7 +154,7 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
         below = list(_below(str(path)))
         lost = [one.path for one in below if one.is_symlink() and not Path(one.path).exists()]
         if lost := [file for file in lost if file_suffix(file) in (*TABLES, *TEXTS)]:
-            raise DataError("the link leads nowhere", where=min(lost), repair="mend or remove it")
+            raise DataError("the symbolic link is broken", where=min(lost), repair="fix or remove it")
         files = [one.path.removeprefix("./") for one in below if one.is_file()]
         return _of_files(name, sorted(files, key=lambda file: file.split("/")), split, is_directory=True)
     if is_pattern:
@@ -169,7 +169,7 @@ def resolve(name: str, *, split: str, subset: str | None = None, revision: str |
 
 
 def _below(folder: str) -> Iterator[os.DirEntry[str]]:
-    """What lies in a folder and in those below it; nothing whose name begins with a dot."""
+    """Files in a folder and its subfolders, without hidden ones."""
     with storage_errors(folder), os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -184,14 +184,14 @@ def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Sli
     """The name and the slice of a split such as ``train[:1%]``.
 
     Raises:
-        DataError: it is written in another way.
+        DataError: the syntax is wrong.
     """
     match = _SLICE.match(split)
     if match is None:
         raise DataError(
-            f"`{split}` is not a split of files",
+            f"`{split}` is not a split of a file",
             where=where,
-            repair="write a name, with a slice if wanted: train[:10%]",
+            repair="write a split name, with an optional slice: train[:10%]",
         )
     if match["start"] is None:
         return split, None
@@ -199,20 +199,20 @@ def split_name(split: str, *, where: str = "data.train_split") -> tuple[str, Sli
         raise DataError(f"`{split}` asks for more than 100%", where=where, repair="write 100% at most")
     if len({end.endswith("%") for end in (match["start"], match["stop"]) if end}) > 1:
         raise DataError(
-            f"`{split}` counts from one end in rows and from the other in percent",
+            f"`{split}` mixes rows and percent",
             where=where,
-            repair="write both in rows, or both in percent",
+            repair="write both ends in rows, or both in percent",
         )
     return match["name"], Slice(match["start"], match["stop"])
 
 
 def is_saved(path: Path) -> bool:
-    """Whether ``save_to_disk`` of ``datasets`` wrote a directory."""
+    """Whether a directory was written by ``save_to_disk`` of ``datasets``."""
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
 def is_datasets_directory(path: Path) -> bool:
-    """Whether ``datasets`` wrote a directory, or it is laid out as on the Hub."""
+    """Whether a directory was written by ``datasets``, or has the layout of a Hub dataset."""
     readme = path / "README.md"
     return is_saved(path) or (
         readme.is_file() and readme.read_text(encoding="utf-8", errors="replace").startswith("---")
@@ -220,7 +220,7 @@ def is_datasets_directory(path: Path) -> bool:
 
 
 def _of_files(name: str, files: list[str], split: str, *, is_directory: bool = False) -> Source:
-    """A source of files that were named, or of those in a directory that belong to the split."""
+    """A source of the given files, or of those in a directory that belong to the split."""
     tables = [file for file in files if file_suffix(file) in TABLES]
     texts = [file for file in files if file_suffix(file) in TEXTS]
     if is_directory and not tables and not texts:
@@ -230,7 +230,7 @@ def _of_files(name: str, files: list[str], split: str, *, is_directory: bool = F
     if not is_directory and len(tables) + len(texts) < len(files):
         file = next(file for file in files if file_suffix(file) not in (*TABLES, *TEXTS))
         raise DataError(
-            f"files of type `{PurePosixPath(file).suffix}` are not read",
+            f"files of type `{PurePosixPath(file).suffix}` are not supported",
             where=file,
             repair=f"use one of {', '.join(TABLES)}, text or source files, or these with {', '.join(COMPRESSION)}",
         )
@@ -241,14 +241,14 @@ def _of_files(name: str, files: list[str], split: str, *, is_directory: bool = F
 
 
 def _of_split(files: list[str], split: str) -> list[str]:
-    """Those of a directory's files that belong to a split: by their own names, or by the folders that they lie in."""
+    """The files of a directory that belong to a split: by their own names, or by the names of their folders."""
     words = {*SPLITS, split}
     depth = _shared_depth(files)
     labels = {}
 
     @cache
     def of_folder(parent: str) -> str | None:
-        """The nearest folder that speaks of a split."""
+        """The nearest folder whose name indicates a split."""
         return next((folder for folder in reversed(PurePosixPath(parent).parts[depth:]) if folder in words), None)
 
     for file in files:
@@ -264,7 +264,9 @@ def _of_split(files: list[str], split: str) -> list[str]:
     if len(rest) < len(files) and (split != "train" or not rest):
         names = ", ".join(PurePosixPath(file).name for file in files[:8])
         raise DataError(
-            f"no file of the split `{split}`", where=str(PurePosixPath(files[0]).parent), repair=f"there are: {names}"
+            f"there is no file for the split `{split}`",
+            where=str(PurePosixPath(files[0]).parent),
+            repair=f"there are: {names}",
         )
     return rest
 

@@ -1,11 +1,11 @@
-"""Rendered conversations, and the character spans in them that are learned.
+"""Renders conversations, and finds the character spans that are trained on.
 
-One rule decides what is learned of an assistant message: everything that follows the prompt which a server would render
-before it, up to the end-of-turn token. That prompt is rendered, and must be how the conversation begins; so what is
-trained is a continuation of what is served, for any template, with or without generation markers.
+One rule decides what is trained on in an assistant message: everything after the prompt that a server would render
+before it, up to the end-of-turn token. That prompt is rendered, and must be a prefix of the conversation; so training
+continues exactly what is served, for any template, with or without generation markers.
 
 Templates that rewrite history (Qwen 3 strips the reasoning of earlier turns) render an earlier answer differently from
-how it was generated. Such an answer gets a row of its own, in which it is the last turn.
+how it was generated. Such an answer gets a separate row, in which it is the last turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from finray.limits import TEMPLATE_S, cut, within
 
 Span = tuple[int, int]
 
-# Templates that print today's date would make other tokens tomorrow.
+# Templates that print today's date would give different tokens tomorrow.
 RENDER_DATE = (2024, 7, 26)
 _DATE_CODES = ("%d", "%b", "%B", "%Y", "%m", "%y", "%a", "%A", "%j", "%H", "%M", "%S")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -40,7 +40,7 @@ class Rendered:
 
     Attributes:
         text: what the template renders.
-        spans: character spans to be learned, in order, each from the end of the served prompt to the end of the
+        spans: character spans to train on, in order, each from the end of the served prompt to the end of the
             end-of-turn token.
         ends: for each span, whether an end-of-turn token closed it.
     """
@@ -50,7 +50,7 @@ class Rendered:
     ends: tuple[bool, ...]
 
 
-# The rows of a conversation, and what a person should know of them: names of counters in the manifest.
+# The rows of a conversation, and notes for the user: names of counters in the manifest.
 Renderings = tuple[list[Rendered], frozenset[str]]
 
 
@@ -61,7 +61,7 @@ class ChatRenderer:
         tokenizer: a Transformers tokenizer.
         special_tokens: tokens that may end a turn, as text.
         arguments: variables given to the template.
-        tool_format: how tools are written where the template knows none; see ``tools.py``.
+        tool_format: format of tools if the template does not support them; see ``tools.py``.
 
     Raises:
         DataError: the tokenizer has no chat template.
@@ -92,7 +92,7 @@ class ChatRenderer:
         self._compiled: dict[bool, Any] = {}
         self._outlines: Outlines | None = None
         self._variables = {**tokenizer.special_tokens_map, **(arguments or {})}
-        # Longest first, because one special token may begin with another.
+        # Longest first, because one special token may be a prefix of another.
         self._any_special = re.compile(
             "|".join(map(re.escape, sorted(self._special, key=len, reverse=True))) or r"(?!)"
         )
@@ -113,18 +113,18 @@ class ChatRenderer:
         return self._apply(chat.messages, chat.tools, add_generation_prompt=add_generation_prompt)
 
     def ends_turn(self, text: str) -> bool:
-        """Whether a rendered conversation ends with a token that ends a turn, white space aside."""
+        """Whether a rendered conversation ends with an end-of-turn token, ignoring white space."""
         return bool(self._special) and text.rstrip().endswith(self._special)
 
     def whole(self, chat: Chat) -> Renderings:
-        """The conversation as one text that is learned as a whole, but for messages with ``train: false``.
+        """The conversation as one text that is trained on as a whole, except for messages with ``train: false``.
 
         Raises:
-            DataError: the template refuses the conversation, or where such a message lies cannot be told for certain.
+            DataError: the template refuses the conversation, or such a message cannot be located reliably.
         """
         chat, notes, _ = self._within_the_template(chat)
         text = self._apply(chat.messages, chat.tools)
-        self._check_all_is_said(chat, text, notes)
+        self._check_all_is_rendered(chat, text, notes)
         forbidden = [self._turn(chat, index, text) for index, one in enumerate(chat.messages) if not one.train]
         borders = [0, *(border for span in forbidden for border in span), len(text)]
         spans = [span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1]]
@@ -132,7 +132,7 @@ class ChatRenderer:
         return [Rendered(text, tuple(spans), ends)], frozenset(notes)
 
     def _turn(self, chat: Chat, index: int, text: str) -> Span:
-        """Where a message lies, with what the template writes around it."""
+        """The span of a message, including the template's text around it."""
         if chat.messages[index].role == "assistant":
             found = self._find(chat, index, text)
             if found is not None:
@@ -140,25 +140,25 @@ class ChatRenderer:
         else:
             before = self._apply(chat.messages[:index], chat.tools) if index else ""
             upto = self._apply(chat.messages[: index + 1], chat.tools)
-            said = _is_said(chat.messages[index].content, upto[len(before) :])
-            if upto.startswith(before) and text.startswith(upto) and said:
+            has_content = _is_rendered(chat.messages[index].content, upto[len(before) :])
+            if upto.startswith(before) and text.startswith(upto) and has_content:
                 return len(before), len(upto)
         raise DataError(
-            f"where messages[{index}] lies in the rendered conversation cannot be told for certain",
+            f"the position of messages[{index}] in the rendered conversation is ambiguous",
             where="model.chat_template",
-            repair="leave `train: false` out of it, or set data.train_on to assistant",
+            repair="remove its `train: false`, or set data.train_on to assistant",
         )
 
     def rows(self, chat: Chat, learned: Collection[int]) -> Renderings:
         """The conversation as rows, with the spans of the assistant messages in ``learned``.
 
         Raises:
-            DataError: the template refuses the conversation, or renders an answer that does not follow the prompt which
-                a server would render.
+            DataError: the template refuses the conversation, or renders an answer that does not continue the prompt
+                that a server would render.
         """
         chat, notes, places = self._within_the_template(chat)
         text = self._apply(chat.messages, chat.tools)
-        self._check_all_is_said(chat, text, notes)
+        self._check_all_is_rendered(chat, text, notes)
         together: list[tuple[Span, bool]] = []
         apart: list[Rendered] = []
         for index in sorted(places[one] for one in learned):
@@ -166,7 +166,7 @@ class ChatRenderer:
             if found is not None:
                 together.append(found)
             else:
-                # By itself: the conversation up to the answer, which alone is learned.
+                # A separate row: the conversation up to the answer, of which only the answer is trained on.
                 prompt, row_text = self._prompt(chat, index), self._apply(chat.messages[: index + 1], chat.tools)
                 found = self._span(prompt, row_text, row_text)
                 if found is None:
@@ -180,7 +180,7 @@ class ChatRenderer:
     # --- spans ------------------------------------------------------------------------------------------------------
 
     def _find(self, chat: Chat, index: int, text: str) -> tuple[Span, bool] | None:
-        """The span of an answer in the conversation; None where that renders it otherwise than when it was last."""
+        """The span of an answer in the conversation; None if it is rendered differently there than as the last turn."""
         prompt = self._prompt(chat, index)
         if not text.startswith(prompt):
             return None
@@ -190,7 +190,7 @@ class ChatRenderer:
     def _prompt(self, chat: Chat, index: int) -> str:
         if index == 0:
             raise DataError(
-                "the conversation begins with an assistant turn, so there is no prompt that it would follow",
+                "the conversation begins with an assistant turn, so there is no prompt before it",
                 repair="remove the turn, or set `train: false` on it",
             )
         return self._apply(chat.messages[:index], chat.tools, add_generation_prompt=True)
@@ -199,7 +199,7 @@ class ChatRenderer:
         """From the end of the prompt to the end of the turn.
 
         Args:
-            prompt: what is served.
+            prompt: the prompt that a server would render.
             last: the conversation up to the answer.
             text: the whole conversation; what follows the turn may differ from how ``last`` ends.
         """
@@ -213,14 +213,14 @@ class ChatRenderer:
         return (len(prompt), stop), first is not None
 
     def _closing(self, text: str, start: int) -> int:
-        """Where the run of special tokens and white space at the end of a text begins."""
+        """Start of the special tokens and white space at the end of a text."""
         stop = len(text)
         while True:
             bare = stop
             while bare > start and text[bare - 1].isspace():
                 bare -= 1
             if not self._special or not text.endswith(self._special, start, bare):
-                # Trailing white space belongs to the answer only where a token follows it.
+                # Trailing white space belongs to the answer only if a token follows it.
                 return bare
             stop = bare - max(len(token) for token in self._special if text.endswith(token, start, bare))
 
@@ -242,9 +242,9 @@ class ChatRenderer:
         offered = [dict(tool) for tool in tools] or None
 
         def render(template: Any, contents: Sequence[Any]) -> Any:
-            said = [{**message, "content": content} for message, content in zip(plain, contents, strict=True)]
+            templated = [{**message, "content": content} for message, content in zip(plain, contents, strict=True)]
             return template.render(
-                messages=said,
+                messages=templated,
                 tools=offered,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -254,7 +254,7 @@ class ChatRenderer:
         with guarded("the conversation", repair="check the order and names of the roles"):
             template = self._compiled.get(bool(tools))
             if template is None:
-                # Compiled as Transformers does; its own way to the template costs as much again as a rendering.
+                # Compiled like Transformers does; its own lookup of the template costs as much as a rendering.
                 source = self._tokenizer.get_chat_template(None, [{}] if tools else None)
                 source = _dated(source) if self._dated else source
                 template = self._compiled[bool(tools)] = compat.compile_chat_template(source)
@@ -262,14 +262,14 @@ class ChatRenderer:
                     self._outlines = Outlines(template, source)
             text = str(render(template, contents))
         if key is not None and self._outlines is not None:
-            # With limits of its own: what a row may take is the rendering's.
+            # A separate time limit: the row's is for rendering.
             with suppress(DataError), guarded("the conversation", repair=""):
                 self._outlines.learn(key, contents, text, render)
         return text
 
     def _within_the_template(self, chat: Chat) -> tuple[Chat, set[str], list[int]]:
-        """The conversation without what the template cannot write (tools and their calls become text), notes, and where
-        each message now is.
+        """The conversation without what the template does not support (tools and their calls become text), notes, and
+        the new index of each message.
         """
         messages: list[Message] = []
         places: list[int] = []
@@ -279,7 +279,7 @@ class ChatRenderer:
             if message.role == "tool" and how.result_role is not None and not self._renders_calls:
                 text = how.result(message.content)
                 if before is not None and before.role == "tool" and how.result_role == "user":
-                    # Results that follow each other share a turn: users' turns must alternate with answers.
+                    # Consecutive results share a turn: user turns must alternate with answers.
                     earlier = messages.pop()
                     message = replace(earlier, content=f"{earlier.content}\n{text}")
                 else:
@@ -296,17 +296,17 @@ class ChatRenderer:
         if tools and not self._renders_tools:
             notes.add("tools_as_text")
             # In the system message, or before the first turn.
-            offer, said = how.offer(tools), messages[0].content
+            offer, system = how.offer(tools), messages[0].content
             follows = messages[0].role == "system" and not how.leads
-            joined = f"{said}\n\n{offer}" if follows else f"{offer}\n\n{said}"
+            joined = f"{system}\n\n{offer}" if follows else f"{offer}\n\n{system}"
             messages[0], tools = replace(messages[0], content=joined), ()
         return replace(chat, messages=tuple(messages), tools=tools), notes, places
 
-    def _check_all_is_said(self, chat: Chat, text: str, notes: set[str]) -> None:
-        """Every message but the answers must stand in the text.
+    def _check_all_is_rendered(self, chat: Chat, text: str, notes: set[str]) -> None:
+        """Check that every message except the answers is in the text.
 
-        A message's own words may stand elsewhere too, so they prove nothing; a marker in their place does. So each
-        shape of a conversation is rendered once with markers; words count only where the template takes no markers.
+        A message's content may also occur elsewhere, so it proves nothing; a marker in its place does. So each shape of
+        a conversation is rendered once with markers; contents are checked only if the template rejects markers.
         """
         shape = (tuple((one.role, "tool_calls" in one.extra) for one in chat.messages), bool(chat.tools))
         if shape not in self._shapes:
@@ -318,14 +318,14 @@ class ChatRenderer:
                 self._shapes[shape] = None
         rendered = self._shapes[shape]
         for index, message in enumerate(chat.messages):
-            said = _is_said(message.content, text) if rendered is None else index in rendered
-            if message.role == "assistant" or not message.content.strip() or said:
+            is_rendered = _is_rendered(message.content, text) if rendered is None else index in rendered
+            if message.role == "assistant" or not message.content.strip() or is_rendered:
                 continue
             if message.role not in ("system", "developer"):
                 raise DataError(
                     f"the chat template leaves out messages[{index}] (role `{message.role}`)",
                     where="model.chat_template",
-                    repair="use a role that the template knows, or another template",
+                    repair="use a role that the template supports, or another template",
                 )
             notes.add("system_ignored")
 
@@ -334,23 +334,23 @@ class ChatRenderer:
             notes.add("empty_answers")
         reasoning = next((message.extra[name] for name in _REASONING if message.extra.get(name)), "")
         squeezed = ""
-        for said in (message.content, str(reasoning)):
-            if not _is_said(said, learned):
+        for part in (message.content, str(reasoning)):
+            if not _is_rendered(part, learned):
                 squeezed = squeezed or "".join(learned.split())
-                if "".join(said.split()) not in squeezed:
+                if "".join(part.split()) not in squeezed:
                     notes.add("answers_rewritten")
 
 
 @contextmanager
 def guarded(what: str, *, repair: str) -> Iterator[None]:
-    """Whatever a chat template does inside the block: it may fail in any way, and has limits of time and memory.
+    """Runs a chat template with limits of time and memory; it may fail in any way.
 
     Args:
-        what: is rendered.
-        repair: of a refusal that is the template's own.
+        what: what is rendered.
+        repair: for a refusal by the template itself.
 
     Raises:
-        DataError: it fails, or goes on for too long.
+        DataError: it fails, or takes too long.
     """
     from jinja2.exceptions import TemplateSyntaxError
 
@@ -358,9 +358,9 @@ def guarded(what: str, *, repair: str) -> Iterator[None]:
         with within(
             TEMPLATE_S,
             lambda excess: DataError(
-                f"the chat template takes more than {excess} for {what}",
+                f"the chat template used more than {excess} on {what}",
                 where="model.chat_template",
-                repair="look for a loop that does not end, or set model.chat_template to another template",
+                repair="look for an endless loop, or set model.chat_template to another template",
             ),
         ):
             yield
@@ -368,18 +368,18 @@ def guarded(what: str, *, repair: str) -> Iterator[None]:
         raise
     except TemplateSyntaxError as error:
         raise DataError(
-            f"the chat template is not written right: {cut(str(error.message))} (line {error.lineno})",
+            f"the chat template has a syntax error: {cut(str(error.message))} (line {error.lineno})",
             where="model.chat_template",
-            repair="mend it, or set model.chat_template to another template",
+            repair="fix it, or set model.chat_template to another template",
         ) from None
     except RecursionError:
         raise DataError(
-            "the chat template calls itself without an end",
+            "the chat template recurses without end",
             where="model.chat_template",
-            repair="mend it, or set model.chat_template to another template",
+            repair="fix it, or set model.chat_template to another template",
         ) from None
     except Exception as error:
-        # Besides its own errors a template raises Python's, when it adds a null to text for instance.
+        # Besides its own errors a template raises Python's, for example when it adds null to text.
         raise DataError(
             f"the chat template refuses {what}: {cut(str(error)) or type(error).__name__}",
             where="model.chat_template",
@@ -387,27 +387,27 @@ def guarded(what: str, *, repair: str) -> Iterator[None]:
         ) from None
 
 
-def _is_said(content: str, text: str) -> bool:
-    """Whether a message's text stands in the rendering, as it is or as JSON text."""
+def _is_rendered(content: str, text: str) -> bool:
+    """Whether a message's content is in the rendering, verbatim or as JSON text."""
     content = content.strip()
     return not content or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
 
 
 def _dated(template: str) -> str:
-    """A template for which today is the day of rendering: a macro hides the function of that name."""
+    """A template for which today is the date of rendering: a macro shadows the function of that name."""
     day = datetime.date(*RENDER_DATE)
     filters = "".join(f" | replace('{code}', '{day.strftime(code)}')" for code in _DATE_CODES)
     return f"{{%- macro strftime_now(pattern) -%}}{{{{ pattern{filters} }}}}{{%- endmacro -%}}{template}"
 
 
 def _mismatch(prompt: str, text: str, *, has_system: bool) -> DataError:
-    """What is served and what is trained, from where they part."""
+    """The error that shows what is served and what is trained on, from their first difference."""
     same = next((at for at, pair in enumerate(zip(prompt, text, strict=False)) if pair[0] != pair[1]), len(text))
     return DataError(
-        f"training and serving differ: the prompt that a server renders goes on with {prompt[same : same + 40]!r}, "
+        f"training and serving differ: the prompt that a server renders continues with {prompt[same : same + 40]!r}, "
         f"the conversation with {text[same : same + 40]!r}",
         where="model.chat_template",
         repair="set model.chat_template_arguments so that both agree (such as `enable_thinking: false`), or "
-        "model.chat_template to a template whose generation prompt is how it begins an answer"
-        + (", or leave the system message out, which this one may not know" if has_system else ""),
+        "model.chat_template to a template whose generation prompt is the start of its answers"
+        + (", or remove the system message, which this template may not support" if has_system else ""),
     )

@@ -1,7 +1,7 @@
-"""Examples as token ids with a loss mask.
+"""Converts examples to token ids with a loss mask.
 
-Text is tokenised once, and masks follow from where its tokens lie. Where one token would straddle the border between
-prompt and answer, the two sides are tokenised apart, because that is what a server does: it tokenises the prompt alone.
+Text is tokenised once, and masks follow from the positions of its tokens. If a token would straddle the border between
+prompt and answer, the two sides are tokenised separately, as a server does: it tokenises the prompt alone.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from finray.errors import DataError
 TrainOn = Literal["completion", "assistant", "last_assistant", "all"]
 OnTooLong = Literal["truncate", "drop", "error"]
 
-# Characters before white space that may decide how it is tokenised, and how many such endings are remembered.
+# Characters before white space that may affect its tokenisation, and the number of such endings cached.
 _TAIL = 48
 _MOST_TAILS = 4096
-# Texts for which it is worth while to learn the widths of a vocabulary.
+# Number of texts from which on it pays off to compute the widths of a vocabulary.
 _MANY_TEXTS = 64
 
 
@@ -35,10 +35,10 @@ class Tokens:
 
     Attributes:
         ids: token ids.
-        spans: ranges of ``ids`` that are learned (are targets of the loss), in order.
+        spans: ranges of ``ids`` that are trained on (targets of the loss), in order.
         truncated: whether tokens were cut off to fit.
         label: of a labelled text.
-        token_types: of a labelled text, for each token: 1 where it is of the second text and the model is told so.
+        token_types: of a labelled text, per token: 1 for the second text, if the model uses token types.
     """
 
     ids: list[int]
@@ -49,7 +49,8 @@ class Tokens:
 
     @property
     def supervised(self) -> int:
-        """Targets in the row: of a labelled text its label; else tokens, of which nothing predicts the first."""
+        """Number of targets in the row: 1 for a label; otherwise trained tokens, except the row's first, which nothing
+        predicts."""
         if self.label is not None:
             return 1
         return sum(stop - max(start, 1) for start, stop in self.spans if stop > 1)
@@ -57,15 +58,15 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What became of an example.
+    """The result for an example.
 
     Attributes:
-        rows: none when it was dropped, several for long text and for conversations that are learned in parts.
+        rows: empty if it was dropped, several for long text and for conversations that are trained on in parts.
         notes: names of counters that it adds to.
-        dropped: how many rows were longer than allowed.
-        dropped_tokens: in those rows.
-        truncated_tokens: that were cut off.
-        answers_lost: how many rows lost everything that was to be learned to truncation.
+        dropped: number of rows that were too long.
+        dropped_tokens: tokens in those rows.
+        truncated_tokens: number of tokens cut off.
+        answers_lost: number of rows whose whole answer was truncated.
     """
 
     rows: list[Tokens]
@@ -78,7 +79,7 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """Text to tokenise: learned character spans, and ids to put before and after (those after are learned)."""
+    """Text to tokenise: trained character spans, and ids to prepend and append (appended ones are trained on)."""
 
     text: str
     spans: tuple[Span, ...]
@@ -87,7 +88,7 @@ class _Job:
 
     @property
     def has_borders(self) -> bool:
-        """Whether learning begins or ends within the text."""
+        """Whether a trained span begins or ends within the text."""
         return any(0 < border < len(self.text) for span in self.spans for border in span)
 
 
@@ -96,15 +97,15 @@ class Tokenizer:
 
     Args:
         tokenizer: a Transformers tokenizer backed by the Rust library.
-        train_on: which tokens are learned.
-        max_length: most tokens in a row.
-        on_too_long: what happens to a conversation or completion that is longer; plain text is always cut into pieces.
-        chunk_overlap: tokens of plain text that the next piece begins with again, not learned there.
+        train_on: which tokens are trained on.
+        max_length: maximum tokens per row.
+        on_too_long: what to do with a longer conversation or completion; plain text is always cut into pieces.
+        chunk_overlap: tokens of plain text that are repeated at the start of the next piece, as context.
         template_arguments: variables given to the chat template.
-        tool_format: how tools are written where the chat template knows none.
+        tool_format: format of tools if the chat template does not support them.
 
     Raises:
-        DataError: the tokenizer has no Rust back end, or no end-of-sequence token where one is needed.
+        DataError: the tokenizer has no Rust backend, or lacks a required end-of-sequence token.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Tokenizer:
         self._on_too_long = on_too_long
         self._overlap = chunk_overlap
         self._template_arguments, self._tool_format = template_arguments, tool_format
-        # What the tokenizer puts in front of every text, for the models that want it.
+        # Prepended to every text by the tokenizer, for models that need it.
         bos = tokenizer.bos_token_id
         starts_with_bos = bos is not None and tokenizer("a", add_special_tokens=True)["input_ids"][:1] == [bos]
         self._bos = (int(bos),) if starts_with_bos else ()
@@ -142,7 +143,7 @@ class Tokenizer:
 
     @property
     def bos_text(self) -> str:
-        """What the tokenizer itself puts in front of every text; empty for those that put nothing."""
+        """The text that the tokenizer itself prepends to every text; usually empty."""
         return str(self._tokenizer.bos_token) if self._bos else ""
 
     @property
@@ -152,7 +153,7 @@ class Tokenizer:
 
     @cached_property
     def renderer(self) -> ChatRenderer:
-        """The chat renderer, made when the first conversation is met, so that plain text needs no template."""
+        """The chat renderer, created for the first conversation, so that plain text needs no template."""
         return ChatRenderer(
             self._tokenizer,
             special_tokens=self._special_texts,
@@ -166,7 +167,7 @@ class Tokenizer:
 
     @cached_property
     def _trims(self) -> bool:
-        """Whether offsets leave out the spaces of a token."""
+        """Whether offsets exclude the spaces of a token."""
         offsets = self._backend.encode("a  b", add_special_tokens=False).offsets
         return bool(sum(stop - start for start, stop in offsets) < len("a  b"))
 
@@ -193,7 +194,7 @@ class Tokenizer:
             uncut = iter(self._backend.encode_batch_fast(labelled) if labelled else ())
         except (TypeError, UnicodeEncodeError):
             raise DataError(
-                "the text holds half of a surrogate pair, which is no character",
+                "the text holds half of a surrogate pair, which is not a valid character",
                 repair="write the row again from clean text",
             ) from None
         return [
@@ -225,7 +226,7 @@ class Tokenizer:
         rows, notes = self.renderer.rows(example, self._learned(example))
         jobs = []
         for row in rows:
-            # An answer that comes last, and that no token ends.
+            # A final answer that no end-of-turn token closes.
             needs_end = bool(row.spans) and not row.ends[-1] and not row.text[row.spans[-1][1] :].strip()
             text = row.text[: row.spans[-1][1]] if needs_end else row.text
             jobs.append(_Job(text, row.spans, suffix=self._eos() if needs_end else ()))
@@ -244,7 +245,7 @@ class Tokenizer:
         eos = self._tokenizer.eos_token_id
         if eos is None:
             raise DataError(
-                "the tokenizer has no end-of-sequence token, so the model could not learn to stop",
+                "the tokenizer has no end-of-sequence token, so the model cannot learn to stop",
                 where="model.name",
                 repair="use a tokenizer with an eos_token",
             )
@@ -270,7 +271,7 @@ class Tokenizer:
         if excess:
             if not self._fit(Tokens(ids, ()), chunked=False):
                 return Encoded([], dropped=1, dropped_tokens=len(ids))
-            # Of two texts the longer one loses tokens first; special tokens stay.
+            # The longer one of two texts is truncated first; special tokens stay.
             cut = self._tokenizer(example.text, example.text_pair, truncation=True, max_length=self._max_length)
             self._backend.no_truncation()
             ids, types = cut["input_ids"], cut.get("token_type_ids", ())
@@ -309,7 +310,7 @@ class Tokenizer:
         return Tokens(ids, tuple(spans))
 
     def _apart(self, job: _Job) -> tuple[list[int], list[Span]]:
-        """Tokenise at the borders of learned spans, so that no token straddles one."""
+        """Tokenise separately at the borders of trained spans, so that no token straddles one."""
         borders = [0, *(border for span in job.spans for border in span), len(job.text)]
         pieces = [job.text[start:stop] for start, stop in pairwise(borders)]
         encoded = self._backend.encode_batch(pieces, add_special_tokens=False)
@@ -321,13 +322,13 @@ class Tokenizer:
             ids += piece.ids
         if self._decode(ids) != self._decode(self._backend.encode(job.text, add_special_tokens=False).ids):
             raise DataError(
-                "a token joins the end of the prompt with the start of the answer, and this tokenizer cannot split it",
+                "one token spans the end of the prompt and the start of the answer, and this tokenizer cannot split it",
                 repair="end the prompt with a newline, or move the space between them to one side",
             )
         return ids, spans
 
     def _spans_by_width(self, job: _Job, ids: list[int]) -> list[Span] | None:
-        """As :func:`_token_spans`; None where that takes offsets, or where a text must be cut at a border."""
+        """As :func:`_token_spans`; None if that needs offsets, or if a text must be cut at a border."""
         text = job.text
         if not job.has_borders:
             return [(0, len(ids)) for start, stop in job.spans if start < stop]
@@ -349,10 +350,10 @@ class Tokenizer:
         return spans
 
     def _differs_alone(self, text: str, start: int, ids: Sequence[int], token_at: Callable[[int], int | None]) -> bool:
-        """Whether the end of a prompt is tokenised otherwise when nothing follows, as in serving.
+        """Whether the end of a prompt is tokenised differently when nothing follows, as in serving.
 
-        The rules by which tokenizers cut text into words look ahead in runs of white space only; so the tokens of that
-        run are compared with those of the same run at the end of a text.
+        The rules by which tokenizers pre-split text only look ahead in runs of white space; so the tokens of that run
+        are compared with those of the same run at the end of a text.
         """
         run = _run_before(text, start)
         if not run:
@@ -381,14 +382,14 @@ class Tokenizer:
             step = limit - self._overlap
             starts = list(range(0, max(length - self._overlap, 1), step))
             if length - starts[-1] == 1:
-                # A piece of one token has nothing before it to be predicted from.
+                # The first token of a piece has nothing before it to be predicted from.
                 starts[-1] -= 1
             stops = [min(start + limit, length) for start in starts]
             if not self._overlap:
                 stops[:-1] = starts[1:]
             pieces = []
             for start, stop in zip(starts, stops, strict=True):
-                # What a piece shares with the one before is context, and not learned twice.
+                # The overlap with the previous piece is context, and not trained on twice.
                 learned_from = start + self._overlap if start else 0
                 spans = [(max(low, learned_from) - start, min(high, stop) - start) for low, high in row.spans]
                 pieces.append(Tokens(row.ids[start:stop], tuple((low, high) for low, high in spans if low < high)))
@@ -397,7 +398,7 @@ class Tokenizer:
             return []
         if self._on_too_long == "error":
             raise DataError(
-                f"the row has {length} tokens, data.max_length is {limit}",
+                f"the row has {length} tokens, but data.max_length is {limit}",
                 repair="raise data.max_length, or set data.on_too_long to truncate or drop",
             )
         kept = tuple((start, min(stop, limit)) for start, stop in row.spans if start < limit)
@@ -405,7 +406,7 @@ class Tokenizer:
 
 
 def _run_before(text: str, start: int) -> int:
-    """Characters of the white space that a prompt ends with; 0 where they are fewer than two, or all of it."""
+    """Length of the white space at the end of a prompt; 0 if it is less than two characters, or the whole prompt."""
     if start < 2 or not text[start - 2 : start].isspace():
         return 0
     run = start - len(text[:start].rstrip())
@@ -413,26 +414,26 @@ def _run_before(text: str, start: int) -> int:
 
 
 def _joins_words(before: str, after: str) -> bool:
-    """Whether a word begins at once where a text ends, in a script that puts white space between words."""
+    """Whether a word would continue across the border, in a script with white space between words."""
     if not before or before[-1].isspace() or not after[:1].isalnum():
         return False
     return unicodedata.east_asian_width(before[-1]) not in "WF" and unicodedata.east_asian_width(after[0]) not in "WF"
 
 
 def _token_spans(encoding: Any, job: _Job, special: Collection[int]) -> list[Span] | None:
-    """Token ranges of the learned characters; None where a token straddles a border and the text must be cut there.
+    """Token ranges of the trained characters; None if a token straddles a border and the text must be cut there.
 
-    A special token that swallows the white space beside it lies on the side on which it begins.
+    A special token that absorbs adjacent white space belongs to the side on which it begins.
     """
     spans = []
     for start, stop in job.spans:
         if start == stop:
             continue
-        # Look-ups in Rust instead of a Python list of all offsets, which costs as much as a quarter of tokenising.
+        # Look-ups in Rust: a Python list of all offsets costs up to a quarter of tokenising.
         first = 0 if start == 0 else encoding.char_to_token(start)
         last = len(encoding) if stop >= len(job.text) else encoding.char_to_token(stop)
         if first is None or last is None:
-            # A border character that belongs to no token: white space that a tokenizer drops.
+            # A border character without a token: white space that the tokenizer drops.
             ends = [end for _, end in encoding.offsets]
             first, last = bisect_right(ends, start), bisect_right(ends, stop)
         if start and first < len(encoding) and encoding.token_to_chars(first)[0] < start:

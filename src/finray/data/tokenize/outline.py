@@ -1,10 +1,10 @@
-"""Conversations rendered without running the chat template again.
+"""Renders conversations without running the chat template each time.
 
-What a template makes of a conversation with given roles is, but for the words of the messages, always the same text. A
-rendering is traced once: the template gets objects in place of the words. What it writes of them it writes into an
-:class:`Outline`, what it asks of them (`'</think>' in content`) is kept with the answer, and anything else ends the
-tracing. A conversation with the same roles whose words give the same answers would take the template the same way, so
-its text is the outline, filled in.
+For given roles, a template writes always the same text around the content of the messages. So a rendering is traced
+once: the template gets proxy objects in place of the contents. Where it writes them becomes a slot of an
+:class:`Outline`, tests of them (`'</think>' in content`) are recorded with the answer, and anything else ends the
+tracing. For a conversation with the same roles whose contents give the same answers, the template would take the same
+branches, so its text is the filled outline.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn
 
-# Of one kind of conversation, which may differ by what its words are asked, and kinds.
+# Per kind of conversation (outlines differ by the answers of tests), and number of kinds.
 _MOST_OUTLINES = 4
 _MOST_KEYS = 4096
 
 
 class Untraceable(Exception):
-    """The template does something with a message's words that an outline cannot say."""
+    """The template does something with a message's content that an outline cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where the words of a message go, after methods of ``str`` with constant arguments."""
+    """The place of a message's content, after methods of ``str`` with constant arguments."""
 
     index: int
     methods: tuple[tuple[str, tuple[Any, ...]], ...] = ()
@@ -39,54 +39,54 @@ class _Slot:
 
 
 _Part = str | _Slot
-# A slot, the method of `str` that it was asked with, its arguments, and the answer.
-_Asked = tuple[_Slot, str, tuple[Any, ...], bool]
+# A test: slot, method of `str`, its arguments, and the answer.
+_Question = tuple[_Slot, str, tuple[Any, ...], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A rendered conversation with slots for the words of its messages, and what must hold for the words."""
+    """A rendered conversation with slots for the contents of its messages, and the tests that they must satisfy."""
 
     parts: tuple[_Part, ...]
-    asked: tuple[_Asked, ...]
+    questions: tuple[_Question, ...]
 
     def fill(self, contents: Sequence[str]) -> str | None:
-        """The conversation with these words; None where the template would be asked anew."""
-        for slot, name, arguments, answer in self.asked:
+        """The conversation with these contents; None if the template has to be rendered again."""
+        for slot, name, arguments, answer in self.questions:
             if getattr(slot.of(contents), name)(*arguments) is not answer:
                 return None
         return "".join([part if type(part) is str else part.of(contents) for part in self.parts])  # type: ignore[union-attr]
 
 
 class Outlines:
-    """Outlines of one template's renderings, traced where a conversation is like one before it.
+    """Outlines of one template's renderings, traced when a kind of conversation occurs again.
 
     Args:
-        template: as it is compiled.
+        template: the compiled template.
         source: its text.
     """
 
     def __init__(self, template: Any, source: str) -> None:
         self._template, self._source = template, source
         self._traced: Any = None
-        # By the roles, and what else the template is given.
+        # By the roles, and other inputs of the template.
         self._known: dict[Any, list[Outline | None]] = {}
 
     def fill(self, key: Any, contents: Sequence[str]) -> str | None:
-        """A conversation as the template would render it; None where that is not known."""
+        """A conversation as the template would render it; None if there is no outline for it."""
         for outline in self._known.get(key, ()):
             if outline is not None and (text := outline.fill(contents)) is not None:
                 return text
         return None
 
     def learn(self, key: Any, contents: Sequence[str], text: str, render: Callable[[Any, list[Any]], Any]) -> None:
-        """Trace a rendering that was not known, unless it is the first of its kind or the others came to little.
+        """Trace a new rendering, unless it is the first of its kind or earlier outlines were of little use.
 
         Args:
-            key: whatever decides it but the words.
-            contents: the words.
-            text: what the template makes of them.
-            render: renders with a template, and with these objects as the words.
+            key: every input except the contents.
+            contents: the contents of the messages.
+            text: the template's rendering.
+            render: renders with a given template, and these objects as contents.
         """
         known = self._known.get(key)
         if known is None:
@@ -95,12 +95,12 @@ class Outlines:
             self._known[key] = []
         elif len(known) < _MOST_OUTLINES:
             known.append(None)
-            # Whatever ends the tracing: the template is asked as if there had been none.
+            # Tracing may fail in any way: then the template is rendered as usual.
             with suppress(Exception):
                 self._traced = self._traced or _traced(self._template, self._source)
-                asked: list[_Asked] = []
-                words = [_Words((_Slot(index),), contents, asked) for index in range(len(contents))]
-                outline = Outline(_joined([_shown(render(self._traced, words))]), tuple(asked))
+                questions: list[_Question] = []
+                words = [_Text((_Slot(index),), contents, questions) for index in range(len(contents))]
+                outline = Outline(_joined([_shown(render(self._traced, words))]), tuple(questions))
                 if outline.fill(contents) == text:
                     known[-1] = outline
 
@@ -109,16 +109,16 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise Untraceable
 
 
-class _Words:
-    """Words of messages, alone or with other text around them, while a rendering is traced.
+class _Text:
+    """The content of messages, alone or with text around it, while a rendering is traced.
 
-    No `str`, so that whatever is not foreseen here fails, in Jinja as in C, instead of looking at letters unseen.
+    It is not a `str`, so that any unsupported use fails, in Jinja as in C, instead of reading the text unnoticed.
     """
 
-    __slots__ = ("_asked", "_contents", "_parts")
+    __slots__ = ("_contents", "_parts", "_questions")
 
-    def __init__(self, parts: tuple[_Part, ...], contents: Sequence[str], asked: list[_Asked]) -> None:
-        self._parts, self._contents, self._asked = parts, contents, asked
+    def __init__(self, parts: tuple[_Part, ...], contents: Sequence[str], questions: list[_Question]) -> None:
+        self._parts, self._contents, self._questions = parts, contents, questions
 
     def _slot(self) -> _Slot:
         part = self._parts[0]
@@ -131,22 +131,22 @@ class _Words:
             raise Untraceable
         slot = self._slot()
         answer = bool(getattr(slot.of(self._contents), name)(*arguments))
-        self._asked.append((slot, name, arguments, answer))
+        self._questions.append((slot, name, arguments, answer))
         return answer
 
-    def _change(self, name: str, *arguments: Any) -> _Words:
+    def _change(self, name: str, *arguments: Any) -> _Text:
         if not all(isinstance(one, str) for one in arguments):
             raise Untraceable
         slot = self._slot()
         return self._with(_Slot(slot.index, (*slot.methods, (name, arguments))))
 
-    def _with(self, *parts: _Part) -> _Words:
-        return _Words(parts, self._contents, self._asked)
+    def _with(self, *parts: _Part) -> _Text:
+        return _Text(parts, self._contents, self._questions)
 
-    def __add__(self, other: Any) -> _Words:
+    def __add__(self, other: Any) -> _Text:
         return self._with(*_joined([self, other]))
 
-    def __radd__(self, other: Any) -> _Words:
+    def __radd__(self, other: Any) -> _Text:
         return self._with(*_joined([other, self]))
 
     def __bool__(self) -> bool:
@@ -164,34 +164,34 @@ class _Words:
     def endswith(self, end: Any) -> bool:
         return self._ask("endswith", end)
 
-    def strip(self, *letters: Any) -> _Words:
+    def strip(self, *letters: Any) -> _Text:
         return self._change("strip", *letters)
 
-    def lstrip(self, *letters: Any) -> _Words:
+    def lstrip(self, *letters: Any) -> _Text:
         return self._change("lstrip", *letters)
 
-    def rstrip(self, *letters: Any) -> _Words:
+    def rstrip(self, *letters: Any) -> _Text:
         return self._change("rstrip", *letters)
 
-    def replace(self, old: Any, new: Any) -> _Words:
+    def replace(self, old: Any, new: Any) -> _Text:
         return self._change("replace", old, new)
 
-    # Where these fail with an error of Python's, Jinja goes on without.
+    # If these raise a Python error, Jinja would continue without.
     __str__ = __repr__ = __format__ = __hash__ = __getattr__ = __getitem__ = __iter__ = __len__ = _refuse
     __int__ = __float__ = __index__ = __html__ = _refuse
 
 
 class _Shown(str):
-    """Words on their way out of an expression, where Jinja makes everything a `str`."""
+    """Content leaving an expression, where Jinja converts everything to `str`."""
 
-    words: _Words
+    words: _Text
 
     def __str__(self) -> str:
         return self
 
 
 def _shown(value: Any) -> Any:
-    if isinstance(value, _Words):
+    if isinstance(value, _Text):
         shown = _Shown()
         shown.words = value
         return shown
@@ -199,11 +199,11 @@ def _shown(value: Any) -> Any:
 
 
 def _joined(values: Iterable[Any]) -> tuple[_Part, ...]:
-    """Text and words as parts, no two of them text."""
+    """Text and contents as parts, with adjacent text merged."""
     parts: list[_Part] = []
     for value in values:
         words = value.words if isinstance(value, _Shown) else value
-        if not isinstance(words, str | _Words):
+        if not isinstance(words, str | _Text):
             raise Untraceable
         for part in (words,) if isinstance(words, str) else words._parts:
             if parts and isinstance(part, str) and isinstance(parts[-1], str):
@@ -219,14 +219,14 @@ def _concat(values: Iterable[Any]) -> Any:
     return words[0]._with(*_joined(found)) if words else "".join(found)
 
 
-# Of any text they say the same.
+# They have the same answer for any text.
 _OF_TYPES = frozenset(
     ("boolean", "defined", "iterable", "mapping", "none", "number", "sequence", "string", "undefined")
 )
 
 
 def _traced(template: Any, source: str) -> Any:
-    """The template for words that are traced; what it calls may see containers of them, but them only here."""
+    """The template for traced contents; its filters may see containers of them, but the contents only here."""
     from jinja2.runtime import Macro
 
     environment = template.environment.overlay(finalize=_shown)
@@ -234,7 +234,7 @@ def _traced(template: Any, source: str) -> Any:
     def guard(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def guarded(*arguments: Any, **named: Any) -> Any:
-            if any(isinstance(one, _Words) for one in (*arguments, *named.values())):
+            if any(isinstance(one, _Text) for one in (*arguments, *named.values())):
                 return own(*arguments, **named)
             return function(*arguments, **named)
 
@@ -243,7 +243,7 @@ def _traced(template: Any, source: str) -> Any:
     def test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return guard(function, (lambda value: function("text")) if name in _OF_TYPES else _refuse)
 
-    filters = {"trim": _Words.strip, "string": lambda value: value}
+    filters = {"trim": _Text.strip, "string": lambda value: value}
     for name in ("default", "d"):
         filters[name] = environment.filters[name]
     environment.concat = _concat

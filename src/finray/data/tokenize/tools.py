@@ -1,4 +1,4 @@
-"""Tools and their calls as text, for chat templates that know none."""
+"""Tools and tool calls as text, for chat templates without tool support."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Do not use variables.
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How tools are written.
+    """A text format of tools and their calls.
 
     Attributes:
-        offer: what is said of the tools, where there is no template for it.
-        leads: whether that comes before the words of the system message, or after them.
-        call: a call, by its ``name`` and ``arguments``.
-        result_role: the role that gives results; None for the row's own.
-        result: a result as text.
+        offer: introduces the tools, if the template does not.
+        leads: whether that comes before or after the system message's content.
+        call: formats a call, given its ``name`` and ``arguments``.
+        result_role: role of results; None for the row's own.
+        result: formats a result.
     """
 
     offer: Callable[[Sequence[Mapping[str, Any]]], str]
@@ -62,13 +62,13 @@ def _tagged_call(function: Mapping[str, Any]) -> str:
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "plain": ToolFormat(_lines, False, _tagged_call, None, str),
-    # As the templates of Hermes 2 Pro and Qwen 2.5 write them; results are a user's turn, which every template knows.
+    # As in the templates of Hermes 2 Pro and Qwen 2.5; results are user turns, which every template supports.
     "hermes": ToolFormat(
         lambda tools: _HERMES.format(tools=_lines(tools)),
         False,
         _tagged_call,
         "user",
-        lambda said: f"<tool_response>\n{said}\n</tool_response>",
+        lambda content: f"<tool_response>\n{content}\n</tool_response>",
     ),
     # Meta's JSON calls of Llama 3.1 and later.
     "llama3": ToolFormat(

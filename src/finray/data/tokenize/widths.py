@@ -1,7 +1,7 @@
-"""Where tokens lie in their text, by how many bytes each stands for.
+"""Locates tokens in their text by the number of bytes of each.
 
-The offsets of the Rust library cost a quarter of its time. The tokens of byte-level vocabularies (of GPT-2, Llama 3,
-Qwen, SmolLM and others) are the bytes of their text, so their widths say the same wherever they add up to the text.
+Computing offsets in the Rust library takes a quarter of its time. In byte-level vocabularies (GPT-2, Llama 3, Qwen,
+SmolLM and others) tokens are the bytes of their text, so widths give the same result if they add up to the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNKNOWN = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tokens of a text end, in bytes."""
+    """End positions of the tokens of a text, in bytes."""
 
     text: str
     ends: npt.NDArray[np.int64]
@@ -31,11 +31,11 @@ class Places:
         return character if self.text.isascii() else len(self.text[:character].encode())
 
     def token_at(self, character: int) -> int:
-        """The token that the character begins in."""
+        """The token in which the character begins."""
         return int(self.ends.searchsorted(self._byte(character), side="right"))
 
     def border(self, character: int) -> int | None:
-        """How many tokens lie before a character; None where one lies across."""
+        """Number of tokens before a character; None if a token straddles that position."""
         before = self.token_at(character)
         reached = int(self.ends[before - 1]) if before else 0
         return before if reached == self._byte(character) else None
@@ -46,7 +46,7 @@ class Widths:
 
     Args:
         widths: by token id.
-        composes: whether the tokenizer brings text into Unicode's NFC first.
+        composes: whether the tokenizer normalises text to Unicode NFC.
     """
 
     def __init__(self, widths: npt.NDArray[np.int64], *, composes: bool) -> None:
@@ -54,7 +54,7 @@ class Widths:
 
     @classmethod
     def of(cls, backend: Any) -> Widths | None:
-        """Those of a tokenizer of the Rust library; None where its tokens are not the bytes of their text."""
+        """For a tokenizer of the Rust library; None if its tokens are not the bytes of their text."""
         bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(_PROBE)
         cut = backend.pre_tokenizer and backend.pre_tokenizer.pre_tokenize_str(_PROBE)
         if not cut or "".join(piece for piece, _ in cut) != bytewise[0][0]:
@@ -64,19 +64,19 @@ class Widths:
             return None
         vocabulary = backend.get_vocab(with_added_tokens=True)
         widths = np.full(max(vocabulary.values()) + 1, _UNKNOWN, dtype=np.int64)
-        # A byte is a letter there.
+        # In the vocabulary, a byte is one character.
         widths[list(vocabulary.values())] = [len(token) for token in vocabulary]
         for number, token in backend.get_added_tokens_decoder().items():
             widths[number] = len(token.content.encode())
         if backend.model.unk_token is not None:
-            # It may stand for any number of them.
+            # It may stand for any number of bytes.
             widths[vocabulary.get(backend.model.unk_token, 0)] = _UNKNOWN
         return cls(widths, composes=composes)
 
     def places(self, text: str, ids: Sequence[int]) -> Places | None:
-        """Where the tokens of a text end; None where they do not add up to it.
+        """The token positions in a text; None if the widths do not add up to it.
 
-        A token that swallows white space beside it stands for more bytes than it has, and no token for fewer.
+        A token that absorbs adjacent white space stands for more bytes than its width; no token stands for fewer.
         """
         ends = self._widths[np.array(ids, dtype=np.int64)].cumsum()
         length = len(text) if text.isascii() else len(text.encode())

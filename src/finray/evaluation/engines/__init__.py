@@ -23,39 +23,39 @@ def make_engine(
     batch_size: int = 32,
     merge: bool = False,
     dtype: torch.dtype | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Load a model into an engine.
 
     Args:
-        name: of the engine, or ``auto``: vLLM where it is installed, else finray's own.
+        name: of the engine, or ``auto``: vLLM if it is installed, else finray's own.
         artifact: the weights; :func:`finray.evaluation.artifacts.find_artifact` finds them.
-        batch_size: rows at work at the same time, at most.
-        merge: fold an adapter into the weights, for speed.
-        dtype: of weights and arithmetic; None for that of inference on this machine.
-        tell: is told in one line what a user should know, such as which engine ``auto`` has taken.
+        batch_size: maximum number of rows processed at the same time.
+        merge: merge an adapter into the weights, for speed.
+        dtype: of weights and arithmetic; None means the default for inference on this machine.
+        notify: called with messages for the user, such as which engine ``auto`` has chosen.
 
     Raises:
         FinrayError: there is no such engine, it is not installed, or the model cannot be loaded.
     """
-    loading = Loading.of(artifact, batch_size=batch_size, merge=merge, dtype=dtype, tell=tell)
+    loading = Loading.of(artifact, batch_size=batch_size, merge=merge, dtype=dtype, notify=notify)
     if name == "auto":
         name = "transformers"
         if find_spec("vllm") is None:
-            tell("finray's own engine answers, because vLLM is not installed (pip install vllm)")
+            notify("using finray's own engine, because vLLM is not installed (pip install vllm)")
         else:
             try:
                 return _named("vllm")(loading)
             except ModelError as error:
-                tell(f"finray's own engine answers: {error.message}")
+                notify(f"using finray's own engine: {error.message}")
     return _named(name)(loading)
 
 
 def require_engine(name: str) -> None:
-    """See that there is such an engine, and that what it needs is installed; nothing is loaded.
+    """Check that an engine exists and that its package is installed; nothing is loaded.
 
     Raises:
-        FinrayError: there is none, or its package is not there.
+        FinrayError: there is no such engine, or its package is missing.
     """
     if name != "auto":
         getattr(_named(name), "require", lambda: None)()

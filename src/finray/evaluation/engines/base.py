@@ -1,7 +1,7 @@
-"""What every engine can be asked: answers to prompts, and how likely given continuations are.
+"""The interface of engines: answers to prompts, and likelihoods of given continuations.
 
-An engine is one file and a line in ``config/extensions.py``. It is handed token ids, so that a prompt is the very
-tokens of training, and gives each answer as soon as it is finished.
+An engine is one file and a line in ``config/extensions.py``. It gets token ids, so that a prompt has exactly the tokens
+of training, and yields each answer as soon as it is finished.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finray.evaluation.engines.sampling import Sampling
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
 
-# Called with the number of a row and the token that was just chosen for it; the token that ends an answer is not told.
+# Called with the row's number and the token that was just chosen; not called for the token that ends an answer.
 OnToken = Callable[[int, int], None]
 # Token ids of each prompt, and numbers of prompts.
 Ids = Sequence[Sequence[int]]
@@ -27,16 +27,16 @@ Numbers = Sequence[int]
 
 
 def mute(row: int, token: int) -> None:
-    """Tells nobody of a token."""
+    """Ignores the token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that is finished.
+    """A finished answer.
 
     Attributes:
         row: number of its prompt.
-        tokens: token ids, without the one that ended it.
+        tokens: token ids, without the end token.
         text: without special tokens, up to a stop string.
         finish: ``stop`` at an end-of-turn token or a stop string, else ``length``.
     """
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Tokens whose likelihood is asked for, after a context of at least one token."""
+    """Tokens to score, after a context of at least one token."""
 
     context: Sequence[int]
     tokens: Sequence[int]
@@ -57,12 +57,12 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """How likely the tokens of a continuation are.
+    """Log-probabilities of the tokens of a continuation.
 
     Attributes:
         row: number of the continuation.
-        logprobs: natural logarithm of the probability of each token, given all before it.
-        is_greedy: whether greedy search would have chosen each of them.
+        logprobs: natural logarithm of the probability of each token, given all tokens before it.
+        is_greedy: whether greedy search would have chosen every one of them.
     """
 
     row: int
@@ -71,13 +71,13 @@ class Likelihood:
 
 
 class Engine(Protocol):
-    """A model that is loaded, and what runs it.
+    """A loaded model and its inference engine.
 
     Attributes:
         name: of the engine, for ``metrics.json``.
-        version: of the engine and of what it computes with.
+        version: of the engine and of the libraries that it computes with.
         tokenizer: of the model.
-        max_length: most tokens of a prompt and its answer; None where the model has no such limit.
+        max_length: maximum tokens of a prompt and its answer; None if the model has no limit.
     """
 
     name: str
@@ -88,44 +88,44 @@ class Engine(Protocol):
     def generate(
         self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
     ) -> Iterator[Answer]:
-        """Answers in the order in which they are finished.
+        """Answers in the order in which they finish.
 
         Args:
             prompts: token ids.
             sampling: how tokens are chosen.
-            rows: a number for each prompt: its answer bears it, and with the seed it decides what is sampled, whatever
-                else is answered beside it. Without them they are counted from 0.
-            adapter: whether an adapter takes part; without it the base model answers.
-            on_token: told of each token as it is chosen.
+            rows: a number for each prompt: the answer carries it, and together with the seed it determines the sample,
+                whatever else is in the batch. By default they count from 0.
+            adapter: whether to apply the adapter; without it the base model answers.
+            on_token: called with each token as it is chosen.
 
         Raises:
             DataError: a prompt is empty, or leaves no room for an answer.
         """
 
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
-        """Likelihoods in the order in which they are known; continuations of one context share its computation.
+        """Likelihoods in the order in which they finish; continuations of the same context share its computation.
 
         Raises:
-            DataError: a context is empty, or row and context are longer than the model can read.
+            DataError: a context is empty, or context and continuation are longer than the model can read.
         """
 
     def close(self) -> None:
-        """Give back memory and processes."""
+        """Free memory and processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What an engine is made from.
+    """The ingredients of an engine.
 
     Attributes:
         artifact: the weights.
         tokenizer: of the model.
-        device: where the model runs, unless the engine knows better.
+        device: where the model runs, unless the engine decides itself.
         dtype: of weights and arithmetic.
-        batch_size: rows at work at the same time, at most.
-        merge: fold an adapter into the weights: faster, and no longer the arithmetic of training. The base model then
-            does not answer.
-        tell: is told in one line what a user should know.
+        batch_size: maximum number of rows processed at the same time.
+        merge: merge an adapter into the weights: faster, but not the arithmetic of training, and the base model cannot
+            answer.
+        notify: called with messages for the user, one line each.
     """
 
     artifact: Artifact
@@ -134,7 +134,7 @@ class Loading:
     dtype: torch.dtype
     batch_size: int = 32
     merge: bool = False
-    tell: Callable[[str], None] = lambda line: None
+    notify: Callable[[str], None] = lambda line: None
 
     @classmethod
     def of(
@@ -144,44 +144,45 @@ class Loading:
         batch_size: int = 32,
         merge: bool = False,
         dtype: torch.dtype | None = None,
-        tell: Callable[[str], None] = lambda line: None,
+        notify: Callable[[str], None] = lambda line: None,
     ) -> Loading:
-        """With the tokenizer beside the weights, on the GPU if there is one; dtype as for inference."""
+        """With the tokenizer next to the weights, on the GPU if there is one; dtype as for inference."""
         device = inference_device()
         tokenizer = load_tokenizer(ModelConfig(name=str(artifact.folder)))
         dtype = inference_dtype(None, device) if dtype is None else dtype
-        return cls(artifact, tokenizer, device, dtype, batch_size, merge, tell)
+        return cls(artifact, tokenizer, device, dtype, batch_size, merge, notify)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], rows: Sequence[int], max_length: int | None) -> None:
-    """Refuse prompts that cannot be answered, before the first one is.
+    """Refuse prompts that cannot be answered, before generating anything.
 
     Raises:
         DataError: one is empty, or leaves no room for a token.
     """
     for prompt, row in zip(prompts, rows, strict=True):
         if not prompt:
-            raise DataError("an empty prompt is nothing to go on from", where=f"prompt {row + 1}")
+            raise DataError("the prompt is empty", where=f"prompt {row + 1}")
         if max_length is not None and len(prompt) >= max_length:
             raise DataError(
-                f"the prompt has {len(prompt):,} tokens, and the model reads {max_length:,} with its answer",
+                f"the prompt has {len(prompt):,} tokens; prompt and answer together may have {max_length:,}",
                 where=f"prompt {row + 1}",
                 repair="shorten it, or leave it out",
             )
 
 
 def check_continuations(rows: Sequence[Continuation], max_length: int | None) -> None:
-    """Refuse continuations that cannot be scored, before the first one is.
+    """Refuse continuations that cannot be scored, before scoring anything.
 
     Raises:
-        DataError: one has no tokens, nothing before them, or more than the model reads (of the last, it reads none).
+        DataError: one has no tokens, no context, or more tokens than the model reads (the last one is not read).
     """
     for number, row in enumerate(rows):
         if not row.context or not row.tokens:
-            raise DataError("a continuation needs a token, and one before it", where=f"row {number + 1}")
+            raise DataError("a continuation needs at least one token, and a token before it", where=f"row {number + 1}")
         if max_length is not None and len(row.context) + len(row.tokens) - 1 > max_length:
             raise DataError(
-                f"the row has {len(row.context) + len(row.tokens):,} tokens, and the model reads {max_length:,}",
+                f"the row has {len(row.context) + len(row.tokens):,} tokens, but the model reads at most "
+                f"{max_length:,}",
                 where=f"row {number + 1}",
                 repair="shorten it, or leave it out",
             )

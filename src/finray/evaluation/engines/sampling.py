@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits: by a row's own random numbers, whatever is beside it."""
+"""Samples the next token from logits, with the row's own random numbers, independent of the batch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from finray.limits import shown
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen: greedily when ``temperature`` is 0.
+    """Sampling settings; greedy if ``temperature`` is 0.
 
-    Temperature, then ``top_k``, then ``top_p`` change the logits as Transformers' warpers of these names do. An answer
+    Temperature, then ``top_k``, then ``top_p`` change the logits like Transformers' warpers of these names. An answer
     ends before the first of the strings ``stop``.
 
     Raises:
-        ConfigError: a number is one that nothing can be sampled with.
+        ConfigError: a value is out of range.
     """
 
     max_new_tokens: int = 128
@@ -45,20 +45,20 @@ class Sampling:
                 raise ConfigError(
                     f"{shown(getattr(self, name))} cannot be used",
                     where=f"--{name.replace('_', '-')}",
-                    repair=f"take a value {wanted}",
+                    repair=f"use a value {wanted}",
                 )
 
     def uniform(self, row: int, step: int) -> float:
-        """The number in [0, 1) that chooses token ``step`` of a row, whatever is beside it."""
+        """The random number in [0, 1) for token ``step`` of a row, independent of other rows in the batch."""
         bits = np.random.Philox(key=self.seed << 64 | row, counter=step)
         return float(np.random.Generator(bits).random())
 
     def row_seed(self, row: int) -> int:
-        """A seed of a row's own (63 bits), for an engine that draws its random numbers itself."""
+        """A seed per row (63 bits), for an engine that draws its random numbers itself."""
         return int(np.random.Philox(key=self.seed << 64 | row).random_raw()) >> 1
 
     def cut(self, text: str) -> str:
-        """Text up to the first stop string."""
+        """Truncate text at the first stop string."""
         return text[: min((at for word in self.stop if (at := text.find(word)) >= 0), default=len(text))]
 
     def choose(self, logits_BV: torch.Tensor, rows: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
@@ -67,14 +67,14 @@ class Sampling:
         Args:
             logits_BV: of any float dtype.
             rows: number of each row.
-            steps: how many tokens each row has already been given.
+            steps: number of tokens that each row already has.
         """
         if not self.temperature:
             return logits_BV.argmax(-1)
         return self.draw(logits_BV, [self.uniform(row, step) for row, step in zip(rows, steps, strict=True)])
 
     def draw(self, logits_BV: torch.Tensor, drawn: Sequence[float]) -> torch.Tensor:
-        """The next token of each row (B, int64) by its number in [0, 1), for a temperature above 0."""
+        """The next token of each row (B, int64), given its number in [0, 1), for a temperature above 0."""
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         unused = torch.empty(0)
@@ -83,7 +83,7 @@ class Sampling:
             scores = TopKLogitsWarper(self.top_k)(unused, scores)
         if self.top_p < 1:
             scores = TopPLogitsWarper(self.top_p)(unused, scores)
-        # The first token at which the distribution function passes the random number.
+        # The first token at which the cumulative distribution exceeds the random number.
         below_BV = scores.double().softmax(-1).cumsum(-1)
         drawn_B1 = torch.tensor(drawn, dtype=torch.float64, device=scores.device)[:, None] * below_BV[:, -1:]
         return torch.searchsorted(below_BV, drawn_B1, right=True)[:, 0]
@@ -92,7 +92,7 @@ class Sampling:
 def end_tokens(tokenizer: Any, generation: Any) -> frozenset[int]:
     """Tokens that end an answer.
 
-    A chat model ends its turns with a token of its generation config, which need not be the tokenizer's EOS.
+    A chat model ends its turns with a token of its generation config, which may differ from the tokenizer's EOS.
     """
     configured = generation.eos_token_id
     ends = configured if isinstance(configured, list | tuple) else [configured]

@@ -1,8 +1,8 @@
-"""The engine that is always there: models of Transformers, and LoRA with the arithmetic that trained it.
+"""finray's own engine, always available: Transformers models, and LoRA with the arithmetic of training.
 
-Where rows of a model may be laid end to end (:mod:`finray.models.packing_check`), a fixed set of slots holds the rows
-at work. Each step is one forward pass: a token for each of them, and the whole prompt of rows that take the place of
-those that are finished. Answers are those of Transformers' greedy ``generate``. Other models are given to that itself.
+If rows of a model may be packed (:mod:`finray.models.packing_check`), a fixed set of slots holds the running rows. Each
+step is one forward pass: a token for each of them, and the whole prompt of rows that replace finished ones. Answers
+equal those of Transformers' greedy ``generate``. Other models use ``generate`` itself.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from finray.models.packing_check import check_packing_of
 from finray.models.reordered import reorder
 from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
-# Tokens of prompts, and of rows that are scored, in one forward pass, unless a single row has more.
+# Maximum tokens of prompts or scored rows in one forward pass, unless a single row has more.
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-# What else a generation config may ask of greedy search, each with the values that ask for nothing.
+# Settings of a generation config that affect greedy search, each with the values that have no effect.
 _ASKS = {
     **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens"), (None, 0)),
     **dict.fromkeys(("bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens"), (None,)),
@@ -54,15 +54,15 @@ _ASKS = {
 
 @dataclass(slots=True)
 class Row:
-    """A row at work.
+    """A running row.
 
     Attributes:
         number: of its prompt.
         prompt: token ids.
-        room: tokens that its answer may have.
-        sampling: how its tokens are chosen.
+        room: maximum tokens of its answer.
+        sampling: sampling settings.
         ends: tokens that end its answer.
-        said: tokens of the answer so far.
+        output_ids: tokens of the answer so far.
         is_done: whether it is finished.
     """
 
@@ -71,39 +71,39 @@ class Row:
     room: int
     sampling: Sampling
     ends: frozenset[int]
-    said: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
     is_done: bool = False
 
     @property
     def length(self) -> int:
         """Tokens so far."""
-        return len(self.prompt) + len(self.said)
+        return len(self.prompt) + len(self.output_ids)
 
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 def take(row: Row, token: int, tokenizer: Any, on_token: OnToken) -> Answer | None:
-    """Give a row its next token; the answer, if that ends it."""
+    """Append the next token to a row; returns the answer if that ends it."""
     sampling = row.sampling
     finish: Literal["stop", "length"] | None = None
     if token in row.ends:
         finish = "stop"
     else:
-        row.said.append(token)
+        row.output_ids.append(token)
         on_token(row.number, token)
         if sampling.stop:
-            # A string of n bytes is in the last n tokens, if it has just come.
-            recent = row.said[-max(len(word.encode()) for word in sampling.stop) - 4 :]
+            # A new occurrence of an n-byte string is within the last n tokens.
+            recent = row.output_ids[-max(len(word.encode()) for word in sampling.stop) - 4 :]
             text = str(tokenizer.decode(recent, skip_special_tokens=True))
             finish = "stop" if any(word in text for word in sampling.stop) else None
-        if finish is None and len(row.said) == row.room:
+        if finish is None and len(row.output_ids) == row.room:
             finish = "length"
     if finish is None:
         return None
     row.is_done = True
-    text = str(tokenizer.decode(row.said, skip_special_tokens=True))
-    return Answer(row.number, tuple(row.said), sampling.cut(text), finish)
+    text = str(tokenizer.decode(row.output_ids, skip_special_tokens=True))
+    return Answer(row.number, tuple(row.output_ids), sampling.cut(text), finish)
 
 
 class TransformersEngine:
@@ -117,22 +117,22 @@ class TransformersEngine:
         if self._is_merged:
             model = model.merge_and_unload()
         reorder(model)
-        self._hold(model, loading.tokenizer, loading.batch_size, loading.tell)
+        self._hold(model, loading.tokenizer, loading.batch_size, loading.notify)
 
     @classmethod
     def of(
-        cls, model: Any, tokenizer: Any, *, batch_size: int = 32, tell: Callable[[str], None] = lambda line: None
+        cls, model: Any, tokenizer: Any, *, batch_size: int = 32, notify: Callable[[str], None] = lambda line: None
     ) -> TransformersEngine:
         """Around a Transformers or PEFT causal language model in evaluation mode, on its device.
 
-        Until :meth:`close` the model has finray's attention, and cannot be called in another way.
+        Until :meth:`close` the model has finray's attention, and cannot be called in any other way.
         """
         engine = cls.__new__(cls)
         engine._is_merged = False
-        engine._hold(model, tokenizer, batch_size, tell)
+        engine._hold(model, tokenizer, batch_size, notify)
         return engine
 
-    def _hold(self, model: Any, tokenizer: Any, batch_size: int, tell: Callable[[str], None]) -> None:
+    def _hold(self, model: Any, tokenizer: Any, batch_size: int, notify: Callable[[str], None]) -> None:
         self.model, self.tokenizer, self._batch_size = model, tokenizer, batch_size
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         self._inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -145,16 +145,16 @@ class TransformersEngine:
         rope = getattr(config, "rope_parameters", None) or {}
         ropes = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
         if any(one.get("rope_type") in ("dynamic", "longrope") for one in ropes):
-            reason = "its positions are encoded by the length of the longest row"
-        asked = [name for name, nothing in _ASKS.items() if getattr(generation, name, None) not in nothing]
-        if asked and not reason:
-            reason = f"its generation config asks for {', '.join(asked)}"
+            reason = "its position encoding depends on the longest row"
+        unusual = [name for name, nothing in _ASKS.items() if getattr(generation, name, None) not in nothing]
+        if unusual and not reason:
+            reason = f"its generation config sets {', '.join(unusual)}"
         self._packed: PackedModel | None = None
-        # What Transformers' generate pads would change a state, and be penalised as if it had been said.
+        # The padding of Transformers' generate would change a recurrent state, and count for the repetition penalty.
         self._pads = not (compat.carries_state(self._inner) or self._penalty != 1.0)
         self._kept: tuple[Slots, list[int], bool] | None = None
         if reason:
-            tell(f"{packing.family} is answered by Transformers' own generate, which is slower: {reason}")
+            notify(f"{packing.family} uses Transformers' generate, which is slower: {reason}")
             return
         attention.register()
         self._usual = compat.attention_implementation(self._inner)
@@ -165,9 +165,9 @@ class TransformersEngine:
     def generate(
         self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
     ) -> Iterator[Answer]:
-        """Answers in the order in which they are finished; long prompts come first.
+        """Answers in the order in which they finish; long prompts come first.
 
-        What is known of a single prompt is kept: of the next one, the beginning that both share is not computed again.
+        The KV cache of a single prompt is kept: a common prefix with the next one is not computed again.
         """
         numbers = rows or range(len(prompts))
         check_prompts(prompts, numbers, self.max_length)
@@ -183,12 +183,12 @@ class TransformersEngine:
 
     @property
     def has_slots(self) -> bool:
-        """Whether rows take turns in slots, and :meth:`step` works; else Transformers' own ``generate`` answers."""
+        """Whether rows share slots, and :meth:`step` works; else Transformers' own ``generate`` answers."""
         return self._packed is not None
 
     @torch.inference_mode()
     def _in_slots(self, rows: list[Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
-        """Answers of rows that take turns in slots; the rows at work are always in the first ones."""
+        """Answers of rows that share slots; running rows are always in the first slots."""
         waiting, working, device = deque(rows), list[Row](), self.model.device
         slots, known = self._slots_for(rows, adapter)
         while waiting or working:
@@ -202,38 +202,39 @@ class TransformersEngine:
                 logits_BV = self.step(slots, working, coming, known)
             working += coming
             if len(rows) == 1:
-                self._kept = slots, [*rows[0].prompt, *rows[0].said], adapter
+                self._kept = slots, [*rows[0].prompt, *rows[0].output_ids], adapter
             for row, token in zip(working, self._choose(logits_BV, working, sampling), strict=True):
                 if (answer := take(row, token, self.tokenizer, on_token)) is not None:
                     yield answer
             close_gaps(slots, working)
 
     def step(self, slots: Slots, working: Sequence[Row], coming: Sequence[Row], known: int = 0) -> torch.Tensor:
-        """Logits (B, V) of the next token of each row: those at work, which are in the first slots, then new ones.
+        """Logits (B, V) of the next token of each row: running rows, in the first slots, then new ones.
 
         Args:
-            slots: of the rows.
-            working: rows whose last token is read.
-            coming: rows whose prompt is read, into the slots behind those.
-            known: tokens of the prompts that are in the slots already.
+            slots: KV cache of the rows.
+            working: running rows, whose last token is read.
+            coming: new rows, whose prompt is read into the slots after those.
+            known: number of prompt tokens that are already in the slots.
         """
         device = self.model.device
         slots.reserve(max(row.length for row in (*working, *coming)))
         places = [row.length - 1 for row in working]
-        pieces = [(row.said[-1:], place) for row, place in zip(working, places, strict=True)]
+        pieces = [(row.output_ids[-1:], place) for row, place in zip(working, places, strict=True)]
         pieces += [(row.prompt[known:], known) for row in coming]
         prefills = [Prefill(len(working) + nth, known, len(row.prompt) - known) for nth, row in enumerate(coming)]
         return self._last_logits(Laid.of(pieces, Step(slots, places, prefills, device), device))
 
     def _slots_for(self, rows: list[Row], adapter: bool) -> tuple[Slots, int]:
-        """Slots, and how many tokens of the prompts they know: of a single one after another, the common beginning."""
+        """Slots, and the number of prompt tokens in them already: for single prompts, the prefix common with the last
+        one."""
         kept, self._kept = self._kept, None
         if len(rows) != 1:
             return Slots(min(self._batch_size, len(rows))), 0
         if kept is None or kept[2] != adapter:
             return Slots(1), 0
         slots, tokens, _ = kept
-        # At least one token is given to the model, whose logits are asked for.
+        # The model must read at least one token to return logits.
         pairs = zip(tokens, rows[0].prompt[:-1], strict=False)
         return slots, sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -248,22 +249,22 @@ class TransformersEngine:
     def _choose(self, logits_BV: torch.Tensor, rows: list[Row], sampling: Sampling) -> list[int]:
         """The next token of each row."""
         self.penalise(logits_BV, rows)
-        numbers, steps = [row.number for row in rows], [len(row.said) for row in rows]
+        numbers, steps = [row.number for row in rows], [len(row.output_ids) for row in rows]
         tokens: list[int] = sampling.choose(logits_BV, numbers, steps).tolist()
         return tokens
 
     def penalise(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Change logits as the repetition penalty of the model's generation config does."""
+        """Apply the repetition penalty of the model's generation config to logits."""
         if self._penalty != 1.0:
             # As Transformers' RepetitionPenaltyLogitsProcessor.
             for logits_V, row in zip(logits_BV, rows, strict=True):
-                seen = torch.tensor(sorted({*row.prompt, *row.said}), device=logits_V.device)
+                seen = torch.tensor(sorted({*row.prompt, *row.output_ids}), device=logits_V.device)
                 found = logits_V[seen]
                 logits_V[seen] = torch.where(found < 0, found * self._penalty, found / self._penalty)
 
     @torch.inference_mode()
     def in_batches(self, rows: list[Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
-        """Answers of batches, padded on the left, by Transformers' own ``generate``."""
+        """Answers of left-padded batches, by Transformers' own ``generate``."""
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
         while rows:
@@ -286,14 +287,14 @@ class TransformersEngine:
                     use_cache=True,
                     logits_processor=[driver],
                     stopping_criteria=[_Done(batch)],
-                    # None for what greedy search ignores: a generation config may set it, and Transformers then warns.
+                    # None for settings that greedy search ignores: Transformers warns if a generation config sets them.
                     **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
                 )
             yield from driver.answers
 
     @torch.inference_mode()
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
-        """Likelihoods in the order in which they are known; continuations of one context share its computation."""
+        """Likelihoods in the order in which they finish; continuations of the same context share its computation."""
         check_continuations(rows, self.max_length)
         groups = dict[tuple[int, ...], list[int]]()
         for number, row in enumerate(rows):
@@ -314,7 +315,7 @@ class TransformersEngine:
             yield from found
 
     def _score(self, rows: Sequence[Continuation], batch: list[tuple[tuple[int, ...], list[int]]]) -> list[Likelihood]:
-        """Likelihoods of contexts with the numbers of their continuations, in one forward pass."""
+        """Likelihoods for contexts with the indices of their continuations, in one forward pass."""
         numbers = [number for _, group in batch for number in group]
         device = self.model.device
         if self._packed is None:
@@ -327,7 +328,7 @@ class TransformersEngine:
             pieces, lengths = list[tuple[Sequence[int], int]](), list[tuple[int, list[int]]]()
             places, at = list[int](), 0
             for context, group in batch:
-                # A single continuation is one row with its context.
+                # A single continuation shares a row with its context.
                 alone = len(group) == 1
                 pieces.append(([*context, *(rows[group[0]].tokens[:-1] if alone else ())], 0))
                 last, at = at + len(context) - 1, at + len(pieces[-1][0])
@@ -362,15 +363,15 @@ class TransformersEngine:
         ]
 
     def close(self) -> None:
-        """Give a model that was handed over its own attention back."""
+        """Restore the attention of a model that was passed in."""
         self._kept = None
         if self._packed is not None:
             self._inner.set_attn_implementation(self._usual)
 
     def _with(self, adapter: bool) -> AbstractContextManager[Any]:
-        """The context of a forward pass with the adapter or without it."""
+        """Context manager of a forward pass with or without the adapter."""
         if not adapter and self._is_merged:
-            raise ModelError("the adapter is merged into the model, whose base cannot be asked any more")
+            raise ModelError("the adapter is merged into the weights, so the base model cannot answer")
         if adapter or self.model is self._inner:
             return nullcontext()
         without: AbstractContextManager[Any] = self.model.disable_adapter()
@@ -378,7 +379,7 @@ class TransformersEngine:
 
 
 def close_gaps(slots: Slots, working: list[AnyRow]) -> None:
-    """Drop the rows that are done, and let the last ones move into their slots."""
+    """Drop finished rows, and move the last ones into their slots."""
     place = 0
     while place < len(working):
         if not working[place].is_done:
@@ -390,20 +391,20 @@ def close_gaps(slots: Slots, working: list[AnyRow]) -> None:
 
 
 def _compare(logits_KV: torch.Tensor, tokens_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token its logarithmic probability, and whether it is the likeliest one."""
+    """The log-probability of each token, and whether it is the most likely one."""
     chosen_K = logits_KV.gather(1, tokens_K[:, None])[:, 0]
     return chosen_K - logits_KV.logsumexp(-1), logits_KV.argmax(-1) == tokens_K
 
 
 class _Driver(transformers.LogitsProcessor):  # type: ignore[misc]
-    """Chooses tokens inside of Transformers' ``generate``, which is left nothing but greedy search among one."""
+    """Chooses tokens inside Transformers' ``generate``, by leaving its greedy search a single candidate."""
 
     def __init__(self, engine: TransformersEngine, rows: list[Row], sampling: Sampling, on_token: OnToken) -> None:
         self.answers: list[Answer] = []
         self._engine, self._rows, self._sampling, self._on_token = engine, rows, sampling, on_token
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        numbers, steps = [row.number for row in self._rows], [len(row.said) for row in self._rows]
+        numbers, steps = [row.number for row in self._rows], [len(row.output_ids) for row in self._rows]
         chosen_B = self._sampling.choose(scores, numbers, steps)
         for row, token in zip(self._rows, chosen_B.tolist(), strict=True):
             if not row.is_done:

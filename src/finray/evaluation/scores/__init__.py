@@ -1,1 +1,1 @@
-"""Scores by name: what an answer is worth. One small protocol (``base.py``), a few scores a file."""
+"""Scores of answers, by name. One small protocol (``base.py``), a few scores per file."""

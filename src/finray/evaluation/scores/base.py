@@ -1,4 +1,5 @@
-"""What a score is: numbers of each row, and what their sums come to; so that intervals and tests work for all."""
+"""The interface of scores: statistics per row, and a function of their sums, so that intervals and tests work for
+all."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A row with what a model said to it.
+    """A row with a model's answers.
 
     Attributes:
-        answers: texts without special tokens; several where several were asked for.
+        answers: texts without special tokens; several if several were requested.
         reference: the answer in the data.
-        columns: of the source row, where the score reads them.
-        log_likelihoods: of each of the choices (nats), where the score needs them.
-        choice_lengths: UTF-8 bytes of each choice, to divide by.
+        columns: of the source row, if the score needs them.
+        log_likelihoods: of each choice (nats), if the score needs them.
+        choice_lengths: UTF-8 bytes of each choice, for normalisation.
         right: index of the choice that is the reference.
     """
 
@@ -44,15 +45,15 @@ class Answered:
 
 
 class Score(Protocol):
-    """How good answers are.
+    """A measure of the quality of answers.
 
-    A row has K statistics, which add up. The score of N rows is what the sums come to: a mean (K = 1), or a ratio such
-    as BLEU's. Bootstrap and permutation then only ever add statistics.
+    A row has K statistics, which are additive. The score of N rows is a function of the sums: a mean (K = 1), or a
+    ratio such as BLEU's. So bootstrap and permutation only ever add statistics.
 
     Attributes:
-        needs: what it reads beside answers and references: ``answers``, ``columns`` or ``choices``.
+        needs: its inputs besides answers and references: ``answers``, ``columns`` or ``choices``.
         is_share: whether it lies between 0 and 1.
-        lower_is_better: as losses are.
+        lower_is_better: as for losses.
     """
 
     needs: ClassVar[frozenset[str]]
@@ -60,17 +61,17 @@ class Score(Protocol):
     lower_is_better: bool
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
-        """Statistics (N, K) of N rows; None where there are none, and :meth:`value` is all there is."""
+        """Statistics (N, K) of N rows; None if there are none, and only :meth:`value` works."""
 
     def total(self, sums_K: FloatArray, rows: int) -> float:
-        """The score, from the sums of the statistics over so many rows."""
+        """The score, from the sums of the statistics over this many rows."""
 
     def value(self, rows: Sequence[Answered]) -> float:
         """The score of rows."""
 
 
 class SummedScore:
-    """A score by its statistics; a mean where :meth:`total` is not replaced."""
+    """A score by its statistics; a mean unless :meth:`total` is overridden."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"answers"})
     is_share: bool = True
@@ -92,7 +93,7 @@ class SummedScore:
         return float(sums_K[0]) / rows
 
     def value(self, rows: Sequence[Answered]) -> float:
-        """The score of rows; 0 of none."""
+        """The score of rows; 0 for no rows."""
         if not rows:
             return 0.0
         found = self.statistics(rows)
@@ -101,7 +102,7 @@ class SummedScore:
 
 
 class OwnScore(SummedScore):
-    """A user's function of answers and references. It gives one number, or one for each row, whose mean is the score.
+    """A user's function of answers and references. It returns one number, or one per row, whose mean is the score.
 
     Args:
         function: called with two lists of texts in the same order.
@@ -115,7 +116,7 @@ class OwnScore(SummedScore):
         self._function, self._name = function, name
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray | None:
-        """The values of rows, or None where the function gives a single number."""
+        """The values of rows, or None if the function returns a single number."""
         found = self._called(rows)
         return None if found.ndim == 0 else found[:, None]
 
@@ -132,15 +133,15 @@ class OwnScore(SummedScore):
             found = np.empty((0, 0))
         if found.shape not in ((), (len(rows),)):
             raise ConfigError(
-                f"`{self._name}` gives neither a number nor one for each of the {len(rows)} rows",
+                f"`{self._name}` must return one number, or one for each of the {len(rows)} rows",
                 where="evaluation.metrics",
-                repair="return a float, or a list of floats as long as the answers",
+                repair="return a float, or a list with one float per answer",
             )
         return found
 
 
 def score_named(name: str, settings: ScoringConfig) -> Score:
-    """The score that a name in ``evaluation.metrics`` stands for, ready for use: what it needs is there.
+    """The score for a name in ``evaluation.metrics``, with everything it needs.
 
     Raises:
         ConfigError: there is no such score, its package is not installed, or a setting is missing.
@@ -153,14 +154,14 @@ def score_named(name: str, settings: ScoringConfig) -> Score:
 
 
 def require(package: str, score: str, *, module: str | None = None) -> None:
-    """See that the library of a score is installed.
+    """Check that the library of a score is installed.
 
     Raises:
-        ConfigError: with the line that installs it.
+        ConfigError: with the command that installs it.
     """
     if importlib.util.find_spec(module or package.replace("-", "_")) is None:
         raise ConfigError(
-            f"`{score}` is computed by {package}, which is not installed",
+            f"`{score}` needs the package {package}, which is not installed",
             where="evaluation.metrics",
             repair=f"pip install {package} (or `pip install 'finray[scores]'`)",
         )

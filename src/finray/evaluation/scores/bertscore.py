@@ -1,8 +1,9 @@
-"""BERTScore (Zhang et al. 2020): how alike the tokens of two texts are to an encoder; as bert-score computes it.
+"""BERTScore (Zhang et al. 2020): similarity of two texts by an encoder's token embeddings, as in bert-score.
 
-Each token of a text is matched with the one of the other text whose hidden state has the largest cosine. The mean over
-the answer's tokens is the precision, that over the reference's the recall; the score is their F1. Tokens that begin and
-end every text are matched with, and do not count. No inverse document frequencies, no rescaling with a baseline.
+Each token of a text is matched with the token of the other text whose hidden state has the largest cosine similarity.
+The mean over the answer's tokens is the precision, that over the reference's the recall; the score is their F1. Special
+tokens at the begin and end can be matched with, but do not count. No inverse document frequencies, no baseline
+rescaling.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from finray.evaluation.artifacts import inference_device
 from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
 
-# The layer that bert-score 0.3.13 compares (`model2layers`), of the encoders that are asked for most.
+# The layer that bert-score 0.3.13 compares (`model2layers`), for the most common encoders.
 _LAYERS = {
     "bert-base-uncased": 9,
     "bert-large-uncased": 18,
@@ -34,7 +35,7 @@ _LAYERS = {
     "microsoft/deberta-base-mnli": 9,
     "microsoft/deberta-xlarge-mnli": 40,
 }
-# Tokens, with padding, that the encoder is given at a time.
+# Tokens per encoder batch, including padding.
 _TOKENS = 8192
 
 
@@ -45,7 +46,7 @@ class BERTScore(SummedScore):
         super().__init__(settings)
         if (name := self.settings.encoder) is None:
             raise ConfigError(
-                "`bertscore` compares hidden states of an encoder, and none is named",
+                "`bertscore` needs an encoder model, and none is set",
                 where="evaluation.scoring.encoder",
                 repair="evaluation.scoring.encoder=roberta-large, or the directory of another encoder",
             )
@@ -58,13 +59,13 @@ class BERTScore(SummedScore):
 
     @torch.no_grad()
     def precision_recall_f1(self, pairs: Sequence[tuple[str, str]]) -> FloatArray:
-        """Of each pair of answer and reference (N, 3); 0 where one of them is empty."""
+        """For each pair of answer and reference (N, 3); 0 if one of them is empty."""
         encoder, tokenizer, layer = self._load()
         special = {tokenizer.cls_token_id, tokenizer.sep_token_id}
         pad, device = int(tokenizer.pad_token_id or 0), encoder.device
         ids = {text: self._ids(tokenizer, text) for pair in pairs for text in pair}
         found = np.zeros((len(pairs), 3))
-        # Pairs of like lengths are encoded together: what is computed for padding is lost.
+        # Pairs of similar length are encoded together, to waste little on padding.
         waiting = sorted(range(len(pairs)), key=lambda pair: -max(len(ids[text]) for text in pairs[pair]))
         while waiting:
             longest = max(len(ids[text]) for text in pairs[waiting[0]])
@@ -82,7 +83,7 @@ class BERTScore(SummedScore):
             counts_BT = mask_BT & ~torch.isin(tokens_BT, torch.tensor([one for one in special if one is not None]))
             answer, reference = unit_BTH[: len(batch)], unit_BTH[len(batch) :]
             both = mask_BT[: len(batch), :, None] & mask_BT[len(batch) :, None, :]
-            # As in bert-score, what is no token is like everything by 0, not by less than nothing.
+            # As in bert-score, padding has similarity 0, also if all others are negative.
             alike = (answer @ reference.transpose(1, 2)).cpu() * both
             counted = counts_BT.double()
             precision = (alike.amax(2) * counted[: len(batch)]).sum(1) / counted[: len(batch)].sum(1)
@@ -94,7 +95,7 @@ class BERTScore(SummedScore):
 
     @staticmethod
     def _ids(tokenizer: Any, text: str) -> list[int]:
-        """Token ids with those that begin and end a text; byte-level tokenizers see a space in front, as in a text."""
+        """Token ids with special tokens; byte-level tokenizers get a leading space, as inside a text."""
         text = text.strip()
         prefix = " " if text and type(tokenizer).__name__.startswith(("Roberta", "GPT2")) else ""
         limit = min(int(tokenizer.model_max_length), 2**16)
@@ -114,7 +115,9 @@ class BERTScore(SummedScore):
             layer = self.settings.encoder_layer or _LAYERS.get(model.name.removeprefix("google-bert/"), layers)
             if layer > layers:
                 raise ConfigError(
-                    f"the encoder has {layers} layers", where="evaluation.scoring.encoder_layer", repair="name a layer"
+                    f"the encoder has {layers} layers",
+                    where="evaluation.scoring.encoder_layer",
+                    repair="choose one of its layers",
                 )
             self._loaded = encoder.eval().to(inference_device()), tokenizer, layer
         return self._loaded

@@ -1,4 +1,4 @@
-"""pass@k: whether one of k answers passes a user's own check, each in a process with limits of time and memory."""
+"""pass@k: whether one of k answers passes the user's check, each in a process with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from finray.config.extensions import load_named
 from finray.errors import ConfigError
 from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
 
-# What a process does: limits, then the checker, then a word on a descriptor that only it was told of. Exit codes say
-# nothing, because what is checked may call `exit`.
+# The child process: set limits, run the checker, then write the result to a file descriptor that only it knows. Exit
+# codes are not used, because the checked code may call `exit`.
 _CHILD = """
 import importlib, json, os, resource, sys
 told, limit, seconds = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -41,25 +41,25 @@ os._exit(0)
 
 
 def pass_at_k(right: int, tries: int, k: int) -> float:
-    """Probability that one of ``k`` of the tries, drawn without replacement, is right: ``1 - C(n-c, k) / C(n, k)``.
+    """Probability that one of ``k`` tries, drawn without replacement, is right: ``1 - C(n-c, k) / C(n, k)``.
 
-    The estimator without bias of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", section 2.1.
+    The unbiased estimator of Chen et al. 2021, "Evaluating Large Language Models Trained on Code", section 2.1.
     """
     return 1.0 - math.comb(tries - right, k) / math.comb(tries, k)
 
 
 def passes(checker: str, answer: str, row: Mapping[str, Any], *, seconds: float, memory_mb: int) -> bool:
-    """Whether a checker says yes to an answer, in a process of its own that ends in time.
+    """Whether a checker accepts an answer, in a separate process with a time limit.
 
-    What is checked can read and write whatever this user can: limits keep a machine alive, they are no sandbox. The
-    environment holds no secret, and the working directory is an empty one.
+    The checked code can read and write whatever this user can: limits protect the machine from overload; they are not a
+    sandbox. The environment holds no secret, and the working directory is empty.
 
     Args:
         checker: ``package.module:function`` of the answer and the row.
         answer: what the model wrote.
         row: the source row.
-        seconds: of time, and of CPU time.
-        memory_mb: of address space.
+        seconds: limit of wall-clock time, and of CPU time.
+        memory_mb: limit of address space.
     """
     word = os.urandom(16).hex()
     reading, writing = os.pipe()
@@ -87,7 +87,7 @@ def passes(checker: str, answer: str, row: Mapping[str, Any], *, seconds: float,
             with suppress(subprocess.TimeoutExpired, BrokenPipeError):
                 child.communicate(json.dumps([word, checker, answer, row], default=str).encode(), timeout=seconds)
         finally:
-            # With whatever it has started.
+            # Including its child processes.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
@@ -106,23 +106,23 @@ class PassAtK(SummedScore):
         own = self.settings
         if own.checker is None:
             raise ConfigError(
-                "`pass_at_k` needs your function that checks an answer",
+                "`pass_at_k` needs a function of yours that checks an answer",
                 where="evaluation.scoring.checker",
                 repair="evaluation.scoring.checker=my_module:passes",
             )
         if not own.run_code:
             raise ConfigError(
-                "`pass_at_k` runs what a model wrote, and does so only when asked to",
+                "`pass_at_k` runs code that a model wrote, which must be allowed explicitly",
                 where="evaluation.scoring.run_code",
-                repair="evaluation.scoring.run_code=true, on a machine where that can do no harm",
+                repair="evaluation.scoring.run_code=true, on a machine where it can do no harm",
             )
         if own.attempts < own.k:
             raise ConfigError(
-                f"{own.attempts} attempts are fewer than k={own.k}",
+                f"attempts ({own.attempts}) must be at least k ({own.k})",
                 where="evaluation.scoring.attempts",
                 repair=f"evaluation.scoring.attempts={own.k} or more",
             )
-        # Only to see that it is there, before answers are paid for.
+        # Only to check that it exists, before answers are generated.
         load_named("finray.metrics", own.checker, where="evaluation.scoring.checker")
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray:
@@ -134,6 +134,6 @@ class PassAtK(SummedScore):
             return passes(str(own.checker), answer, row.columns, seconds=own.seconds, memory_mb=own.memory_mb)
 
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-            asked = [[pool.submit(check, row, answer) for answer in row.answers] for row in rows]
-            right = [sum(one.result() for one in own_tries) for own_tries in asked]
+            futures = [[pool.submit(check, row, answer) for answer in row.answers] for row in rows]
+            right = [sum(one.result() for one in own_tries) for own_tries in futures]
         return np.array([[pass_at_k(count, len(row.answers), own.k)] for count, row in zip(right, rows, strict=True)])

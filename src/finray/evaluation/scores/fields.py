@@ -1,4 +1,4 @@
-"""Answers that are JSON: whether they are, and how many of their fields are right."""
+"""JSON answers: whether they are valid, and how many of their fields are correct."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from finray.evaluation.scores.base import Answered, FloatArray, SummedScore
 
 
 def parsed(text: str) -> Any:
-    """A text as JSON (RFC 8259, so without NaN).
+    """Parse a text as JSON (RFC 8259, so without NaN).
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not JSON.
     """
 
     def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON")
+        raise ValueError(f"{name} is not JSON")
 
     try:
         return json.loads(text, parse_constant=refuse)
@@ -33,13 +33,13 @@ def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple
         for key, one in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(one, (*path, key))
     else:
-        # 1 and 1.0 are the same number in JSON; true is another thing.
+        # 1 and 1.0 are the same number in JSON; true is not 1.
         is_whole = isinstance(value, float) and value.is_integer()
         yield path, json.dumps(int(value) if is_whole else value)
 
 
 class JSONValid(SummedScore):
-    """Share of answers that are JSON, with nothing around it but white space."""
+    """Share of answers that are JSON, surrounded by nothing but white space."""
 
     def row(self, row: Answered) -> float:
         """1 or 0."""
@@ -53,7 +53,7 @@ class JSONValid(SummedScore):
 class JSONFields(SummedScore):
     """F1 of fields over all rows (micro): a field is right if the reference has the same value at the same path.
 
-    An answer that is no JSON has no field; rows whose reference is none do not count.
+    An answer that is not JSON has no fields; rows whose reference is not JSON do not count.
     """
 
     def statistics(self, rows: Sequence[Answered]) -> FloatArray:

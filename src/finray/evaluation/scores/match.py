@@ -1,4 +1,4 @@
-"""Right or wrong: equal texts, and equal numbers."""
+"""Scores that are 0 or 1 per row: equal texts, equal numbers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,17 @@ _FRACTION = re.compile(r"(-?)\\[dt]?frac\s*{\s*(-?\d+)\s*}\s*{\s*(-?\d+)\s*}")
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
 
 
-def is_exact(answer: str, reference: str) -> bool:
-    """Whether an answer is the reference, white space at the ends aside."""
-    return answer.strip() == reference.strip()
-
-
 def normalised(text: str) -> str:
-    """Text in lower case, without ASCII punctuation, English articles and repeated white space: SQuAD's own
-    normalisation (Rajpurkar et al. 2016, evaluation script 1.1)."""
+    """Text in lower case, without ASCII punctuation, English articles and repeated white space: SQuAD's normalisation
+    (Rajpurkar et al. 2016, evaluation script 1.1)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def number_in(text: str) -> Decimal | None:
-    """The number that a text comes to: after the first ``####`` (GSM8K), else in the last ``\\boxed{}``, else its last.
+    """The number that a text gives as its answer: after the first ``####`` (GSM8K), else in the last ``\\boxed{}``,
+    else the last one.
 
-    Commas within it, and a dollar sign before it, do not count. None where there is no number.
+    Thousands separators (commas) and a leading dollar sign are ignored. None if there is no number.
     """
     if (marked := _MARKED.search(text)) is not None:
         return _decimal(marked[1])
@@ -50,7 +46,7 @@ def _decimal(text: str) -> Decimal | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{}``, with braces that match."""
+    """The content of the last ``\\boxed{}``, with balanced braces."""
     starts = [found.end() for found in _BOXED.finditer(text)]
     for start in reversed(starts):
         depth = 1
@@ -62,15 +58,15 @@ def _last_boxed(text: str) -> str | None:
 
 
 class ExactMatch(SummedScore):
-    """Share of answers that are the reference, white space at the ends aside."""
+    """Share of answers that equal the reference, ignoring white space at the ends."""
 
     def row(self, row: Answered) -> float:
         """1 or 0."""
-        return float(is_exact(row.answer, row.reference))
+        return float(row.answer.strip() == row.reference.strip())
 
 
 class NormalisedMatch(SummedScore):
-    """Share of answers that are the reference after :func:`normalised`."""
+    """Share of answers that equal the reference after :func:`normalised`."""
 
     def row(self, row: Answered) -> float:
         """1 or 0."""
@@ -78,27 +74,27 @@ class NormalisedMatch(SummedScore):
 
 
 class NumericAnswer(SummedScore):
-    """Share of answers that come to the number of the reference (:func:`number_in`); 5, 5.0 and $5.00 are one."""
+    """Share of answers with the same number as the reference (:func:`number_in`); 5, 5.0 and $5.00 are equal."""
 
     def row(self, row: Answered) -> float:
-        """1 or 0; 0 where the reference has no number."""
+        """1 or 0; 0 if the reference has no number."""
         wanted = number_in(row.reference)
         return float(wanted is not None and number_in(row.answer) == wanted)
 
 
 class MultipleChoice(SummedScore):
-    """Share of rows in which the right choice is the likeliest continuation of the prompt."""
+    """Share of rows for which the right choice is the most likely continuation of the prompt."""
 
     needs = frozenset({"choices"})
 
     def row(self, row: Answered) -> float:
-        """1 or 0; of equal ones the first counts, as in lm-eval (``acc``)."""
+        """1 or 0; among equal ones the first wins, as in lm-eval (``acc``)."""
         likelihoods = row.log_likelihoods
         return float(max(range(len(likelihoods)), key=likelihoods.__getitem__) == row.right)
 
 
 class MultipleChoiceByLength(MultipleChoice):
-    """As :class:`MultipleChoice`, likelihoods divided by the bytes of the choice (lm-eval's ``acc_norm``)."""
+    """As :class:`MultipleChoice`, with likelihoods divided by the bytes of the choice (lm-eval's ``acc_bytes``)."""
 
     def row(self, row: Answered) -> float:
         """1 or 0."""

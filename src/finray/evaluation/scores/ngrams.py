@@ -1,4 +1,4 @@
-"""Words and characters in common with the reference: ROUGE by rouge-score, BLEU and chrF by sacrebleu."""
+"""N-gram overlap with the reference: ROUGE by rouge-score, BLEU and chrF by sacrebleu."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finray.evaluation.scores.base import Answered, FloatArray, SummedScore, req
 
 
 class Rouge(SummedScore):
-    """Mean F-measure of rouge-score at its defaults (no stemming; words of ASCII letters and digits alone)."""
+    """Mean F-measure of rouge-score with its defaults (no stemming; only words of ASCII letters and digits)."""
 
     kind: ClassVar[str] = "rouge1"
 
@@ -30,25 +30,25 @@ class Rouge(SummedScore):
 
 
 class Rouge2(Rouge):
-    """Of pairs of words."""
+    """For bigrams."""
 
     kind = "rouge2"
 
 
 class RougeL(Rouge):
-    """Of the longest common subsequence."""
+    """For the longest common subsequence."""
 
     kind = "rougeL"
 
 
 class RougeLsum(Rouge):
-    """Of the longest common subsequences of lines."""
+    """For the longest common subsequences of lines."""
 
     kind = "rougeLsum"
 
 
 class BLEU(SummedScore):
-    """Corpus BLEU of sacrebleu at its defaults, 0 to 100: from the summed n-gram counts, not a mean over rows."""
+    """Corpus BLEU of sacrebleu with its defaults, 0 to 100: from the summed n-gram counts, not a mean over rows."""
 
     is_share = False
 
@@ -73,7 +73,7 @@ class BLEU(SummedScore):
 
 
 class ChrF(BLEU):
-    """Corpus chrF of sacrebleu at its defaults, 0 to 100."""
+    """Corpus chrF of sacrebleu with its defaults, 0 to 100."""
 
     def _build(self) -> Any:
         from sacrebleu.metrics import CHRF

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO stages: its configuration, the strategy, and where it keeps state."""
+"""DeepSpeed's ZeRO stages: configuration, strategy, and access to its state."""

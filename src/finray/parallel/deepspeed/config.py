@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration: the user's JSON with what it leaves open filled in from the YAML, or a default.
+"""DeepSpeed's configuration: the user's JSON, completed from the YAML or by defaults.
 
-A value in the JSON that says something else than the YAML is an error that names both places: neither wins silently.
-Nothing here needs torch or DeepSpeed, so that mistakes are found before a worker is held.
+A value in the JSON that contradicts the YAML is an error that names both places: neither wins silently. Nothing here
+needs torch or DeepSpeed, so that mistakes are found before workers are started.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from finray.errors import ConfigError
 AUTO = "auto"
 DEFAULT_STAGE = 2
 _ZERO = "zero_optimization"
-# Not compared while the precision is `auto`, and filled in when it is known.
+# Not compared while the precision is `auto`; filled in once it is known.
 _PRECISION = ("bf16.enabled", "fp16.enabled")
-# What would change the rows, the arithmetic or the model behind finray's back.
+# Settings that would change the rows, the arithmetic or the model without finray knowing.
 _REFUSED = (
     "amp",
     "autotuning",
@@ -38,10 +38,10 @@ _REFUSED = (
 
 
 def load(config: Config) -> dict[str, Any]:
-    """The user's JSON; empty where none is named.
+    """The user's JSON; empty if there is none.
 
     Raises:
-        ConfigError: it cannot be read, or is no object.
+        ConfigError: it cannot be read, or is not an object.
     """
     if config.parallel.deepspeed_config is None:
         return {}
@@ -59,14 +59,14 @@ def load(config: Config) -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Find what the JSON and the YAML say differently; nothing to do under another strategy.
+    """Find contradictions between the JSON and the YAML; does nothing for other strategies.
 
     Raises:
         ConfigError: every contradiction, each with both places.
     """
     if config.parallel.strategy != "deepspeed":
         return
-    # Where the number of workers follows the cluster, nothing in the JSON may depend on it.
+    # If the number of workers is elastic, nothing in the JSON may depend on it.
     for workers in sorted({config.cluster.min_workers, config.cluster.max_workers}):
         _refuse(conflicts(load(config), config, precision=config.train.precision, workers=workers), config)
 
@@ -77,25 +77,25 @@ def _refuse(problems: Iterator[str], config: Config) -> None:
         raise ConfigError(
             "DeepSpeed's configuration contradicts the YAML",
             where=f"parallel.deepspeed_config={config.parallel.deepspeed_config}",
-            repair='make the two say the same, or write "auto" in the JSON: finray then fills in what the YAML says',
+            repair='make both agree, or write "auto" in the JSON: finray then fills in the value from the YAML',
             problems=found,
         )
 
 
 def stage(given: dict[str, Any], config: Config) -> int:
-    """The stage of ZeRO."""
+    """The ZeRO stage."""
     found = _at(given, f"{_ZERO}.stage")
     return int(found) if isinstance(found, int) else config.parallel.zero_stage or DEFAULT_STAGE
 
 
 def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> Iterator[str]:
-    """What the JSON says differently from the YAML, or says and must not.
+    """Contradictions between the JSON and the YAML, and settings that are not allowed.
 
     Args:
         given: the user's JSON.
-        config: the run's.
-        precision: ``fp32``, ``bf16`` or ``fp16``; ``auto`` where it is not known yet.
-        workers: training workers.
+        config: of the run.
+        precision: ``fp32``, ``bf16`` or ``fp16``; ``auto`` if not known yet.
+        workers: number of training workers.
     """
     name = Path(config.parallel.deepspeed_config or "").name
 
@@ -154,13 +154,13 @@ def conflicts(given: dict[str, Any], config: Config, *, precision: str, workers:
 
 
 def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[str, Any]:
-    """What DeepSpeed is given.
+    """The complete configuration for DeepSpeed.
 
     Args:
-        config: the run's.
+        config: of the run.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        workers: training workers.
-        width: the model's hidden size, from which Transformers' "auto" sizes of buckets follow, and so do finray's.
+        workers: number of training workers.
+        width: the model's hidden size, from which Transformers' "auto" bucket sizes follow, as do finray's.
 
     Raises:
         ConfigError: JSON and YAML contradict each other.
@@ -191,11 +191,11 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
             for key in parents:
                 tree = tree.setdefault(key, {})
             tree[last] = value
-    # DeepSpeed wants a product; finray's steps may be smaller than it.
+    # DeepSpeed requires this product; finray's steps may be smaller.
     settings["train_batch_size"] = config.train.micro_batch_size * settings["gradient_accumulation_steps"] * workers
     settings.setdefault("zero_allow_untested_optimizer", True)
     settings.setdefault("zero_force_ds_cpu_optimizer", False)
-    # The loss comes to DeepSpeed with its scale, which is part of finray's training state.
+    # The loss is already scaled when DeepSpeed gets it; the scale is part of finray's training state.
     settings["fp16"] = {"enabled": precision == "fp16", "loss_scale": 1.0}
     if precision in ("bf16", "fp16"):
         # Gradients of such weights are summed in fp32, over the ranks and over the micro-batches.
@@ -206,7 +206,7 @@ def filled(config: Config, *, precision: str, workers: int, width: int) -> dict[
 
 
 def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: int) -> dict[str, tuple[str, Any]]:
-    """What both files can state: by the path in the JSON, the path in the YAML and its value there."""
+    """Fields that both files can set: by path in the JSON, the path in the YAML and its value there."""
     train = config.train
     found: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("train.micro_batch_size", train.micro_batch_size),
@@ -216,7 +216,7 @@ def _fields(given: dict[str, Any], config: Config, *, precision: str, workers: i
     steps: int | str = AUTO
     if train.global_batch_size != "auto":
         steps = math.ceil(math.ceil(train.global_batch_size / train.micro_batch_size) / workers)
-    # What the data will decide contradicts any number in the JSON; workers are told the number.
+    # A value that depends on the data contradicts any number in the JSON; workers get the number.
     found["train_batch_size"] = "train.global_batch_size", size
     found["gradient_accumulation_steps"] = (
         "train.global_batch_size / train.micro_batch_size / cluster.num_workers",

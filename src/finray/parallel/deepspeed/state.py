@@ -1,7 +1,7 @@
-"""Weights and optimizer state where DeepSpeed keeps them: flattened, and cut without regard to rows.
+"""Weights and optimizer state in DeepSpeed's layout: flattened, and split without regard to rows.
 
-DeepSpeed joins the parameters of a group into one vector and gives each rank a stretch of it, so a rank holds some
-elements of a parameter, from anywhere to anywhere. They are read and written here without asking other ranks.
+DeepSpeed joins the parameters of a group into one vector and gives each rank a slice of it, so a rank holds an
+arbitrary range of elements of a parameter. They are read and written here without communication.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from finray import compat
 from finray.parallel.base import SHARED, StateReader, kinds_of_state, stateful
 from finray.sharding import FlatShard, Read, attach_store, read_elements
 
-# State of the blocks of a vector: the scales of 8-bit moments.
+# Per-block state of a vector: the scales of 8-bit moments.
 BLOCK_KINDS = ("absmax1", "absmax2")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank keeps its elements of a parameter."""
+    """Location of this rank's elements of a parameter."""
 
     flat: torch.Tensor  # the optimizer's vector (fp32) that holds them
     at: int  # their first position in it
@@ -32,15 +32,15 @@ class Place:
     count: int  # how many; possibly none
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """The parameter's elements in a vector that is laid out like ``flat``."""
+        """The parameter's elements in a vector with the same layout as ``flat``."""
         return vector.narrow(0, self.at, self.count)
 
 
 class ZeroWeight:
-    """A weight that DeepSpeed shares out.
+    """A weight that DeepSpeed shards.
 
     Under stage 3 each rank holds an equal share of its elements, the last one padded. Under stages 1 and 2 it is whole
-    on every rank. A trained one (with a place) is in fp32 in the optimizers of the ranks that hold its elements.
+    on every rank. A trained one (with a place) has fp32 values in the optimizers of the ranks that hold its elements.
     """
 
     def __init__(self, parameter: Any, place: Place | None = None) -> None:
@@ -50,7 +50,7 @@ class ZeroWeight:
         self.dtype: torch.dtype = parameter.dtype if place is None else torch.float32
 
     def load_local(self, read: Read) -> None:
-        """Copy what this rank holds."""
+        """Load this rank's shard."""
         weight, place = self._parameter, self._place
         share = getattr(weight, "ds_tensor", None)
         if share is not None:
@@ -60,7 +60,7 @@ class ZeroWeight:
             share.narrow(0, 0, count).copy_(values)
             if place is not None:
                 place.of(place.flat.data).copy_(values)
-        # Under stage 3, small ones stay whole on every rank while there is training.
+        # Under stage 3, small parameters stay whole on every rank during training.
         if share is None or weight.numel() == weight.ds_numel:
             whole = read(0, self.shape[0] if self.shape else 1)
             weight.data.copy_(whole.reshape(self.shape))
@@ -68,7 +68,7 @@ class ZeroWeight:
                 place.of(place.flat.data).copy_(whole.reshape(-1)[place.start : place.start + place.count])
 
     def full_tensor(self) -> torch.Tensor:
-        """All of it; in fp32 where it is trained."""
+        """The full tensor; in fp32 if it is trained."""
         from deepspeed.runtime.zero import GatheredParameters
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -81,11 +81,11 @@ class ZeroWeight:
 
 
 class ZeroOptimizer:
-    """The optimizer inside DeepSpeed's, as the loop sees it. It says where the trained weights are, in fp32.
+    """The optimizer inside DeepSpeed's, as the loop sees it. It knows where the fp32 values of trained weights are.
 
     Args:
         engine: DeepSpeed's.
-        parameters: that are trained, by name.
+        parameters: the trainable ones, by name.
     """
 
     def __init__(self, engine: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -96,30 +96,30 @@ class ZeroOptimizer:
         assert self._places.keys() == set(self.parameters.values())
         for parameter, place in self._places.items():
             attach_store(parameter, ZeroWeight(parameter, place))
-        # What DeepSpeed wraps: over vectors instead of parameters.
+        # The wrapped optimizer: over vectors instead of parameters.
         self.inner = engine.optimizer.optimizer
         self._state = stateful(self.inner)
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
-        """Clip, update, and give the new weights to all ranks; gradients are freed.
+        """Clip, update, and distribute the new weights to all ranks; gradients are freed.
 
-        DeepSpeed waits for the device in every step, so looking at ``found_inf`` costs nothing.
+        DeepSpeed synchronises in every step, so reading ``found_inf`` costs nothing.
         """
         zero = self._engine.optimizer
         for group in zero.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)
         left_out = found_inf is not None and bool(found_inf)
         if left_out:
-            # DeepSpeed does what else belongs to a step: it forgets the gradients.
+            # DeepSpeed still does the rest of a step: it clears the gradients.
             self.inner.step = lambda closure=None: None
         try:
             self._engine.step()
         finally:
             if left_out:
                 del self.inner.step
-                # With stage 2 and the optimizer on the CPU it would add to gradients that overflowed for ever.
+                # With stage 2 and CPU offload it would add to the overflowed gradients forever.
                 zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients) if self._stage < 3 else {}
-            # Otherwise it would multiply the next loss, which comes with its scale.
+            # Otherwise it would scale the next loss, which is already scaled.
             zero.loss_scaler.cur_scale = 1.0
 
     def sharded_state(self) -> dict[str, torch.Tensor | FlatShard]:
@@ -143,7 +143,7 @@ class ZeroOptimizer:
 
     @torch.no_grad()
     def load_sharded_state(self, reader: StateReader) -> None:
-        """Put back what :meth:`sharded_state` gave under any strategy.
+        """Restore the state from :meth:`sharded_state`, written under any strategy.
 
         Raises:
             CheckpointError: the state belongs to other parameters, or to another optimizer.
@@ -179,19 +179,19 @@ class ZeroOptimizer:
             self._state.load_vector_state(flat, self.inner.param_groups[index], values, blocks)
 
     def _block_key(self, kind: str, number: int) -> str:
-        """Names a vector, and how it was cut: only then do its blocks mean the same."""
+        """Identifies a vector and how it was split: its blocks are only valid for the same split."""
         return f"{SHARED}/{kind}.zero{self._stage}-{dist.get_world_size()}-{number}"
 
 
 def _flats(engine: Any) -> list[torch.nn.Parameter]:
-    """The vectors that this rank's optimizer is over."""
+    """The flat vectors of this rank's optimizer."""
     zero = engine.optimizer
     stage_3 = engine.zero_optimization_stage() == 3
     return list(zero.fp32_partitioned_groups_flat if stage_3 else zero.single_partition_of_fp32_groups)
 
 
 def _places(engine: Any) -> dict[torch.nn.Parameter, Place]:
-    """Where this rank keeps its elements of every trained parameter."""
+    """Location of this rank's elements of every trained parameter."""
     zero = engine.optimizer
     found: dict[torch.nn.Parameter, Place] = {}
     if engine.zero_optimization_stage() == 3:

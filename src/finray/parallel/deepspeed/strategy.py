@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients (2) and weights (3) shared between the ranks.
+"""DeepSpeed's ZeRO: optimizer state (stage 1), gradients (2) and weights (3) are sharded over the ranks.
 
 DeepSpeed sums the gradients, drives the optimizer and clips; finray decides the micro-batches, the learning rate and
 when a step ends, and reads and writes weights and moments in its own portable format.
@@ -24,7 +24,7 @@ from finray.parallel.deepspeed import config as deepspeed_config
 from finray.parallel.deepspeed.state import ZeroOptimizer, ZeroWeight
 from finray.sharding import attach_store
 
-# Where DeepSpeed's own files lie in what it is told to write.
+# Subfolder of DeepSpeed's files in a checkpoint.
 _TAG = "shards"
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,16 +34,16 @@ class DeepSpeedStrategy(ProcessGroup):
 
     Args:
         device: of this rank.
-        config: the run's.
-        precision: ``fp32``, ``bf16`` or ``fp16``. In the latter two the weights that the model computes with are of
-            that kind, and the optimizer has fp32 ones beside them.
+        config: of the run.
+        precision: ``fp32``, ``bf16`` or ``fp16``. In the latter two the model computes with weights of that dtype, and
+            the optimizer has fp32 copies.
     """
 
     lockstep = True
 
     def __init__(self, device: torch.device, config: Config, *, precision: str) -> None:
         if not dist.is_initialized():
-            # DeepSpeed wants a group even for one process.
+            # DeepSpeed needs a process group even for one process.
             backend = "nccl" if device.type == "cuda" else "gloo"
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -57,11 +57,11 @@ class DeepSpeedStrategy(ProcessGroup):
 
     @classmethod
     def from_config(cls, config: Config, resolved: Resolved, device: torch.device) -> DeepSpeedStrategy:
-        """As a config wants it."""
+        """Create it from a config."""
         return cls(device, config, precision=resolved.precision)
 
     def shard(self, module: torch.nn.Module, blocks: Sequence[torch.nn.Module]) -> None:  # noqa: ARG002
-        """Under stage 3, give every weight to ``zero.Init`` as soon as it has memory, one at a time."""
+        """Under stage 3, pass every weight to ``zero.Init`` as soon as it is allocated, one at a time."""
         if not self.shards_weights:
             return
         one_by_one = _OneByOne(module, self.device, _HALVES.get(self._precision))
@@ -70,10 +70,10 @@ class DeepSpeedStrategy(ProcessGroup):
             attach_store(parameter, ZeroWeight(parameter))
 
     def prepare(self, module: torch.nn.Module, optimizer: NamedOptimizer) -> tuple[torch.nn.Module, NamedOptimizer]:
-        """DeepSpeed's engine around the module, with the optimizer of the JSON or, without one, with finray's."""
+        """DeepSpeed's engine around the module, with the JSON's optimizer or, by default, finray's."""
         settings = self._settings(module)
         theirs = "optimizer" in settings
-        # The groups say which parameters have no weight decay, whoever makes the optimizer.
+        # The groups define which parameters have no weight decay, for any optimizer.
         groups = [
             {key: group[key] for key in ("params", "lr", "weight_decay", "lr_scale")}
             for group in optimizer.inner.param_groups
@@ -88,29 +88,30 @@ class DeepSpeedStrategy(ProcessGroup):
         return self._engine, ZeroOptimizer(self._engine, optimizer.parameters)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
-        """Add gradients; on the last micro-batch DeepSpeed sums them over the ranks, if it has not done so before."""
-        # By hand, because DeepSpeed counts micro-batches, and those of steps and ranks may be uneven.
+        """Accumulate gradients; on the last micro-batch DeepSpeed reduces them over the ranks, if it has not done
+        so."""
+        # Set explicitly, because DeepSpeed counts micro-batches, and steps and ranks may have different numbers.
         self._engine.set_gradient_accumulation_boundary(last)
-        # DeepSpeed takes the mean over the ranks. The loss is divided by the targets of the whole step already.
+        # DeepSpeed averages over the ranks. The loss is already divided by the targets of the whole step.
         self._engine.backward(loss * self.world_size, scale_wrt_gas=False)
 
     def all_reduce_gradients(self, parameters: Sequence[torch.nn.Parameter], extra: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """Gradients are summed already; the sum of ``extra`` is not."""
+        """Gradients are already summed; only ``extra`` is left."""
         return self.all_reduce(extra)
 
     def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], scale: torch.Tensor) -> None:  # noqa: ARG002
-        """Tell DeepSpeed the scale: its update divides by it, and then has none again."""
+        """Pass the scale to DeepSpeed, whose update divides by it and then resets it."""
         self._engine.optimizer.loss_scaler.cur_scale = float(scale)
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:  # noqa: ARG002
-        """The norm of the gradients; they are scaled in the update, by the same rule and to the same limit."""
+        """The gradient norm; the update clips, by the same rule and to the same limit."""
         zero = self._engine.optimizer
         norm = compat.zero3_gradient_norm(zero) if self.stage == 3 else zero.scaled_global_norm()
-        # DeepSpeed says -1 where the norm is not finite.
+        # DeepSpeed returns -1 if the norm is not finite.
         return torch.where(norm < 0, torch.full_like(norm, torch.nan), norm / zero.loss_scale)
 
     def save_own(self, folder: Path) -> bool:
-        """Write DeepSpeed's own files, with the script that makes fp32 weights of them; finray never reads them."""
+        """Write DeepSpeed's own files, with the script that converts them to fp32 weights; finray never reads them."""
         if not self._config.parallel.keep_deepspeed_shards:
             return False
         folder.mkdir()
@@ -129,9 +130,9 @@ class DeepSpeedStrategy(ProcessGroup):
 
 
 class _OneByOne(torch.nn.Module):
-    """A model on the meta device whose parameters get memory as they are asked for.
+    """A model on the meta device whose parameters are allocated when they are accessed.
 
-    ``zero.Init`` shares each before it asks for the next, so that no rank ever has more than one of them.
+    ``zero.Init`` shards each before it accesses the next, so that no rank ever holds more than one whole.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -141,7 +142,7 @@ class _OneByOne(torch.nn.Module):
         self._dtype = dtype
 
     def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:  # noqa: ARG002
-        """Every parameter once; those that are tied stay tied."""
+        """Every parameter once; tied ones stay tied."""
         made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
         for part in self._module[0].modules():
             for name, old in list(part.named_parameters(recurse=False, remove_duplicate=False)):
@@ -156,12 +157,12 @@ class _OneByOne(torch.nn.Module):
 
 
 def _library(device: torch.device, *, fp16: bool) -> Any:
-    """DeepSpeed, on this device and in the process group that there is."""
+    """Import and initialise DeepSpeed on this device, in the existing process group."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ["LOCAL_RANK"] = str(device.index or 0)
-    # Its logger is made when it is imported.
+    # Its logger is created on import.
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It calls collectives by names that torch wants to be rid of, and torch says so in every step.
+    # It calls collectives by names that torch deprecates, with a warning in every step.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     import deepspeed
 

@@ -1,8 +1,8 @@
-"""AdamW whose moments are 8 bits wide (Dettmers et al. 2022), from bitsandbytes, for weights that may be shards.
+"""AdamW with 8-bit moments (Dettmers et al. 2022), from bitsandbytes, for weights that may be shards.
 
-Moments are kept as bytes that index a map of 256 values, with a scale for each block of 256 bytes. Blocks are counted
-from the first element that a rank holds. So a checkpoint has, for each part that the rows were cut into, a row of
-scales; what is cut into other parts later is unpacked with the old blocks and packed in the new ones.
+Moments are stored as bytes that index a map of 256 values, with a scale for each block of 256 bytes. Blocks are counted
+from the first element on a rank. So a checkpoint has a row of scales for each shard; when it is loaded with other
+shards, moments are dequantised with the old blocks and quantised with the new ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from finray.parallel.base import SHARED, StatefulOptimizer, StateReader
 from finray.sharding import is_sharded, local_rows, rows_like, shape_of, shards_of
 
 BLOCK = 256
-# Smaller parameters keep fp32 moments, as bitsandbytes advises; counted over all ranks.
+# Smaller parameters keep fp32 moments, as bitsandbytes advises; total size over all ranks.
 SMALLEST = 4096
 _BITS = "bits"
 
@@ -28,8 +28,8 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
 
     Args:
         groups: parameter groups; parameters may be shards.
-        paged: moments in memory that the GPU's driver moves to the CPU when it needs the room.
-        lr, betas, eps: Adam's.
+        paged: keep the moments in unified memory, which the driver moves to the CPU when the GPU is full.
+        lr, betas, eps: as for Adam.
     """
 
     found_inf: torch.Tensor | None = None
@@ -46,24 +46,24 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
                 fitting = [one for one in group["params"] if _is_eight(one) == (bits == 8)]
                 on_cpu &= all(one.device.type == "cpu" for one in fitting)
                 for one in fitting:
-                    # What this rank holds of it shares its memory.
+                    # This rank's shard shares its memory.
                     own = torch.nn.Parameter(local_rows(one.detach())[0], one.requires_grad) if is_sharded(one) else one
                     self._local[one] = own
                 held = [self._local[one] for one in fitting]
-                # A rank may have no row of a small parameter; where a library keeps the values, all are empty.
+                # A rank may have no row of a small parameter; if a library holds the values, all are empty.
                 if held := [one for one in held if one.numel() or one in self._local]:
                     held_groups.append({**group, "params": held, _BITS: bits})
         super().__init__(held_groups, lr=lr, betas=betas, eps=eps, min_8bit_size=0, is_paged=paged and not on_cpu)
 
     def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
-        """bitsandbytes asks here for the settings of a parameter."""
+        """Called by bitsandbytes for the settings of a parameter."""
         config: dict[str, Any] = super().get_config(gindex, pindex, group)
         config["optim_bits"] = group[_BITS]
         return config
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One update. bitsandbytes waits for the device after each parameter, so looking at a number costs nothing."""
+        """One update. bitsandbytes synchronises after each parameter anyway, so reading a number here costs nothing."""
         assert closure is None
         if self.found_inf is not None and bool(self.found_inf):
             return
@@ -80,16 +80,16 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
             parameter.grad = None
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """The state of a parameter as tensors that are cut into rows as it is."""
+        """The state of a parameter as tensors that are sharded by rows like the parameter."""
         local = self._local[parameter]
         state = self.state.get(local, {})
         if not self._updates:
             return {}
         parts, _ = shards_of(parameter)
-        # Blocks of the largest part.
+        # Number of blocks of the largest shard.
         rows = -(-parameter.shape[0] // parts)
         blocks = -(-rows * (parameter.numel() // parameter.shape[0]) // BLOCK)
-        # A rank without rows of this parameter has no state of it, and may be the one that writes the count.
+        # A rank without rows of this parameter has no state of it, but may be the one that writes the count.
         found = {"step": torch.tensor(float(self._updates))}
         eight = _is_eight(parameter)
         for number in ("1", "2"):
@@ -105,11 +105,11 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
         return found
 
     def shared_state(self) -> dict[str, torch.Tensor]:
-        """The maps that the bytes of the first and of the second moment index."""
+        """The quantisation maps of the first and the second moment."""
         return {"qmap1": self.name2qmap["dynamic"], "qmap2": self.name2qmap["udynamic"]}
 
     def load_state_of(self, parameter: torch.nn.Parameter, name: str, kinds: set[str], reader: StateReader) -> None:
-        """Load what :meth:`state_of` gave, cut into the same parts or others."""
+        """Load the state from :meth:`state_of`, with the same shards or others."""
         self.kinds_to_read(name, kinds)
         local = self._local[parameter]
         self._updates = int(reader.read(f"{name}/step"))
@@ -133,7 +133,7 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
                 _store(state, number, self.rows(reader, name, f"state{number}", start, stop))
 
     def vector_state(self, vector: torch.nn.Parameter) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The state of a vector that a library joined from parameters, in fp32, and the scales of its blocks."""
+        """The state of a flat vector into which a library joined parameters, in fp32, and the scales of its blocks."""
         state = self.state.get(vector, {})
         values: dict[str, torch.Tensor] = {}
         scales: dict[str, torch.Tensor] = {}
@@ -154,8 +154,8 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
         values: dict[str, torch.Tensor],
         blocks: dict[str, torch.Tensor],
     ) -> None:
-        """Load what :meth:`vector_state` gave; without scales, with those of the blocks as they are now."""
-        # bitsandbytes looks its settings up by place, and DeepSpeed takes the vectors out of their groups.
+        """Load the state from :meth:`vector_state`; without scales, keep those of the current blocks."""
+        # bitsandbytes looks settings up by index, and DeepSpeed takes the vectors out of their groups.
         groups = self.param_groups
         self.param_groups: list[dict[str, Any]] = [{**group, "params": [vector]}]
         self.init_state(self.param_groups[0], vector, 0, 0)
@@ -166,13 +166,13 @@ class AdamW8bit(StatefulOptimizer, bnb.optim.AdamW8bit):  # type: ignore[misc]
             _store(state, number, values[f"state{number}"], blocks.get(f"absmax{number}"))
 
     def kinds_to_read(self, name: str, kinds: set[str]) -> set[str]:
-        """Both moments and the count; scales are read with the moments."""
+        """Both moments and the count; scales are read together with the moments."""
         if "state1" not in kinds:
-            raise CheckpointError(f"the state of {name} is that of another optimizer")
+            raise CheckpointError(f"the state of {name} belongs to a different optimizer")
         return {"step", "state1", "state2"}
 
     def rows(self, reader: StateReader, name: str, kind: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a moment in fp32, whichever parts they were cut into, and however they were written."""
+        """Rows of a moment in fp32, for any sharding and format in the checkpoint."""
         key, scales_key = f"{name}/{kind}", f"{name}/absmax{kind[-1]}"
         if scales_key not in reader.shapes:
             return reader.read(key, start, stop)
@@ -192,7 +192,7 @@ def _is_eight(parameter: torch.Tensor) -> bool:
 
 
 def _store(state: dict[str, Any], number: str, values: torch.Tensor, scales: torch.Tensor | None = None) -> None:
-    """Copy a moment (fp32) into the state of a parameter, which may be 8 bits wide."""
+    """Copy a moment (fp32) into the state of a parameter, which may be 8-bit."""
     kept = state[f"state{number}"]
     if kept.dtype == torch.uint8:
         values, absmax = pack(values.cpu(), state[f"qmap{number}"].cpu(), scales)
@@ -201,7 +201,7 @@ def _store(state: dict[str, Any], number: str, values: torch.Tensor, scales: tor
 
 
 def unpack(packed: torch.Tensor, scales: torch.Tensor, quantisation: torch.Tensor) -> torch.Tensor:
-    """Values (fp32) of bytes that index a map, with a scale for each block."""
+    """Dequantise bytes that index a map, with a scale for each block, to fp32."""
     flat = quantisation[packed.reshape(-1).long()]
     return (flat * scales.repeat_interleave(BLOCK)[: flat.numel()]).view(packed.shape)
 
@@ -209,9 +209,9 @@ def unpack(packed: torch.Tensor, scales: torch.Tensor, quantisation: torch.Tenso
 def pack(
     values: torch.Tensor, quantisation: torch.Tensor, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes that index the nearest entries of an ascending map, and the scale of each block.
+    """Quantise to the nearest entries of an ascending map; returns the bytes and the scale of each block.
 
-    Where no scales are given, they are the largest absolute values.
+    Scales default to the largest absolute value of each block.
     """
     flat = values.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)

@@ -22,7 +22,7 @@ Roles = Mapping[str, str]
 def param_group_options(
     name: str, dimensions: int, train: TrainConfig, *, lora_plus_ratio: float = 1.0, role: str = ""
 ) -> tuple[float, float]:
-    """Factor of the learning rate and weight decay of a parameter.
+    """Learning rate factor and weight decay of a parameter.
 
     Norms, biases and magnitudes (anything below two dimensions) have no decay. The B matrices of LoRA learn
     ``lora_plus_ratio`` times as fast as the rest (LoRA+, Hayou et al. 2024).
@@ -38,9 +38,9 @@ def parameter_groups(
     lora_plus_ratio: float = 1.0,
     roles: Roles | None = None,
 ) -> list[dict[str, Any]]:
-    """Parameters that are treated alike, as torch's optimizers take them.
+    """Parameter groups, as torch's optimizers take them.
 
-    ``lr_scale`` is of the learning rate; ``use_muon`` marks matrices that are neither embedding nor head.
+    ``lr_scale`` is a factor of the learning rate; ``use_muon`` marks matrices that are neither embedding nor head.
     """
     groups: dict[tuple[float, float, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -61,9 +61,9 @@ def torch_optimizer(
     roles: Roles | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """The optimizer that the train section names, over parameters that may be shards.
+    """The optimizer of the train section, over parameters that may be shards.
 
-    A step with a ``found_inf`` of one changes nothing, neither weights nor state.
+    A step with ``found_inf`` equal to one changes neither weights nor state.
     """
     groups = parameter_groups(parameters, train, lora_plus_ratio=lora_plus_ratio, roles=roles)
     options: dict[str, Any] = {
@@ -76,7 +76,7 @@ def torch_optimizer(
     if train.optimizer == "muon":
         return MuonAndAdamW(groups, **options)
     if train.optimizer in EIGHT_BIT:
-        # Loads bitsandbytes.
+        # Imports bitsandbytes.
         from finray.training.optim.adamw_8bit import AdamW8bit
 
         eight: torch.optim.Optimizer = AdamW8bit(groups, paged=train.optimizer.startswith("paged"), **options)
@@ -88,9 +88,9 @@ def torch_optimizer(
 
 
 def warnings_of(train: TrainConfig, device: torch.device) -> list[str]:
-    """What a user should know of an optimizer on a device."""
+    """Warnings about an optimizer on a device."""
     if train.optimizer == "paged_adamw_8bit" and device.type == "cpu":
-        return ["paged_adamw_8bit is not paged where weights are in the memory of the CPU; it is adamw_8bit here"]
+        return ["paged_adamw_8bit has no effect with weights in CPU memory; using adamw_8bit"]
     return []
 
 
@@ -100,10 +100,10 @@ class Optimizer:
     Args:
         parameters: name to parameter, in a fixed order.
         train: the train section.
-        lora_plus_ratio: how much faster the B matrices of LoRA learn than the rest.
-        roles: ``embedding``, ``head`` or ``norm`` for parameters that are; only Muon tells the first two apart from
-            the rest.
-        seed: of the rounding of weights that are kept in bf16.
+        lora_plus_ratio: learning rate factor of the B matrices of LoRA.
+        roles: ``embedding``, ``head`` or ``norm``, for parameters that have such a role; only Muon treats the first two
+            differently.
+        seed: for the rounding of weights that are stored in bf16.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Optimizer:
         self._state = stateful(self.inner)
 
     def step(self, learning_rate: float, *, found_inf: torch.Tensor | None = None) -> None:
-        """One update from the gradients, which are freed.
+        """One update from the gradients, which are then freed.
 
         Args:
-            learning_rate: of groups whose factor is one.
-            found_inf: fp32 scalar on the device; where it is one, nothing is changed.
+            learning_rate: for groups with factor one.
+            found_inf: fp32 scalar on the device; if it is one, nothing is changed.
         """
         for group in self.inner.param_groups:
             group["lr"] = learning_rate * group["lr_scale"]
@@ -142,7 +142,7 @@ class Optimizer:
         return own | {f"{SHARED}/{kind}": value for kind, value in self._state.shared_state().items()}
 
     def load_sharded_state(self, reader: StateReader) -> None:
-        """Put back what :meth:`sharded_state` gave, this rank's rows of it.
+        """Restore this rank's rows of the state from :meth:`sharded_state`.
 
         Raises:
             CheckpointError: the state belongs to other parameters, or to another optimizer.

@@ -1,9 +1,9 @@
-"""AdamW on bf16 weights that have no fp32 copy, rounded stochastically.
+"""AdamW on bf16 weights without an fp32 copy, with stochastic rounding.
 
-A bf16 number has 8 significant bits, so rounding to the nearest loses an update of less than 1/512 of a weight, and
-at small learning rates most are. Rounded up or down at random, with the probabilities that keep the mean, small updates
-add up (Gupta et al. 2015). The second moment is rounded so too: a step changes it by a part in a thousand. The first
-changes by a tenth, and is rounded to the nearest.
+A bf16 number has 8 significant bits, so rounding to nearest loses an update of less than 1/512 of a weight, and at
+small learning rates most are. With stochastic rounding, which preserves the mean, small updates add up (Gupta et al.
+2015). The second moment is rounded in the same way: a step changes it by a thousandth. The first moment changes by a
+tenth, and is rounded to nearest.
 
 The random bits are a hash of (seed, update, parameter, element): the same after a restart, on any number of ranks, and
 on any device.
@@ -20,20 +20,20 @@ import torch
 from finray.parallel.base import StatefulOptimizer, StateReader
 from finray.sharding import local_rows
 
-# Elements that are worked on at a time: fp32 copies of a whole table would take as much as this saves. On a CPU they
-# stay in its cache; a GPU needs many for each kernel.
+# Elements per chunk: fp32 copies of a whole embedding table would take as much memory as this saves. On a CPU a chunk
+# stays in cache; a GPU needs large kernels.
 CHUNK = {"cpu": 2**17, "cuda": 2**23}
 _MASK = 0xFFFFFFFF
 
 
 class RoundedAdamW(StatefulOptimizer, torch.optim.Optimizer):
-    """AdamW whose weights and moments are in the dtype of the weights; bf16 ones are rounded stochastically.
+    """AdamW whose weights and moments have the dtype of the weights; bf16 is rounded stochastically.
 
     Args:
         groups: parameter groups; parameters may be shards.
         names: of the parameters.
-        seed: of the rounding.
-        lr, betas, eps: Adam's.
+        seed: for the rounding.
+        lr, betas, eps: as for Adam.
     """
 
     found_inf: torch.Tensor | None = None
@@ -64,7 +64,7 @@ class RoundedAdamW(StatefulOptimizer, torch.optim.Optimizer):
         self._updates += 1
 
     def load_state_of(self, parameter: torch.nn.Parameter, name: str, kinds: set[str], reader: StateReader) -> None:
-        """Load what :meth:`state_of` gave, and count on from there."""
+        """Load the state from :meth:`state_of`, and continue its update count."""
         super().load_state_of(parameter, name, kinds, reader)
         self._updates = int(reader.read(f"{name}/step"))
 
@@ -82,7 +82,7 @@ class RoundedAdamW(StatefulOptimizer, torch.optim.Optimizer):
         assert parameter.grad is not None
         parts = [own, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
         flat = [local_rows(part)[0].view(-1) for part in parts]
-        # The number of the first element in the whole parameter.
+        # Index of the first element in the whole parameter.
         first = row * (own.numel() // len(own)) if own.ndim else 0
         key = self._key(parameter)
         for start in range(0, own.numel(), CHUNK[own.device.type]):
@@ -104,7 +104,7 @@ def _update_some(
     step: torch.Tensor,
     good: float | torch.Tensor,
 ) -> None:
-    """Loshchilov & Hutter's algorithm 2 in fp32; where ``good`` is zero, everything stays as it is."""
+    """Loshchilov & Hutter's algorithm 2 in fp32; if ``good`` is zero, nothing changes."""
     (beta1, beta2), rate = group["betas"], group["lr"]
     gradient = gradient.float()
     if isinstance(good, torch.Tensor):
@@ -123,17 +123,17 @@ def _update_some(
 
 
 def rounded(values: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """fp32 values, in place, as one of the two bf16 numbers around them: by the lower 16 of random bits (int32).
+    """Round fp32 values in place to one of the two nearest bf16 numbers, using the lower 16 bits of ``random`` (int32).
 
-    The lower 16 bits of a value are what bf16 does not have: its distance from the number below. A random number of as
-    many bits carries into the upper ones as often as that is large.
+    The lower 16 bits of an fp32 value are its distance from the bf16 number below. Adding 16 random bits carries into
+    the upper half with a probability proportional to that distance.
     """
     values.view(torch.int32).add_(random & 0xFFFF).bitwise_and_(-0x10000)
     return values
 
 
 def random_bits(key: int, start: int, count: int, device: torch.device) -> torch.Tensor:
-    """32 random bits (int32) for each of the elements from ``start`` on: a hash of the key and the element's number."""
+    """32 random bits (int32) for each element from ``start`` on: a hash of the key and the element's index."""
     # int32 throughout, which wraps around.
     bits = torch.arange(count, dtype=torch.int32, device=device).add_(_signed(key + start))
     return _mixed(_mixed(bits).bitwise_xor_(_signed(key >> 32)))
@@ -142,7 +142,7 @@ def random_bits(key: int, start: int, count: int, device: torch.device) -> torch
 def _mixed(bits: torch.Tensor) -> torch.Tensor:
     """Wellons' hash `lowbias32`, in place."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0xD35A2D97), (15, 1)):
-        # Without the copies of the sign that a shift of a signed number moves in.
+        # Clear the copies of the sign bit that an arithmetic shift moves in.
         bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (32 - shift)) - 1))
         if factor != 1:
             bits.mul_(_signed(factor))

@@ -1,7 +1,7 @@
 """Muon (Jordan 2024) and Adafactor (Shazeer & Stern 2018) for weights that may be shards.
 
-They compute what ``torch.optim.Muon`` and ``torch.optim.Adafactor`` (torch 2.13) compute, which the tests hold them to.
-Torch's have no ``found_inf``, so skipping an update would wait for the device, and they do not take FSDP2's shards.
+They compute the same as ``torch.optim.Muon`` and ``torch.optim.Adafactor`` (torch 2.13), which the tests verify.
+Torch's have no ``found_inf``, so skipping an update would wait for the device, and they do not support FSDP2's shards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from finray.parallel.base import StatefulOptimizer
 from finray.sharding import full_tensor, is_sharded, local_rows, rows_like, sum_over_shards
 
 MOMENTUM = 0.95
-# Coefficients of the quintic Newton-Schulz iteration, and how often it is done; as in torch.
+# Coefficients of the quintic Newton-Schulz iteration, and the number of iterations; as in torch.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
@@ -27,7 +27,7 @@ SMALLEST_SCALE = 1e-3
 class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
     """Muon for groups marked ``use_muon``, fused AdamW for the others; one object with one state.
 
-    Updates are scaled to the size of AdamW's (``match_rms_adamw``), so that one learning rate serves both.
+    Updates are scaled to the RMS of AdamW's (``match_rms_adamw``), so that one learning rate serves both.
     """
 
     found_inf: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
         others = [group for group in self.param_groups if not group["use_muon"]]
         self._adam = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=True) if others else None
         if self._adam is not None:
-            # Its groups are the same dictionaries, so that a learning rate that is set here is set there.
+            # AdamW's groups are the same dictionaries, so that both share the learning rate.
             self._adam.state = self.state
 
     def initial_state(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
             gradient = torch.where(bad > 0, kept, gradient)
         kept.lerp_(gradient, 1 - MOMENTUM)
         update = gradient.lerp(kept, MOMENTUM)
-        # The whole matrix on every rank: what is orthogonal cannot be told from some of its rows.
+        # Every rank needs the whole matrix: it cannot be orthogonalised by rows.
         full = orthogonal(full_tensor(rows_like(update, parameter, tuple(parameter.shape))))
         full = full[start : start + len(own)]
         rate = 0.2 * max(parameter.shape) ** 0.5 * group["lr"]
@@ -84,7 +84,7 @@ class MuonAndAdamW(StatefulOptimizer, torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The nearest matrix with equal singular values, about: five Newton-Schulz iterations in bf16."""
+    """Approximately the nearest matrix with equal singular values: five Newton-Schulz iterations in bf16."""
     a, b, c = NEWTON_SCHULZ
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.bfloat16()
@@ -99,8 +99,8 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 class Adafactor(StatefulOptimizer, torch.optim.Optimizer):
     """Adafactor with relative steps of at most the learning rate, and no momentum.
 
-    The second moment of a matrix is kept as the means of its rows and of its columns. Parameters of more dimensions
-    are stacks of matrices.
+    The second moment of a matrix is stored as the means of its rows and of its columns. Parameters with more dimensions
+    are treated as stacks of matrices.
     """
 
     found_inf: torch.Tensor | None = None
@@ -123,7 +123,7 @@ class Adafactor(StatefulOptimizer, torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update; two sums over the ranks where weights are shards."""
+        """One update; two all-reduces if weights are shards."""
         assert closure is None
         updates = [
             _FactoredUpdate(self, group, parameter)
@@ -141,7 +141,7 @@ class Adafactor(StatefulOptimizer, torch.optim.Optimizer):
 
 
 class _FactoredUpdate:
-    """The update of one parameter, in the three parts between which ranks add up what they have."""
+    """The update of one parameter, in three parts; between them the ranks sum their contributions."""
 
     def __init__(self, optimizer: Adafactor, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
         self.parameter = parameter
@@ -159,9 +159,9 @@ class _FactoredUpdate:
             self._gradient = torch.where(bad > 0, torch.zeros_like(self._gradient), self._gradient)
             self._good = 1 - bad
         self._step = state["step"].add_(self._good)
-        # Kept as it is where nothing may change (and at step 0 the power would not be finite).
+        # Unchanged if the update is skipped (and at step 0 the power would not be finite).
         self._weight = self._step.clamp(min=1).pow(DECAY) * self._good
-        # Of a matrix also the squares of its columns and the sum of its rows.
+        # For a matrix also the squares of its columns and the sum of its rows.
         self.first_sums = [self._own.float().square().sum()]
         if parameter.ndim >= 2:
             row, _ = local_rows(state["row_var"])
@@ -172,7 +172,7 @@ class _FactoredUpdate:
         self.second_sums: list[torch.Tensor] = []
 
     def learn(self) -> None:
-        """Update the second moment, and compute the update before it is scaled."""
+        """Update the second moment, and compute the unscaled update."""
         smallest = torch.finfo(self._own.dtype).eps
         if self.parameter.ndim < 2:
             variance, _ = local_rows(self._state["variance"])
@@ -192,7 +192,7 @@ class _FactoredUpdate:
         self.second_sums = [self._update.square().sum()]
 
     def apply(self) -> None:
-        """Change the weights."""
+        """Update the weights."""
         rate = self._group["lr"]
         size = (self.first_sums[0] / self._elements).sqrt().clamp(min=SMALLEST_SCALE)
         relative = self._step.clamp(min=1).rsqrt().clamp(max=rate)
@@ -202,7 +202,7 @@ class _FactoredUpdate:
 
 
 def _sum_together(updates: list[_FactoredUpdate], sums: list[list[torch.Tensor]]) -> None:
-    """Sum what belongs to sharded parameters over the ranks, in place and all at once."""
+    """Sum values of sharded parameters over the ranks, in place, in one all-reduce."""
     if not updates:
         return
     flat = torch.cat([part.reshape(-1) for own in sums for part in own])

