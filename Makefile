@@ -108,15 +108,18 @@ $(ENGINES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py
 test-engines: $(ENGINES_VENV)/.dev .models/SmolLM2-135M-Instruct
 	HF_HUB_OFFLINE=1 $(ENGINES_VENV)/bin/python -m pytest tests/engines $(ARGS)
 
+# Some of these tests kill one thing after another for minutes: the limits of pyproject.toml are too short for them.
+LONG := -o timeout=1800 -o faulthandler_timeout=1900
+
 # Several hosts on this machine, as namespaces: needs root and Linux. Each host has a Ray of its own.
 test-hosts: $(VENV)/.dev
 	@.ci/hosts
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 tests/hosts $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 $(LONG) tests/hosts $(ARGS)
 
 # A Slurm of Debian's packages, on this machine alone.
 test-slurm: $(VENV)/.dev
 	@.ci/slurm
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 tests/slurm $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 0 $(LONG) tests/slurm $(ARGS)
 
 # Packages of constraints.txt that the services do not name keep their versions.
 $(SERVICES_VENV)/.dev: pyproject.toml constraints.txt tools/engine_packages.py

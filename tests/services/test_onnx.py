@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -17,6 +16,8 @@ from finray.errors import ModelError
 from finray.publishing.onnx import export_onnx
 from tests.support import runs, tiny
 from tests.support.labelled import bert_tokenizer
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="make test-services has an environment with ONNX Runtime")
 
 LABELS = {0: "animal", 1: "plant", 2: "stone"}
 TEXTS = [" ".join(tiny.WORDS[:count]) for count in (1, 4, 9, 17)]
