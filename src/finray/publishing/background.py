@@ -133,11 +133,11 @@ def _files(folder: Path, base: str | None) -> dict[str, Path | bytes]:
     for name, key in ((SETTINGS, "base_model_name_or_path"), (NOTES, "base_model")):
         if base is None or not (folder / name).is_file():
             continue
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
-        if content.get(key) != base:
+        settings = json.loads((folder / name).read_text(encoding="utf-8"))
+        if settings.get(key) != base:
             # A hard link: the checkpoint keeps the file.
             (folder / name).unlink()
-            (folder / name).write_text(json.dumps({**content, key: base}, indent=2) + "\n", encoding="utf-8")
+            (folder / name).write_text(json.dumps({**settings, key: base}, indent=2) + "\n", encoding="utf-8")
             listed = [one if one["path"] != name else manifest.entry(folder, folder / name) for one in listed]
     if listed != content["files"]:
         (folder / manifest.NAME).unlink()
