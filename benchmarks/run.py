@@ -181,8 +181,9 @@ def main(argv: list[str]) -> int:
     # Child processes inherit this, so all contenders have the same cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     # Without paths of this machine.
-    numbers = ("--pairs", "--steps", "--rows", "--first-rows")
-    given = [part for pair in itertools.pairwise(argv) if pair[0] in numbers for part in pair]
+    words = [part for word in argv for part in word.split("=", 1)]
+    numbers = ("--pairs", "--steps", "--rows", "--first-rows", "--threads", "--seed")
+    given = [part for pair in itertools.pairwise(words) if pair[0] in numbers for part in pair]
     if options.work is not None:
         options.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="finray_bench_", dir=options.work) as folder:

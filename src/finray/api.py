@@ -379,7 +379,7 @@ def export(
         max_shard_size: maximum size of a file of weights, such as ``5GB``.
         gguf: write one GGUF file instead, and a Modelfile for Ollama: ``f16`` or ``q8_0``.
         converter: path of llama.cpp's ``convert_hf_to_gguf.py``; None uses the installed one.
-        onnx: write a classifier as an ONNX file instead.
+        onnx: write a classifier as an ONNX file instead, always in fp32.
 
     Raises:
         FinrayError: the model cannot be loaded, the output exists, or the written model differs from the trained one.

@@ -303,7 +303,7 @@ def test_a_page_responds_before_its_plots_are_drawn(browser: Browser, one: tuple
         new MutationObserver(() => order.push(at)).observe(one, {attributeFilter: ['aria-busy']})); }"""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(PATIENCE)
-    page.clock.install()
+    page.clock.install(time="2029-12-31")
     page.clock.pause_at("2030-01-01")
     page.goto(one[1].resolve().as_uri())
     assert page.evaluate(drawn) == []

@@ -118,6 +118,15 @@ def test_a_checkpoint_of_another_format_is_refused_with_its_version(folder: Path
 
 
 @pytest.mark.parametrize("folder", REFUSED, indirect=True)
+@pytest.mark.parametrize("model", ["runs/run", "runs/run/checkpoint-000002"])
+def test_a_model_of_another_format_is_refused_with_what_helps(folder: Path, model: str) -> None:
+    code, out, err = runs.finray("generate", model, "hello")
+    assert code == 2
+    assert "has format version 1" in out + err
+    assert "repair: use the version of finray that wrote it" in " ".join((out + err).split())
+
+
+@pytest.mark.parametrize("folder", REFUSED, indirect=True)
 def test_prepared_data_of_another_format_are_refused_with_their_version(folder: Path) -> None:
     place = prepared_in(folder)
     with pytest.raises(DataError) as refused:

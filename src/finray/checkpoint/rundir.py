@@ -220,7 +220,7 @@ class RunDir:
             manifest.verify(self.final, digests=False)
         except CheckpointError as error:
             chosen = self.make_final(best=best, warn=warn)
-            warn(f"{error}: final/ is made again from the checkpoint of step {chosen}")
+            warn(f"{error.where}: {error.message}: final/ is made again from the checkpoint of step {chosen}")
             return chosen
         return None
 

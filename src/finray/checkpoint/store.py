@@ -262,10 +262,13 @@ class CheckpointStore:
                 content = (verify or self.verify)(step)
             except CheckpointError as error:
                 damage[step] = error
-                warn(f"skipped a damaged checkpoint: {error}")
+                # One that says how to repair it is intact, but of another version.
+                skipped = "skipped a damaged checkpoint" if error.repair is None else "skipped a checkpoint"
+                warn(f"{skipped}: {error.where}: {error.message}")
                 continue
-            for bad in damage if set_aside else ():
-                self.set_aside(bad)
+            for bad, error in damage.items() if set_aside else ():
+                if error.repair is None:
+                    self.set_aside(bad)
             return Checkpoint(self.path_of(step), step, tuple(entry["path"] for entry in content["files"]))
         if damage:
             if (newest := next(iter(damage.values()))).repair is not None:

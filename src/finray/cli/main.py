@@ -293,7 +293,7 @@ def export(
     converter: Annotated[
         Path | None, typer.Option(help="Path of llama.cpp's convert_hf_to_gguf.py (default: the installed one).")
     ] = None,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write a classifier as an ONNX file instead.")] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write a classifier as an ONNX file in fp32 instead.")] = False,
 ) -> None:
     """Write a model that Transformers or PEFT loads, and check it by loading it."""
     from finray.api import export as run_export

@@ -241,7 +241,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        if (path / _RUNS_CONFIG).is_file():
+        if isinstance(error, IsADirectoryError) and (path / _RUNS_CONFIG).is_file():
             raise ConfigError(
                 "this is the directory of a run, not a config file",
                 where=str(path),

@@ -188,7 +188,7 @@ NAMES: dict[str, str] = {
     "pure_bf16": "`train.precision: bf16-true` with `adapter.method: none`",
     "bfloat16": "train.precision: bf16",
     "float16": "train.precision: fp16",
-    "tf32": "not needed: only `train.precision` sets it",
+    "tf32": "not supported: finray leaves torch's default",
     "gradient_checkpointing_kwargs": "train.gradient_checkpointing",
     "use_gradient_checkpointing": "train.gradient_checkpointing",
     "disable_gradient_checkpointing": "train.gradient_checkpointing",

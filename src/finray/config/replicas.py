@@ -102,7 +102,8 @@ def from_environment(
 def environ_result(raw: dict[str, Any], text: str, notes: list[str], *, where: str) -> None:
     """Take a text for the model on the Hub to which the result is pushed, if the config has none."""
     export = raw.get("export")
-    if (export is not None and not isinstance(export, Mapping)) or (export or {}).get("push_to_hub") is not None:
+    # A `null` says that nothing is pushed.
+    if (export is not None and not isinstance(export, Mapping)) or "push_to_hub" in (export or {}):
         return
     raw["export"] = {**(export or {}), "push_to_hub": text}
     notes.append(f"{where}: the finished model is pushed to {text}, unless export.push_to_hub says otherwise")

@@ -59,7 +59,8 @@ def find_artifact(path: Path, *, base: str | None = None) -> Artifact:
             content = manifest.verify(folder)
         except CheckpointError as error:
             repair = _AGAIN if folder.name == FINAL else "give the run, or another of its checkpoints"
-            raise CheckpointError(error.message, where=error.where, repair=repair) from None
+            # One of another format version has its own: the other checkpoints of the run are of that version too.
+            raise CheckpointError(error.message, where=error.where, repair=error.repair or repair) from None
         _require_listed(folder, [entry["path"] for entry in content["files"]])
     return read_artifact(folder, base=base)
 

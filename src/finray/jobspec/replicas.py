@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from finray.config.load import build_config
-from finray.config.replicas import RUN_NAME, from_replicas
+from finray.config.replicas import RESULT, RUN_NAME, from_replicas
 from finray.jobspec.spec import JobSpec, to_yaml
 
 _SHARED_GB = 50
@@ -29,11 +29,13 @@ def replicas(spec: JobSpec) -> str:
     variables = {name: f"<{name}>" for name in machines.secrets}
     own: dict[str, Any] = yaml.safe_load(spec.config_text)
     cluster = dict(own.pop("cluster", {}))
+    # In config_map, this name asks for a push.
+    environment = {name: text for name, text in cluster.pop("env", {}).items() if name != RESULT}
     plain: dict[str, Any] = {
         # On CPUs a replica is one worker.
         "replicas": spec.nodes if spec.gpus_per_node else spec.config.cluster.max_workers,
         "resources": resources,
-        "config_map": {**variables, RUN_NAME: spec.config.run.name, **cluster.pop("env", {})},
+        "config_map": {**variables, RUN_NAME: spec.config.run.name, **environment},
         **({"shared_volume": {"size": _SHARED_GB}} if machines.claim else {}),
         **own,
     }

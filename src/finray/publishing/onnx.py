@@ -18,7 +18,7 @@ from finray.checkpoint.copies import local_copy
 from finray.config.schema import ModelConfig
 from finray.errors import ModelError
 from finray.evaluation.artifacts import export_model, find_artifact
-from finray.files import require_writable
+from finray.files import first_line, require_writable
 from finray.models.export import relative_difference
 from finray.models.loading import load_model
 from finray.pretrained.tokenizers import load_tokenizer
@@ -99,6 +99,9 @@ def export_onnx(path: str | Path, output: Path, *, base: str | None = None) -> O
         inputs = tuple(name for name in _INPUTS if name in known and name in tokenizer.model_input_names)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
+        if (text_config := model.config.get_text_config()).pad_token_id is None:
+            # A decoder pools the last token that is not padding, so it must know it to take several texts.
+            text_config.pad_token_id = tokenizer.pad_token_id
         for weights in merged.glob("*.safetensors*"):
             weights.unlink()
         _write(model, _batch(tokenizer, _TEXTS[:2], inputs), merged / FILE)
@@ -125,7 +128,9 @@ def _batch(tokenizer: Any, texts: Any, inputs: tuple[str, ...]) -> dict[str, tor
 def _write(model: Any, batch: dict[str, torch.Tensor], file: Path) -> None:
     size = sum(one.numel() * one.element_size() for one in model.parameters())
     axes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             # The exporter's own, about its versions and other packages.
@@ -148,12 +153,21 @@ def _write(model: Any, batch: dict[str, torch.Tensor], file: Path) -> None:
             where=str(model.config.name_or_path),
             repair="a model of another family may work",
         ) from None
+    finally:
+        log.setLevel(level)
 
 
 @torch.no_grad()
 def _difference(model: Any, batch: dict[str, torch.Tensor], file: Path) -> float:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    (logits,) = session.run(["logits"], {name: one.numpy() for name, one in batch.items()})
+    try:
+        session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        (logits,) = session.run(["logits"], {name: one.numpy() for name, one in batch.items()})
+    except Exception as error:  # ONNX Runtime's exceptions have no common base class.
+        raise ModelError(
+            f"ONNX Runtime cannot run the exported file: {first_line(error)}",
+            where=str(model.config.name_or_path),
+            repair="try another version of onnxruntime; a model of another family may work",
+        ) from None
     return relative_difference(model(**batch).logits, torch.from_numpy(logits))

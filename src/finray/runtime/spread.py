@@ -24,7 +24,7 @@ import torch
 from finray.config.environment import accept, secrets_of
 from finray.config.load import Overrides
 from finray.config.schema import ClusterConfig, ModelConfig
-from finray.errors import ClusterError, FinrayError, ModelError
+from finray.errors import ClusterError, ConfigError, FinrayError, ModelError
 from finray.evaluation import compare
 from finray.evaluation.engines import Answer, Continuation, Engine, Likelihood, Sampling, make_engine, require_engine
 from finray.evaluation.engines.base import Ids, Numbers, OnToken, check_continuations, check_prompts, mute
@@ -45,6 +45,8 @@ _ROOM_S = 60
 
 def evaluate(model: str | Path, overrides: Overrides, request: EvaluationRequest, *, progress: Progress) -> Comparison:
     """:func:`finray.evaluation.compare.evaluate`, with as many replicas of each engine as are asked for."""
+    if request.replicas < 1:
+        raise ConfigError(f"{request.replicas} replicas are none", where=WHERE, repair="give 1 or more")
     return compare.evaluate(
         model, overrides, request, progress=progress, spread=SpreadEngine if request.replicas > 1 else None
     )
@@ -79,9 +81,10 @@ class SpreadEngine:
         self._count, self._batch_size, self._notify = replicas, batch_size, notify
         self.name, self.version = "", ""
         self.max_length: int | None = None
-        # Replicas that are ready, and those that are starting, by the reference to their greeting.
+        # Replicas that are ready, and those that are starting, by the reference to their greeting; each with the
+        # reference that is ready once it has a process.
         self._free: list[Any] = []
-        self._starting: dict[Any, Any] = {}
+        self._starting: dict[Any, tuple[Any, Any]] = {}
         self._make: Callable[[], Any]
         self._about: _About | None = None
         self._lost = 0
@@ -176,6 +179,15 @@ class SpreadEngine:
                 part = [waiting.popleft() for _ in range(min(many, len(waiting)))]
                 replica = self._free.pop()
                 at_work[begin(replica, part)] = replica, dict.fromkeys(part)
+            if not at_work:
+                # Loading may take as long as it needs, but there must be a machine that loads.
+                placed, _ = self._ray.wait([one for _, one in self._starting.values()], timeout=_ROOM_S)
+                if not placed:
+                    raise ClusterError(
+                        f"all replicas were lost, and the cluster has had no room for another one for {_ROOM_S} s",
+                        where=WHERE,
+                        repair="start the lost machines again; the same command continues with what is kept",
+                    )
             ((ready, *_), _) = self._ray.wait([*at_work, *self._starting], num_returns=1)
             if ready in self._starting:
                 self._greet(ready)
@@ -200,13 +212,14 @@ class SpreadEngine:
 
     def _start(self) -> None:
         replica = self._make()
-        self._starting[replica.about.remote()] = replica
+        placed = replica.is_placed.remote()
+        self._starting[replica.about.remote()] = replica, placed
 
     def _greet(self, reference: Any) -> None:
         """Add a replica that has loaded the model to those that get rows."""
         from ray.exceptions import RayError, RayTaskError
 
-        replica = self._starting.pop(reference)
+        replica, _ = self._starting.pop(reference)
         try:
             about: _About = self._ray.get(reference)
         except RayTaskError as error:
@@ -284,6 +297,9 @@ class _Replica:
                     repair="put it on a disk that all machines of the cluster share",
                 )
         return make_engine(name, artifact, notify=self._notes.append, **options)
+
+    def is_placed(self) -> bool:
+        return True
 
     def about(self) -> _About:
         engine = self._engine

@@ -141,6 +141,8 @@ def test_where_the_result_is_pushed_is_said_and_a_config_that_names_it_wins(monk
     assert config.notes[0].startswith("RESULT_MODEL_ID: the finished model is pushed to a/b")
     named = load_config(SMALL | {"export": {"push_to_hub": "my/own", "public": True}})
     assert (named.export.push_to_hub, named.notes) == ("my/own", ())
+    nothing = load_config(SMALL | {"export": {"push_to_hub": None}})
+    assert (nothing.export.push_to_hub, nothing.notes) == (None, ())
     here = load_config(SMALL, ["export.push_to_hub=null"])
     assert (here.export.push_to_hub, here.notes) == (None, ())
     monkeypatch.setenv("RESULT_MODEL_ID", "a/b/c")

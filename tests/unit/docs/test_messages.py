@@ -56,8 +56,8 @@ def most_literal(pieces: list[str], wanted: str) -> int:
             return len(wanted)
         if index:
             best = max(best, *(after_value(index, wanted[at:]) for at in range(len(wanted) + 1)))
-        for taken in range(len(piece), 0, -1):
-            if index + 1 < len(pieces) and wanted.startswith(piece[-taken:]):
+        for taken in range(len(piece) if index + 1 < len(pieces) else 0, 0, -1):
+            if wanted.startswith(piece[-taken:]):
                 for at in range(taken, len(wanted) + 1):
                     if (rest := after_value(index + 1, wanted[at:])) >= 0:
                         best = max(best, taken + rest)

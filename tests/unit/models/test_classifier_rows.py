@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 
 from finray.data.sampling.collate import LabelledBatch, collate_labelled
-from finray.models import attention
+from finray.models import attention, pooled
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
 from finray.models.packed import PackedModel
 from finray.models.packing_check import check_packing_of
@@ -123,6 +123,18 @@ def test_many_short_rows_are_those_that_are_computed_alone(family: str, monkeypa
         changed = ours.logits_SC(batch_of([other[0], *items[1:]], LABELS))
     assert not torch.allclose(changed[0], together[0], atol=1e-3)
     assert torch.equal(changed[1:], together[1:])
+
+
+@pytest.mark.parametrize("kind", ["camembert", "electra", "xlm-roberta"])
+def test_encoders_whose_layers_are_named_like_berts_give_what_padded_rows_give(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(tiny.ENCODERS, kind, (kind, tiny.ENCODERS["roberta"][1]))
+    model = tiny.build_classifier(kind).eval()
+    body, items = getattr(model, model.base_model_prefix), rows()
+    found = packed(model).logits_SC(batch_of(items))
+    assert body.encoder.layer[-1].forward.__func__ is pooled._forward
+    torch.testing.assert_close(found, padded_logits(model, items), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -90,7 +90,7 @@ def torch_optimizer(
 def warnings_of(train: TrainConfig, device: torch.device) -> list[str]:
     """Warnings about an optimizer on a device."""
     if train.optimizer == "paged_adamw_8bit" and device.type == "cpu":
-        return ["paged_adamw_8bit has no effect with weights in CPU memory; using adamw_8bit"]
+        return ["paging has no effect with weights in CPU memory: paged_adamw_8bit is adamw_8bit here"]
     return []
 
 
