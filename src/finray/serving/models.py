@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ConfigError, ModelError
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
+from finray.evaluation.engines import joins_gpus
 from finray.evaluation.engines.base import Loading
 from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.evaluation.engines.transformers import TransformersEngine
@@ -264,7 +264,7 @@ class Models:
     ) -> VLLMEngine | None:
         """The model in vLLM, if requested, or if installed and able to run it."""
         settings = self._settings
-        if settings.engine == "transformers" or (settings.engine == "auto" and find_spec("vllm") is None):
+        if not joins_gpus(settings.engine):
             return None
         dtype = DTYPES[settings.dtype] if settings.dtype else None
         # An adapter with more than plain LoRA is merged, as without vLLM.
