@@ -236,6 +236,8 @@ class Models:
             self._put(self._made(BASE, self._base.name, base, load_tokenizer(self._base), None))
         for (name, artifact), (_, one) in zip(found.adapters, others, strict=True):
             self._put(self._adapter(name, artifact, self._placed(artifact.folder, one)))
+        if without := [f"`{one.name}` {why}" for one in self.all() if (why := one.asking.why_no_chat) is not None]:
+            notify(f"conversations need a chat template, so they are refused: {', '.join(without)}")
 
     def _open(self, lora: PlainLora | None, tokenizer: Any, notify: Callable[[str], None]) -> None:
         """Load the model into finray's own engine."""
