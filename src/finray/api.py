@@ -279,10 +279,13 @@ def generate(
     if file is not None or not requests:
         path = None if file is None else Path(file).expanduser()
         requests += read_prompts([], path, system=system, tools=offered)
-    ends = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, ends)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, _texts(stop))
     options: dict[str, Any] = {"batch_size": batch_size, "raw": raw, "base": base, "engine": engine, "merge": merge}
     return generate_text(_directory(model), requests, sampling=sampling, **options)
+
+
+def _texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 def evaluate(
@@ -297,7 +300,9 @@ def evaluate(
     max_new_tokens: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
     seed: int = 0,
+    stop: Sequence[str] | None = None,
     batch_size: int | None = None,
     engine: str = "auto",
     replicas: int = 1,
@@ -319,7 +324,9 @@ def evaluate(
         max_new_tokens: maximum number of tokens in an answer; None uses ``evaluation.max_new_tokens``.
         temperature: 0 means greedy decoding.
         top_p: sample from the most likely tokens with this total probability.
+        top_k: sample from this many most likely tokens; 0 means all.
         seed: for sampling and the statistics.
+        stop: an answer stops before any of these texts.
         batch_size: number of rows processed at the same time; None uses ``evaluation.batch_size``.
         engine: as for :func:`generate`.
         replicas: number of engines on a Ray cluster that share the rows; 1 runs in this process.
@@ -344,7 +351,9 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
         seed=seed,
+        stop=_texts(stop),
         batch_size=batch_size,
         engine=engine,
         replicas=replicas,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from finray.config.evaluation import ScoringConfig
@@ -38,7 +39,14 @@ def judge(case: Case) -> Judged:
     scores = {metric_name(name): score_named(name, scoring) for name in settings.metrics}
     needs = frozenset[str]().union(*(one.needs for one in scores.values()))
     attempts = scoring.attempts if "columns" in needs else 1
-    sampling = Sampling(settings.max_new_tokens, request.temperature, request.top_p, request.seed)
+    sampling = Sampling(
+        settings.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+        top_k=request.top_k,
+        stop=tuple(request.stop),
+    )
     if attempts > 1 and not request.temperature:
         raise ConfigError(
             f"{attempts} attempts with greedy decoding give the same answer {attempts} times",
@@ -66,7 +74,7 @@ def judge(case: Case) -> Judged:
         {one.name: {} for one in case.subjects},
         made_by={
             "engine": [],
-            "sampling": {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")},
+            "sampling": asdict(sampling),
             "metrics": list(settings.metrics),
             "scoring": scoring.model_dump(),
             "harness": list(request.harness),

@@ -18,10 +18,9 @@ def require_template(asking: Asking) -> None:
     Raises:
         ModelError: it has no chat template, or was trained without one.
     """
-    if asking.raw:
-        what = "was trained on prompts without a chat template" if asking.tokenizer.chat_template else "has none"
+    if (why := asking.why_no_chat) is not None:
         raise ModelError(
-            f"a conversation needs a chat template, but the model {what}",
+            f"a conversation needs a chat template, but the model {why}",
             where="finray chat",
             repair="`finray generate` answers single prompts",
         )

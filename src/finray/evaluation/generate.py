@@ -115,6 +115,13 @@ class Asking:
         kept = notes.get("chat_template_arguments"), notes.get("tool_format", "plain")
         return cls(tokenizer, raw, notes.get("system"), *kept)
 
+    @property
+    def why_no_chat(self) -> str | None:
+        """Of a model that takes no conversations, what is wrong with its chat template; else None."""
+        if not self.raw:
+            return None
+        return "was trained without it" if self.tokenizer.chat_template else "has none"
+
     def ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, up to the start of the answer.
 

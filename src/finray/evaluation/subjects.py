@@ -46,7 +46,9 @@ class EvaluationRequest:
     max_new_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int = 0
+    stop: Sequence[str] = ()
     batch_size: int | None = None
     engine: str = "auto"
     replicas: int = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,7 @@ class Work:
     def answers(self, attempts: int) -> list[tuple[str, ...]]:
         """Texts for each row."""
         rows = self.rows
-        sampling = {name: getattr(self.sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-        kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": sampling})
+        kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": asdict(self.sampling)})
         place = {number: index for index, number in enumerate(rows.numbers)}
         wanted = [number * attempts + attempt for number in rows.numbers for attempt in range(attempts)]
         with self._each("answers", kept, wanted) as (parts, keep):

@@ -8,13 +8,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from finray.config.schema import ClusterConfig
 from finray.errors import ClusterError, ConfigError, FinrayError, explained, from_dict
+from finray.evaluation.engines import joins_gpus
 from finray.runtime import cluster, signals
-from finray.serving.models import Settings, find
+from finray.serving.models import Found, Settings, find
 
 _APP = "finray"
 _POLL_S = 2.0
@@ -55,16 +56,17 @@ def serve(
             repair=f"export {settings.key_env}=... with the key that clients must send",
         )
     require_port(host, port)
-    find(settings)
+    found = find(settings)
     if os.environ.pop("RAY_ADDRESS", None) is not None:
         notify("RAY_ADDRESS is ignored: the server starts its own Ray on this machine")
     with cluster.connected(ClusterConfig()) as ray:
-        _serve(ray, settings, host=host, port=port, grace=grace, notify=notify, ready=ready)
+        _serve(ray, settings, found, host=host, port=port, grace=grace, notify=notify, ready=ready)
 
 
 def _serve(
     ray: Any,
     settings: Settings,
+    found: Found,
     *,
     host: str,
     port: int,
@@ -82,6 +84,7 @@ def _serve(
     logs = LoggingConfig(log_level="WARNING", enable_access_log=False)
     try:
         ray_serve.start(http_options=HTTPOptions(host=host, port=port), logging_config=logs)
+        # Of this machine: Ray is finray's own.
         resources = ray.cluster_resources()
         deployment = ray_serve.deployment(
             name="models",
@@ -89,10 +92,7 @@ def _serve(
             max_ongoing_requests=100_000,
             graceful_shutdown_timeout_s=5,
             health_check_timeout_s=120,
-            ray_actor_options={
-                "num_cpus": max(1, int(resources.get("CPU", 1))),
-                "num_gpus": min(1, int(resources.get("GPU", 0))),
-            },
+            ray_actor_options=actor_options(resources, settings.engine, found),
             logging_config=logs,
         )
         application = deployment(ray_serve.ingress()(Replica)).bind(settings)
@@ -107,9 +107,9 @@ def _serve(
         try:
             while True:
                 time.sleep(_POLL_S)
-                found = ray_serve.status().applications[_APP]
-                if found.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    why = found.message.strip().splitlines() or ["no reason was given"]
+                status = ray_serve.status().applications[_APP]
+                if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    why = status.message.strip().splitlines() or ["no reason was given"]
                     raise ClusterError(f"the model no longer answers: {why[-1][:300]}", repair="start the server again")
         except signals.Interrupted:
             notify(f"stopping: running answers have {grace:g} s to finish; a second signal stops them")
@@ -131,6 +131,19 @@ def _serve(
     finally:
         # Ray's processes end with their Ray.
         signals.take_back()
+
+
+def actor_options(resources: Mapping[str, float], engine: str, found: Found) -> dict[str, int]:
+    """The process of the models gets all CPUs of the machine, and one GPU; with vLLM, which joins them, all GPUs.
+
+    Args:
+        resources: of the machine, by Ray's names.
+        engine: as in the settings.
+        found: what is served; vLLM runs no classifier.
+    """
+    gpus = int(resources.get("GPU", 0))
+    joins = joins_gpus(engine) and not found.is_classifier
+    return {"num_cpus": max(1, int(resources.get("CPU", 1))), "num_gpus": gpus if joins else min(1, gpus)}
 
 
 class Replica:

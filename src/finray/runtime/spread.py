@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,16 @@ from finray.config.load import Overrides
 from finray.config.schema import ClusterConfig, ModelConfig
 from finray.errors import ClusterError, ConfigError, FinrayError, ModelError
 from finray.evaluation import compare
-from finray.evaluation.engines import Answer, Continuation, Engine, Likelihood, Sampling, make_engine, require_engine
+from finray.evaluation.engines import (
+    Answer,
+    Continuation,
+    Engine,
+    Likelihood,
+    Sampling,
+    joins_gpus,
+    make_engine,
+    require_engine,
+)
 from finray.evaluation.engines.base import Ids, Numbers, OnToken, check_continuations, check_prompts, mute
 from finray.evaluation.outcome import Comparison
 from finray.evaluation.subjects import EvaluationRequest, Progress
@@ -94,11 +102,9 @@ class SpreadEngine:
             from ray._private.state import available_resources_per_node
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-            # Only vLLM uses several GPUs for one engine.
-            joins = name == "vllm" or (name == "auto" and find_spec("vllm") is not None)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             free = [*available_resources_per_node().values()]
-            each = share(nodes, replicas, free=free, one_gpu=not joins, where=WHERE)
+            each = share(nodes, replicas, free=free, one_gpu=not joins_gpus(name), where=WHERE)
             # When it is removed, Ray ends the replicas in it.
             group = ray.util.placement_group([each] * replicas, strategy="SPREAD")
             stack.callback(ray.util.remove_placement_group, group)

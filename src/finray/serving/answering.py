@@ -85,14 +85,11 @@ class Exchange:
         asking, request, limit = self.served.asking, self.request, self._models.max_length
         try:
             if isinstance(request, ChatRequest):
-                if asking.raw:
-                    raise ApiError(
-                        400,
-                        f"the model `{self.served.name}` "
-                        + ("was trained without its chat template" if asking.tokenizer.chat_template else "has none")
-                        + " that a conversation needs; use /v1/completions instead",
-                        param="messages",
+                if (why := asking.why_no_chat) is not None:
+                    message = (
+                        f"a conversation needs a chat template, but `{self.served.name}` {why}; use /v1/completions"
                     )
+                    raise ApiError(400, message, param="messages")
                 protocol.require_text(request.messages, "messages")
                 messages = tuple(one.plain() for one in messages_of(request.messages, "messages"))
                 tools = () if request.tool_choice == "none" else tools_of(request.tools)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
 from finray.errors import ConfigError, ModelError
 from finray.evaluation.artifacts import artifact_of, inference_device, inference_dtype
+from finray.evaluation.engines import joins_gpus
 from finray.evaluation.engines.base import Loading
 from finray.evaluation.engines.sampling import Sampling, end_tokens
 from finray.evaluation.engines.transformers import TransformersEngine
@@ -236,6 +236,8 @@ class Models:
             self._put(self._made(BASE, self._base.name, base, load_tokenizer(self._base), None))
         for (name, artifact), (_, one) in zip(found.adapters, others, strict=True):
             self._put(self._adapter(name, artifact, self._placed(artifact.folder, one)))
+        if without := [f"`{one.name}` {why}" for one in self.all() if (why := one.asking.why_no_chat) is not None]:
+            notify(f"conversations need a chat template, so they are refused: {', '.join(without)}")
 
     def _open(self, lora: PlainLora | None, tokenizer: Any, notify: Callable[[str], None]) -> None:
         """Load the model into finray's own engine."""
@@ -264,7 +266,7 @@ class Models:
     ) -> VLLMEngine | None:
         """The model in vLLM, if requested, or if installed and able to run it."""
         settings = self._settings
-        if settings.engine == "transformers" or (settings.engine == "auto" and find_spec("vllm") is None):
+        if not joins_gpus(settings.engine):
             return None
         dtype = DTYPES[settings.dtype] if settings.dtype else None
         # An adapter with more than plain LoRA is merged, as without vLLM.

@@ -125,7 +125,7 @@ def test_a_model_without_a_template_and_one_that_was_trained_without_it_take_par
     without = SimpleNamespace(chat_template=None)
     for asking, why in (
         (Asking.of(Artifact(Path("m"), None, {}), without), "the model has none"),
-        (Asking.of(Artifact(Path("m"), None, {"rows": "completion"}), TOKENIZER), "trained on prompts without"),
+        (Asking.of(Artifact(Path("m"), None, {"rows": "completion"}), TOKENIZER), "the model was trained without it"),
     ):
         with pytest.raises(ModelError, match=why):
             require_template(asking)

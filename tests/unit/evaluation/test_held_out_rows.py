@@ -16,6 +16,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import finray
 from finray.checkpoint.rundir import RunDir, saved_config
 from finray.data.sampling.splits import sample
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
@@ -23,6 +24,7 @@ from finray.evaluation.engines import Answer, Sampling
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.evaluation.outcome import Comparison, Estimate, Evaluated
 from finray.evaluation.statistics import Interval
+from tests.support import runs
 from tests.support.evaluated import Train, conversation, evaluate
 
 
@@ -107,7 +109,8 @@ def test_files_hold_the_scores_and_every_row(found: Comparison, run_dir: Path) -
     assert written["rows"] == 3
     made_by = written["made_by"]
     assert made_by["data"]["split"] == "eval"
-    assert made_by["sampling"] == {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0}
+    sampling = {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0, "top_k": 0, "stop": []}
+    assert made_by["sampling"] == sampling
     assert {"finray", "torch", "transformers", "peft", "python"} == set(made_by["versions"])
     assert made_by["engine"][0]["name"] == "transformers"
     assert {"metrics", "scoring"} <= made_by.keys()
@@ -202,7 +205,16 @@ def test_what_was_answered_before_a_kill_is_not_asked_again(
     assert again.json()["models"] == found.json()["models"]
 
 
-@pytest.mark.parametrize("change", [{"temperature": 0.7}, {"temperature": 0.7, "seed": 4}, {"max_new_tokens": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.7},
+        {"temperature": 0.7, "seed": 4},
+        {"temperature": 0.7, "top_k": 3},
+        {"max_new_tokens": 3},
+        {"stop": ["cat"]},
+    ],
+)
 def test_answers_of_another_sampling_are_other_answers(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
@@ -212,6 +224,31 @@ def test_answers_of_another_sampling_are_other_answers(
     found = evaluate(run_dir, output=tmp_path, **change)
     assert len(asked) == 6
     assert found.predictions[0].answers == {"base": ["new"], "tuned": ["new"]}
+
+
+def test_top_k_and_stop_on_the_command_line_and_in_python_make_the_answers_and_are_recorded(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """Of one likeliest token a sample is the greedy answer; an answer ends before a text to stop at."""
+    greedy = [one.answers["tuned"][0] for one in evaluate(run_dir, output=tmp_path / "greedy").predictions]
+    word = next(one for text in greedy for one in text[1:] if one.isprintable())
+    cut = [text.partition(word)[0] for text in greedy]
+    assert cut != greedy
+    warm = ("--temperature", 1, "--top-k", 1, "--seed", 4)
+    stops = ("--stop", word, "--stop", "never in an answer")
+    code, _, err = runs.finray("evaluate", run_dir, *warm, *stops, "--output", tmp_path / "cli", "--json")
+    assert code == 0, err
+    lines = [json.loads(line) for line in (tmp_path / "cli" / "predictions.jsonl").read_text().splitlines()]
+    assert [line["answers"]["tuned"] for line in lines] == cut
+    recorded = json.loads((tmp_path / "cli" / "metrics.json").read_text())["made_by"]["sampling"]
+    assert (recorded["top_k"], recorded["stop"]) == (1, [word, "never in an answer"])
+    options: dict[str, Any] = {"temperature": 1, "top_k": 1, "stop": word, "output": tmp_path / "python"}
+    found = finray.evaluate(run_dir, quiet=True, **options)
+    assert [one.answers["tuned"] for one in found.predictions] == [[text] for text in cut]
+    assert found.made_by["sampling"]["stop"] == (word,)
+    # The negative control: a sample of all tokens says something else.
+    free = evaluate(run_dir, output=tmp_path / "free", temperature=1.0)
+    assert [one.answers["tuned"][0] for one in free.predictions] != greedy
 
 
 @pytest.mark.parametrize(("asked", "configured", "expected"), [(2, None, 2), (None, 1, 1), (3, 1, 3), (50, None, 3)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,36 @@ def test_only_who_has_the_key_is_answered(folder: Path, monkeypatch: pytest.Monk
         assert client.get("/ready").status_code == client.get("/health").status_code == 200
         answer = client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"})
         assert [one["id"] for one in answer.json()["data"]] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("template", "rows", "why"),
+    [
+        (False, None, "has none"),
+        (True, "completion", "was trained without it"),
+        (True, "chat", None),
+    ],
+)
+def test_a_model_that_takes_no_conversations_is_named_at_the_start_in_one_line(
+    folder: Path, tmp_path: Path, template: bool, rows: str | None, why: str | None
+) -> None:
+    shutil.copytree(folder / "base", tmp_path / "mine")
+    if not template:
+        (tmp_path / "mine" / "chat_template.jinja").unlink()
+    if rows is not None:
+        (tmp_path / "mine" / "finray.json").write_text(json.dumps({"rows": rows}))
+    lines: list[str] = []
+    with TestClient(Server(Settings(str(tmp_path / "mine"), dtype="fp32"), lines.append).app()) as client:
+        chat = client.post("/v1/chat/completions", json={**ASK, "model": "mine"})
+        plain = client.post("/v1/completions", json={"model": "mine", "prompt": "the cat"})
+    assert plain.status_code == 200
+    if why is None:
+        assert chat.status_code == 200
+        assert lines == []
+    else:
+        assert lines == [f"conversations need a chat template, so they are refused: `mine` {why}"]
+        assert chat.status_code == 400
+        assert f"`mine` {why}; use /v1/completions" in told(chat)
 
 
 def events(text: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from finray.evaluation.engines.base import Answer, Continuation, Engine, Likelih
 from finray.evaluation.engines.sampling import Sampling
 from finray.models.artifacts import Artifact
 
-__all__ = ["Answer", "Continuation", "Engine", "Likelihood", "Sampling", "make_engine", "require_engine"]
+__all__ = ["Answer", "Continuation", "Engine", "Likelihood", "Sampling", "joins_gpus", "make_engine", "require_engine"]
 
 
 def make_engine(
@@ -59,6 +59,11 @@ def require_engine(name: str) -> None:
     """
     if name != "auto":
         getattr(_named(name), "require", lambda: None)()
+
+
+def joins_gpus(name: str) -> bool:
+    """Whether the engine may use several GPUs for one model: only vLLM does."""
+    return name == "vllm" or (name == "auto" and find_spec("vllm") is not None)
 
 
 def _named(name: str) -> Callable[[Loading], Engine]:

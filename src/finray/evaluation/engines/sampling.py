@@ -78,7 +78,8 @@ class Sampling:
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         unused = torch.empty(0)
-        scores = TemperatureLogitsWarper(self.temperature)(unused, logits_BV.float())
+        # Transformers refuses an int, such as 1 from Python.
+        scores = TemperatureLogitsWarper(float(self.temperature))(unused, logits_BV.float())
         if self.top_k:
             scores = TopKLogitsWarper(self.top_k)(unused, scores)
         if self.top_p < 1:

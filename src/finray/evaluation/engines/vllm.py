@@ -114,12 +114,16 @@ class VLLMEngine:
         reads = getattr(config.get_text_config(), "max_position_embeddings", None)
         max_length = min(max_length, reads) if max_length and reads else max_length
         gpus = torch.cuda.device_count() if loading.device.type == "cuda" else 1
+        joined = max(count for count in range(1, gpus + 1) if heads % count == 0)
+        if joined > 1:
+            # In a placement group of Ray, vLLM would start its workers as actors there, for which nothing is left.
+            options["distributed_executor_backend"] = "mp"
         try:
             self._llm = vllm.LLM(
                 model=model,
                 revision=None if self._is_merged else source.get("revision"),
                 dtype="float32" if loading.dtype == torch.float32 else "bfloat16",
-                tensor_parallel_size=max(count for count in range(1, gpus + 1) if heads % count == 0),
+                tensor_parallel_size=joined,
                 max_num_seqs=loading.batch_size,
                 max_model_len=max_length,
                 skip_tokenizer_init=True,

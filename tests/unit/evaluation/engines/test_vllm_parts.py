@@ -296,6 +296,8 @@ def test_as_many_gpus_as_divide_the_heads(tiny_model_dir: Path, monkeypatch: pyt
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         VLLMEngine(loading)
         assert StandIn.last.options["tensor_parallel_size"] == expected
+        # Several GPUs by processes of its own, also inside an actor of Ray.
+        assert StandIn.last.options.get("distributed_executor_backend") == (None if expected == 1 else "mp")
     assert StandIn.last.options["enforce_eager"] is False
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
 
