@@ -308,6 +308,20 @@ def test_the_command_warns_of_a_short_limit_by_the_speed_of_a_gpu(tmp_path: Path
     code, _, err = finray(*words, "--step-seconds", "1", "--force")
     assert code == 0
     assert "warning" not in err
+    assert "not compared" not in err
+
+
+def test_a_limit_that_cannot_be_compared_is_said() -> None:
+    words = ("jobspec", "smollm2-lora", "--to", "slurm")
+    code, _, err = finray(*words, "--hours", "1")
+    assert code == 0
+    assert "the time limit was not compared with the 100 steps between checkpoints" in err
+    assert "--gpu or --step-seconds" in err
+    # Who gives no limit has not thought of one.
+    for more in ((), ("--hours", "1", "--step-seconds", "1")):
+        code, _, err = finray(*words, *more)
+        assert code == 0
+        assert "not compared" not in err
 
 
 def test_a_model_and_a_data_set_are_enough() -> None:
