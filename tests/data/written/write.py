@@ -1,4 +1,4 @@
-"""Writes the files of one version of finray, for tests/unit/checkpoint/test_earlier_versions.py.
+"""Writes the files of one version of finray, for tests/training/test_earlier_versions.py.
 
     PYTHONPATH=CHECKOUT/src .venv/bin/python tests/data/written/write.py NAME
 
