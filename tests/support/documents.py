@@ -1,4 +1,4 @@
-"""The shell blocks of README.md and docs/guide."""
+"""The shell blocks of README.md, docs/guide and other pages with commands."""
 
 from __future__ import annotations
 
@@ -7,11 +7,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES.append(ROOT / "examples" / "jobs" / "README.md")
 FENCED = re.compile(r"^[ ]*```(\w*)[^\n]*\n(.*?)^[ ]*```[ ]*$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: ([\w, ]+) -->\n\s*$")
 SHELLS = ("", "shell", "bash", "sh", "console")
+# A page that shows a file whole begins it with a comment that names it.
+FILE = re.compile(r"^```yaml\n# (\S+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Files that the page "Coming from another system" speaks of: a config of LLaMA-Factory, and its list of data.
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+FOREIGN = {
+    "their-file.yaml": f"""\
+model_name_or_path: {MODEL}
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+dataset: mine
+cutoff_len: 512
+output_dir: runs/theirs
+per_device_train_batch_size: 2
+""",
+    "data/dataset_info.json": """\
+{"mine": {"file_name": "train.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"},
+          "tags": {"role_tag": "role", "content_tag": "content"}}}
+""",
+}
 COMMAND = re.compile(r"^\s*(?:\$ )?((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:finray|make|python3?|pip) .*)$")
+
+
+def name_of(page: Path) -> str:
+    """A page, as a name of one word: two are called README.md."""
+    return "-".join(page.relative_to(ROOT).with_suffix("").parts)
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,12 @@ def jobspec(
     elif limit is not None and each is not None:
         warning = interval_warning(each, settings.checkpoint.every_steps, limit)
         notes += [f"warning: {warning}"] if warning else []
+    elif hours is not None:
+        option = "--step-seconds" if gpu is not None else "--gpu or --step-seconds"
+        notes.append(
+            f"the time limit was not compared with the {settings.checkpoint.every_steps} steps between checkpoints, "
+            f"because the time of a step is unknown: {option} gives it"
+        )
     if output is not None:
         output.write_text(text, encoding="utf-8")
     for note in notes if not show.mode().json else ():

@@ -182,8 +182,9 @@ def compose(spec: JobSpec) -> str:
             "command": ["finray", "train", "/etc/finray/config.yaml"],
             "environment": {**environment, "RAY_ADDRESS": "127.0.0.1:6379"},
             "configs": [{"source": "config", "target": "/etc/finray/config.yaml"}],
-            # A run that was stopped or lost continues with the same command.
-            "restart": "on-failure",
+            # A run that was stopped or lost continues with the same command. An error in the config would be there
+            # again every time.
+            "restart": "on-failure:3",
         },
     }
     plain = {

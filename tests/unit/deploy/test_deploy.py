@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
-SCRIPTS = [*sorted(DEPLOY.rglob("*.sh")), *sorted((ROOT / ".ci").iterdir())]
+SCRIPTS = [*sorted(DEPLOY.rglob("*.sh")), *sorted((ROOT / "examples").rglob("*.sh")), *sorted((ROOT / ".ci").iterdir())]
 
 
 def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:

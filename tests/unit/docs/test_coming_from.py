@@ -1,11 +1,13 @@
-"""Each row of the guide for users of five older systems names something that is there, and takes what the row says.
+"""Each row of the guide for users of other systems names something that is there, and takes what the row says.
 
 Commands are parsed; the configs that they train are planned. Fields exist and take the values beside them, files are
-there. tests/journeys/test_docs_commands.py runs the shell blocks, tests/training/test_examples.py the whole jobs.
+there. tests/journeys/test_docs_commands.py runs the shell blocks, test_seeds_jobs.py beside it the whole jobs.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
 import shlex
 from functools import lru_cache
@@ -13,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from peft import LoraConfig
+from transformers import TrainingArguments
 
 from finray.config.load import load_config, preset_names
 from finray.config.reference import reference_markdown
@@ -28,7 +33,16 @@ FIELDS = set(re.findall(r"^\| `([a-z_.]+)` \|", reference_markdown(), re.MULTILI
 # What each system had: every row of its documents, by a word of it.
 HAD = {
     "A self-hosted Ray cluster with LoRA": [
-        *("ray start --head", "ray start --address", "ray status", "dashboard", "ray stop", "NFS", "Docker image"),
+        *(
+            "ray start --head",
+            "ray start --address",
+            "ray status",
+            "dashboard",
+            "ray stop",
+            "NFS",
+            "Docker image",
+            "image to the nodes",
+        ),
         *("generate-jobspec.sh", "training.sh", "tokenizing", "LoRA", "4-bit", "mixed precision", "accumulation"),
         *("checkpoints", "merge", "artifacts", "added and removed", "training.log", "nvidia-smi", "10 Gb/s"),
     ],
@@ -71,14 +85,60 @@ HAD = {
         *("going on", "NCCL_P2P_DISABLE", "PYTORCH_CUDA_ALLOC_CONF", "versions", "login", "gradient norm", "rng_state"),
         "git lfs",
     ],
+    "From TRL": [
+        *("SFTTrainer", "SFTConfig", "load_dataset", "eval_dataset", "eval_strategy", "messages", "dataset_text_field"),
+        *("formatting_func", "max_length", "packing", "padding_free", "assistant_only_loss", "completion_only_loss"),
+        *("chat_template_path", "LoraConfig", "use_rslora", "use_dora", "pissa", "load_in_4bit", "save_total_limit"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps", "lr_scheduler_type", "use_liger_kernel"),
+        *("accelerate launch", "DeepSpeed", "resume_from_checkpoint", "report_to", "EarlyStoppingCallback"),
+        *("compute_metrics", "save_model", "merge_and_unload", "push_to_hub"),
+    ],
+    "From Unsloth": [
+        *("FastLanguageModel.from_pretrained", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit"),
+        *("full_finetuning", "get_peft_model", "use_rslora", "loftq_config", "use_gradient_checkpointing"),
+        *("random_state", "get_chat_template", "standardize_sharegpt", "apply_chat_template", "for_inference"),
+        *("train_on_responses_only", "SFTTrainer", "adamw_8bit", "torchrun", "fast_inference"),
+        *("save_pretrained_merged", "save_pretrained_gguf", "push_to_hub_merged"),
+    ],
 }
+# What the script before says in other words than the file after it.
+FIELD_OF = {
+    "model": "model.name",
+    "model_name": "model.name",
+    "data_files": "data.source",
+    "num_train_epochs": "train.epochs",
+    "max_steps": "train.max_steps",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "learning_rate": "train.learning_rate",
+    "lr_scheduler_type": "train.schedule",
+    "warmup_steps": "train.warmup_steps",
+    "weight_decay": "train.weight_decay",
+    "optim": "train.optimizer",
+    "max_length": "data.max_length",
+    "max_seq_length": "data.max_length",
+    "packing": "data.packing",
+    "save_steps": "checkpoint.every_steps",
+    "r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "target_modules": "adapter.target_modules",
+    "seed": "run.seed",
+    "random_state": "run.seed",
+}
+LITERAL = (ast.Constant, ast.List)
+# Fields that SFTConfig has beside those of TrainingArguments.
+OF_SFT = {"max_length", "packing", "assistant_only_loss", "dataset_text_field"}
 
 
-def rows(section: str, page: str = PAGE) -> list[tuple[str, str]]:
+def part(section: str) -> str:
+    """A section of the page."""
+    text = PAGE[PAGE.index(f"\n## {section}\n") + 4 :]
+    return text[: text.find("\n## ")]
+
+
+def rows(section: str) -> list[tuple[str, str]]:
     """What it had, and what is here, of each row of a section's tables."""
-    text = page[page.index(f"\n## {section}\n") + 4 :]
-    text = text[: text.find("\n## ")]
-    found = re.findall(r"^\| (.*?) \| (.*) \|$", text, re.MULTILINE)
+    found = re.findall(r"^\| (.*?) \| (.*) \|$", part(section), re.MULTILINE)
     return [(had, here) for had, here in found if here not in ("the command here", "here", "---")]
 
 
@@ -102,7 +162,7 @@ def check(here: str, folder: Path) -> None:
             if match[2]:
                 plan_of("my-run.yaml", (f"{match[1]}={match[2]}",), folder)
         elif re.match(r"(deploy|examples)/", span) or words[0] == "python":
-            assert (ROOT / words[-1]).is_file(), span
+            assert (ROOT / words[words[0] == "python"]).is_file(), span
         elif span.startswith("--"):
             assert span in ("--to", "--dashboard-host"), f"whose option is {span}?"
             continue
@@ -138,6 +198,45 @@ def test_what_a_system_had_is_here(section: str, tmp_path: Path) -> None:
         except Exception as error:
             problems.append(f"{had}: {error!r}")
     assert problems == []
+
+
+@pytest.mark.parametrize("section", ["From TRL", "From Unsloth"])
+def test_the_file_after_says_what_the_script_before_did(section: str, tmp_path: Path) -> None:
+    script = re.findall(r"^```python\n(.*?)^```", part(section), re.MULTILINE | re.DOTALL)[0]
+    after = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", part(section), re.MULTILINE | re.DOTALL)[0])
+    calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
+    given = {
+        (ast.unparse(call.func), str(word.arg)): word.value for call in calls for word in call.keywords if word.arg
+    }
+    # Every word has a row; Unsloth's users find those of TRL in the section before.
+    named = " ".join(had for one in ("From TRL", section) for had, _ in rows(one))
+    ours = {(call, word) for call, word in given if call not in ("load_dataset", "tokenizer.apply_chat_template")}
+    assert sorted(word for _, word in ours if word not in named) == []
+    values = {word: ast.literal_eval(value) for (_, word), value in given.items() if isinstance(value, LITERAL)}
+    for word, value in values.items():
+        if (field := FIELD_OF.get(word)) is not None:
+            section_, name = field.split(".")
+            assert after[section_].get(name, 0) == value, word
+    assert (
+        values["gradient_accumulation_steps"] * values["per_device_train_batch_size"]
+        == (after["train"]["global_batch_size"])
+    )
+    assert f"{after['run'].get('output_dir', 'runs')}/{after['run']['name']}" == values["output_dir"]
+    # The words are those of the libraries.
+    peft = {word for call, word in given if call in ("LoraConfig", "FastLanguageModel.get_peft_model")}
+    assert peft - {field.name for field in dataclasses.fields(LoraConfig)} <= {
+        "use_gradient_checkpointing",
+        "random_state",
+    }
+    arguments = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert {word for call, word in given if call == "SFTConfig"} <= arguments | OF_SFT
+    plan = make_plan(
+        load_config(after, [f"run.output_dir={tmp_path}", "data.source=org/rows"]),
+        gpu="rtx4090-24gb",
+        environ={},
+        offline=True,
+    )
+    assert plan.starts is not False, plan.problems
 
 
 @pytest.mark.parametrize(

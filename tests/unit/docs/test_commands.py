@@ -1,4 +1,4 @@
-"""Every `finray ...` and `make ...` command in a fenced block of README and guide is one that the programs understand.
+"""The programs understand every `finray ...` and `make ...` command in a fenced block of README, guide and examples.
 
 The commands are parsed, not run: names of commands and options, and types of their values. They are run by
 tests/journeys/test_docs_commands.py, those apart that need more than a test has.
@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from finray.cli.main import app
-from tests.support.documents import PAGES, ROOT, blocks
+from tests.support.documents import PAGES, ROOT, blocks, name_of
 
 TARGETS = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
@@ -48,7 +48,7 @@ def understand(command: str) -> None:
     group.make_context(group.name or "finray", list(arguments), resilient_parsing="--help" in command)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=map(name_of, PAGES))
 def test_commands_are_understood(page: Path) -> None:
     problems = []
     for command in commands(page):
