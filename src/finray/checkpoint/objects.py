@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from finray.errors import CheckpointError, StorageError
 from finray.files import digest_of, first_line
+from finray.pretrained import remote
 
 T = TypeVar("T")
 # Six tries take some 30 s in total: as long as storage takes to scale up, and no longer than a person waits.
@@ -35,21 +36,20 @@ _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-def open_filesystem(url: str) -> tuple[Any, str]:
+def open_filesystem(url: str, *, patient: bool = False) -> tuple[Any, str]:
     """The file system of a URL, and the path within it; without a cache of listings.
 
     Raises:
-        StorageError: no library for the scheme is installed, or the URL is malformed.
+        StorageError: no library for the scheme is installed, the URL is malformed, or, unless ``patient``, the storage
+            does not answer.
     """
     import fsspec
 
     scheme = url.split("://", 1)[0]
-    options: dict[str, Any] = {"use_listings_cache": False}
+    options = remote.options(scheme) | {"use_listings_cache": False}
     if scheme == "s3":
         # Retries happen here; with both, it would take minutes to give up.
-        options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
-        # Otherwise fsspec would reuse a file system that it created when the variable named another server.
-        options["endpoint_url"] = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        options["config_kwargs"] |= {"retries": {"total_max_attempts": 1}}
     try:
         fs, path = fsspec.core.url_to_fs(url, **options)
     except ImportError:
@@ -61,6 +61,11 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         raise StorageError(f"the URL cannot be used: {first_line(error)}", where=url, repair=repair) from None
     if scheme == "s3":
         fs.retries = 1
+    if not patient and (silence := remote.silence(fs, scheme)) is not None:
+        address, waited = silence
+        raise StorageError(
+            f"the storage gave {waited}: {address}", where=url, repair="check the address and the network"
+        )
     return fs, path.rstrip("/")
 
 
@@ -69,16 +74,26 @@ class Objects:
 
     Args:
         url: of the folder.
+        patient: do not ask first whether the storage answers. For a run that goes on: it waits for storage that is
+            away for a moment.
         tries: number of attempts of an operation.
         sleep: sleeps for the given seconds between attempts; replaced in tests.
 
     Raises:
-        StorageError: by all methods, if the storage still fails at the last attempt.
+        StorageError: by all methods, if the storage still fails at the last attempt; and as
+            :func:`open_filesystem`.
     """
 
-    def __init__(self, url: str, *, tries: int = TRIES, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        patient: bool = False,
+        tries: int = TRIES,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.url = url.rstrip("/")
-        self._fs, self._path = open_filesystem(self.url)
+        self._fs, self._path = open_filesystem(self.url, patient=patient)
         self._tries = tries
         self._sleep = sleep
 

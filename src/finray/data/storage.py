@@ -26,10 +26,11 @@ import fsspec
 from finray.config.paths import is_url
 from finray.errors import DataError
 from finray.files import FileKind, digest_of, first_line
-from finray.pretrained import hub
+from finray.pretrained import hub, remote
 
 COMPRESSION: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "abfs": "azure", "az": "azure"}
+_SILENT = "check the address and the network"
 # A file modified less than this long ago may change again without its timestamps showing it.
 _SETTLED_S = 2.0
 # After this many outdated lines, the file of digests is rewritten.
@@ -43,17 +44,14 @@ def filesystem(name: str) -> tuple[Any, str]:
     """The file system of a path or URL, and the path within it.
 
     Raises:
-        DataError: no library for the scheme is installed, or the URL is malformed.
+        DataError: no library for the scheme is installed, the URL is malformed, or the storage does not answer.
     """
     if not is_url(name):
         # A local name may contain what fsspec would interpret (`::`, `~`).
         return fsspec.filesystem("file"), str(Path(name).absolute())
     scheme = name.split("://", 1)[0]
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if scheme == "s3" and endpoint:
-        _require_answer(endpoint)
     try:
-        return fsspec.core.url_to_fs(name)  # type: ignore[no-any-return]
+        fs, path = fsspec.core.url_to_fs(name, **remote.options(scheme))
     except ImportError:
         extra = _EXTRAS.get(scheme)
         line = f"`pip install 'finray[{extra}]'`" if extra else f"install the fsspec package for `{scheme}://`"
@@ -63,13 +61,17 @@ def filesystem(name: str) -> tuple[Any, str]:
         raise DataError(
             f"the URL cannot be used: {first_line(error)}", where=name, repair="name another source"
         ) from None
+    if (silence := remote.silence(fs, scheme)) is not None:
+        address, waited = silence
+        raise DataError(f"the server gave {waited}", where=address, repair=_SILENT)
+    return fs, path
 
 
 @lru_cache
 def _require_answer(url: str) -> None:
     """Refuse an unresponsive server: the libraries would wait for minutes, twice."""
     if hub.unreachable(url) == hub.no_answer():
-        raise DataError(f"the server gave {hub.no_answer()}", where=url, repair="check the address and the network")
+        raise DataError(f"the server gave {hub.no_answer()}", where=url, repair=_SILENT)
 
 
 @contextmanager

@@ -183,7 +183,7 @@ def open_store(run_dir: Path, url: str | None, strategy: Strategy) -> Checkpoint
         return CheckpointStore(run_dir, fence=fence.check)
     attempt = strategy.broadcast_object(uuid.uuid4().hex)
     here = ranks_here(strategy, run_dir)
-    objects = on_all_ranks(strategy, lambda: Objects(url))
+    objects = on_all_ranks(strategy, lambda: Objects(url, patient=True))
     share = here.index(strategy.rank), len(here)
     store = RemoteStore(run_dir, objects, attempt=attempt, first=first, share=share)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from aiohttp import ClientTimeout
 
 from finray.checkpoint import objects as module
 from finray.checkpoint.objects import Objects, _pauses, open_filesystem, upload_folder
@@ -304,8 +305,8 @@ def test_s3_is_tried_once_by_its_library_and_asked_at_the_endpoint_of_the_enviro
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one")
     assert open_filesystem("s3://bucket/path/") == (fs, "bucket/path")
-    expected = {"use_listings_cache": False, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
-    assert seen == expected | {"endpoint_url": "http://one"}
+    limits = {"connect_timeout": 5, "read_timeout": 15, "retries": {"total_max_attempts": 1}}
+    assert seen == {"use_listings_cache": False, "config_kwargs": limits, "endpoint_url": "http://one"}
     assert fs.retries == 1
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two")
     open_filesystem("s3://bucket")
@@ -313,6 +314,7 @@ def test_s3_is_tried_once_by_its_library_and_asked_at_the_endpoint_of_the_enviro
     seen.clear()
     fs.retries = 5
     open_filesystem("gs://bucket")
+    assert seen.pop("session_kwargs")["timeout"] == ClientTimeout(total=None, sock_connect=5, sock_read=15)
     assert seen == {"use_listings_cache": False}
     assert fs.retries == 5
 

@@ -205,7 +205,7 @@ def test_the_suffix_that_says_how_a_file_is_read(name: str, suffix: str, packed:
 def test_a_scheme_that_nothing_installed_can_read_names_what_to_install(
     scheme: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(url: str) -> None:
+    def missing(url: str, **options: object) -> None:
         raise ImportError(url)
 
     # Of the S3 server that tests with Ray have, in whose process this may run.

@@ -1,0 +1,70 @@
+"""Time limits for storage behind a URL: fsspec's libraries wait for minutes, and try again after each wait.
+
+A limit is for one read without a byte. So slow storage is never cut off, however long a file takes.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Any
+
+from finray.pretrained import hub
+
+CONNECT_S = 5.0
+# A store may be silent while it joins the parts of an upload, or copies an object; a web server only reads.
+READ_S = 15.0
+WEB_READ_S = 10.0
+_WEB = ("http", "https")
+_GOOGLE = ("gs", "gcs")
+_answered: set[str] = set()
+
+
+def options(scheme: str) -> dict[str, Any]:
+    """Arguments for fsspec's file system of a scheme: its time limits, and where it is."""
+    if scheme == "s3":
+        return {
+            "config_kwargs": {"connect_timeout": CONNECT_S, "read_timeout": READ_S},
+            # Otherwise fsspec would reuse a file system that it created when the variable named another server.
+            "endpoint_url": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),
+        }
+    if scheme in _WEB + _GOOGLE:
+        with suppress(ImportError):
+            import aiohttp
+
+            # Its own limit of five minutes is for a whole file.
+            read, name = (WEB_READ_S, "client_kwargs") if scheme in _WEB else (READ_S, "session_kwargs")
+            return {name: {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=read)}}
+    return {}
+
+
+def silence(fs: Any, scheme: str) -> tuple[str, str] | None:
+    """The address of a storage that gives no answer, and for how long; None if it answers, whatever that is.
+
+    An answer is remembered. The S3 file system is told to give up at the second silence in a row.
+    """
+    address = None
+    # An error here is met again, and reported, when the storage is used.
+    with suppress(Exception):
+        if scheme == "s3":
+            address = fs.s3.meta.endpoint_url
+            fs.s3.meta.events.register_first("needs-retry.s3", _give_up, unique_id="finray")
+        elif scheme in _GOOGLE:
+            address = fs.base
+    if address is None or address in _answered:
+        return None
+    if hub.unreachable(address) == hub.no_answer():
+        return address, hub.no_answer()
+    _answered.add(address)
+    return None
+
+
+class Silence(OSError):
+    """Storage that answered before says nothing any more."""
+
+
+def _give_up(attempts: int, caught_exception: Exception | None = None, **_: Any) -> None:
+    """Called by botocore before it tries a request again, which it does five times, and s3fs five times that."""
+    timed_out = type(caught_exception).__name__ in ("ReadTimeoutError", "ConnectTimeoutError")
+    if attempts > 1 and timed_out:
+        raise Silence(f"no answer within {READ_S:g} s, twice") from None
