@@ -24,9 +24,9 @@ GPUS = 1024
 STATE = 16 * 70.6e9
 STORAGE, HOST, NETWORK = 25e9, 5e9, 50e9
 STEP_S = 10.0
-# Seconds from the loss of a machine until workers load. Ray gives up on a machine that does not answer after about 30
-# s.
-BEFORE_LOAD = {"detect": 30.0, "teardown": 5.0, "Ray": 10.0, "workers": 40.0}
+# Seconds from the loss of a machine until workers load. A cluster of `finray cluster up` gives up a machine that does
+# not answer after at most 16 s (`finray.runtime.nodes.HEALTH_ENV`).
+BEFORE_LOAD = {"detect": 16.0, "teardown": 5.0, "Ray": 10.0, "workers": 40.0}
 HOURS = (round(GPU_HOURS / GPUS), 10, 1)
 
 

@@ -10,7 +10,7 @@ and measures the phases up to the first step after the restart:
 - Ray: until the new workers have started their function;
 - workers: until they have formed their process group;
 - load: until the model and the checkpoint are loaded;
-- first step: until the first step that had not been done before this attempt.
+- first step: until the first step after that is done.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,10 +49,10 @@ class Marks:
         self.found.setdefault(name, time.monotonic())
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase; a phase that ended before the previous one counts as 0."""
+        """Seconds of each phase. One that ended before the previous one, or whose end was not seen, counts as 0."""
         seconds, last = {}, self.killed
         for name in PHASES:
-            now = max(last, self.found[name])
+            now = max(last, self.found.get(name, last))
             seconds[name], last = now - last, now
         return seconds
 
@@ -138,34 +139,53 @@ def measure(model: Path, kills: int, *, seed: int, every: int) -> list[dict[str,
 
     driver.Listener = Listening  # type: ignore[misc]
     found: list[dict[str, float]] = []
+    problems: list[str] = []
+
+    def wait_for(what: str, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not true():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not within {PATIENCE_S:g} s")
+            # Not more often: to look at all processes costs CPU that the workers need.
+            time.sleep(0.2)
 
     def kill() -> None:
-        deadline = time.monotonic() + PATIENCE_S * (kills + 1)
         for _ in range(kills):
             goal = recovery.step + draw.randrange(every, 3 * every)
-            while recovery.step < goal and time.monotonic() < deadline:
-                time.sleep(0.02)
+            wait_for(f"step {goal}", lambda goal=goal: recovery.step >= goal)  # type: ignore[misc]
             old = workers()
             victim = draw.choice(sorted(old))
             recovery.marks = marks = Marks(time.monotonic())
             os.kill(victim, signal.SIGKILL)
-            while "first step" not in marks.found and time.monotonic() < deadline:
+
+            def is_again(old: set[int] = old, marks: Marks = marks) -> bool:
                 now = workers()
                 if not now & old:
                     marks.mark("teardown")
                     if len(now) > 1:
                         marks.mark("Ray")
-                # Not more often: to look at all processes costs CPU that the workers need.
-                time.sleep(0.2)
+                return "first step" in marks.found
+
+            wait_for("a step after the kill", is_again)
             recovery.marks = None
             found.append(marks.phases())
             print(json.dumps({name: round(value, 2) for name, value in found[-1].items()}), file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGINT)
+
+    def kill_and_end() -> None:
+        try:
+            kill()
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
+        finally:
+            # Whatever happened here, the training must not go on without anybody looking.
+            os.kill(os.getpid(), signal.SIGINT)
 
     with tempfile.TemporaryDirectory() as folder:
-        threading.Thread(target=kill, daemon=True).start()
+        threading.Thread(target=kill_and_end, daemon=True).start()
         with suppress(KeyboardInterrupt):
             driver.train(config_of(model, Path(folder), every=every))
+    if problems or len(found) < kills:
+        raise SystemExit(f"{len(found)} of {kills} kills were measured: {'; '.join(problems) or 'the training ended'}")
     return found
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from finray.checkpoint import CheckpointStore
 from finray.records import TrainRecord
+from finray.runtime import nodes
 from finray.tracking.starts import Start, read_starts
 from tests.support import forks, gated, hosts, runs, tiny
 from tests.support.group import run_group
@@ -33,11 +34,21 @@ PATIENCE_S = 300.0
 PARTITION_S = 20.0
 # Steps between checkpoints on storage, and between those in memory.
 EVERY, IN_MEMORY = 6, 2
-# A node that does not answer is given up within some fifteen seconds, and not within a minute.
-_HEALTH = (
-    '{"health_check_initial_delay_ms":5000,"health_check_period_ms":1000,"health_check_timeout_ms":3000,'
-    '"health_check_failure_threshold":4,"memory_monitor_refresh_ms":0}'
-)
+_NOTES = """
+import contextlib, sys, time
+from finray.errors import ClusterError
+from finray.runtime import nodes
+alive, file = set(), open(sys.argv[2], "a")
+while True:
+    with contextlib.suppress(ClusterError):
+        now = {one["ip"] for one in nodes.gcs_nodes(sys.argv[1], where="") if one["alive"]}
+        for change, who in (("lost", alive - now), ("listed", now - alive)):
+            for ip in who:
+                print(ip, change, time.time(), file=file, flush=True)
+        alive = now
+    time.sleep(0.2)
+"""
+_NO_MONITOR = '{"memory_monitor_refresh_ms":0}'
 
 # What is done, and the steps that are done again: what is left has the newest checkpoint in its memory, or on storage.
 LOST_AT_MOST = {
@@ -74,12 +85,15 @@ class RayHosts:
             "RAY_START_HOOK": "tests.support.light_ray.light",
             "RAY_enable_metrics_collection": "false",
             "COLUMNS": "200",
+            # As `finray cluster up` has it.
+            **nodes.HEALTH_ENV,
         }
         if forks.SOCKET in os.environ:
             env |= {forks.SOCKET: os.environ[forks.SOCKET], forks.ON_HOSTS: "1"}
         self.head, *self.workers = (bed.host(env) for _ in range(workers + 1))
         self.by_name = {one.name: one for one in (self.head, *self.workers)}
-        self._bed, self._cpus = bed, cpus
+        self._bed, self._cpus, self._env = bed, cpus, env
+        self._notes = bed.shared / "nodes"
         self._nodes: dict[str, subprocess.Popen[str]] = {}
         self.start(self.head, *self.workers)
 
@@ -87,6 +101,14 @@ class RayHosts:
     def address(self) -> str:
         """Of the head."""
         return f"{self.head.ip}:{PORT}"
+
+    def add(self) -> Host:
+        """One host more, for workers."""
+        host = self._bed.host(self._env)
+        self.workers.append(host)
+        self.by_name[host.name] = host
+        self.start(host)
+        return host
 
     def _log(self, host: Host) -> Path:
         return self._bed.shared / f"ray-{host.name}.log"
@@ -103,7 +125,7 @@ class RayHosts:
             host.boot()
         words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.ip}", "--block"]
         words += ["--object-store-memory=80000000", f"--num-cpus={0 if host is self.head else self._cpus}"]
-        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--system-config={_HEALTH}"]
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--system-config={_NO_MONITOR}"]
         words += head if host is self.head else [f"--address={self.address}"]
         with self._log(host).open("w") as log:
             self._nodes[host.name] = host.start(*words, stdout=log, stderr=log)
@@ -114,6 +136,21 @@ class RayHosts:
             host.kill()
             self._start_node(host)
         return "Ray runtime started" in self._log(host).read_text(encoding="utf-8")
+
+    def watch(self) -> None:
+        """Note from now on when Ray lists nodes, and when it gives them up: for :meth:`noted`."""
+        self.head.start(sys.executable, "-c", _NOTES, self.address, self._notes)
+        self.noted(self.head, "listed")
+
+    def noted(self, host: Host, change: str) -> float:
+        """Wait until Ray has ``listed`` or ``lost`` a host; when that was last, in seconds since 1970."""
+
+        def times() -> list[float]:
+            lines = self._notes.read_text(encoding="utf-8").splitlines() if self._notes.exists() else []
+            return [float(at) for ip, what, at in map(str.split, lines) if (ip, what) == (host.ip, change)]
+
+        found: list[float] = hosts.wait_until(times, f"Ray has {change} {host.name}", timeout=PATIENCE_S)
+        return found[-1]
 
     def again(self, *lost: Host) -> None:
         """Turn hosts off and on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ TOKEN = "/tmp/home/.ray/auth_token"
 # What a small node needs; the rest is as a user has it.
 SMALL = ("--", "--num-cpus=1", "--object-store-memory=100000000")
 UP = ("cluster", "up", *SMALL)
+# A node without a network was given up after 15 s, and after 65 s by Ray's own values.
+GIVEN_UP_S = 40
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +237,29 @@ def test_a_node_that_cannot_join_says_why(cluster: list[hosts.Host]) -> None:
     done = h3.finray("cluster", "join", h1.ip, "--any-version", *SMALL, env={"PYTHONPATH": path})
     assert done.code == 0, done.out + done.err
     assert "h3 has torch 1.0.0" in " ".join(status(h1)["complaints"])
+
+
+GIVEN_UP = """
+import sys, time
+from finray.runtime import nodes
+print("ready", flush=True)
+while any(one["alive"] and one["ip"] == sys.argv[2] for one in nodes.gcs_nodes(sys.argv[1], where="")):
+    time.sleep(0.2)
+print("given up", flush=True)
+"""
+
+
+def test_a_node_that_does_not_answer_is_given_up_sooner_than_by_ray(cluster: list[hosts.Host]) -> None:
+    h1, _, h3 = cluster
+    watching = h1.start(sys.executable, "-c", GIVEN_UP, f"{h1.ip}:6379", h3.ip)
+    assert watching.stdout is not None
+    assert watching.stdout.readline() == "ready\n"
+    with h3.partitioned():
+        began = time.monotonic()
+        assert watching.stdout.readline() == "given up\n"
+        seconds = time.monotonic() - began
+    print(f"given up after {seconds:.1f} s")
+    assert seconds < GIVEN_UP_S
 
 
 def test_no_process_is_left_when_all_are_down(cluster: list[hosts.Host]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,39 +11,24 @@ from typing import Any
 import pytest
 
 from finray.tracking.starts import read_starts
-from tests.support import gated, hosts, runs, tiny
-from tests.support.hosts import Host, wait_until
+from tests.hosts import kills
+from tests.support import forks, gated, hosts, runs, tiny
+from tests.support.hosts import wait_until
 
 STEPS, EVERY = 60, 4
-TOKEN = secrets.token_hex(32)
-RAY = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": TOKEN,
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
-}
-
-
-def start_ray(host: Host, head: Host) -> None:
-    """A node with the CPUs of one worker, in the foreground of a process that ends with its host."""
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.ip}", "--num-cpus=2"]
-    words += ["--object-store-memory=80000000", "--block"]
-    words += ["--head", "--port=6379", "--include-dashboard=false"] if host is head else [f"--address={head.ip}:6379"]
-    log = (host.bed.shared / f"{host.name}.log").open("w")
-    host.start(*words, stdout=log, stderr=log)
+# Seconds from a node that Ray lists to workers on it that are at work; and from a lost one to workers on the others.
+USED_WITHIN_S = 60
 
 
 @pytest.fixture
-def three(bed: hosts.Bed) -> Iterator[list[Host]]:
-    made = [bed.host(RAY) for _ in range(3)]
-    yield made
-    for one in made:
-        one.kill()
+def cluster(bed: hosts.Bed) -> Iterator[kills.RayHosts]:
+    """A head, and a host with the CPUs of one worker."""
+    with forks.server(bed.shared):
+        yield kills.RayHosts(bed, workers=1, cpus=2)
 
 
-def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], tokenizer: Any) -> None:
+def test_one_worker_then_three_then_two(bed: hosts.Bed, cluster: kills.RayHosts, tokenizer: Any) -> None:
     """Two hosts join, one is lost, and one is without a network for 20 seconds."""
-    first, second, third = three
     tiny.save_model("llama", bed.shared / "model", tokenizer)
     rows = tiny.write_chat_rows(bed.shared, 50)
     output = bed.shared / "runs"
@@ -69,35 +52,42 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], token
     def workers() -> int:
         return len(runs.read_workers(run_dir)) if (run_dir / "workers.json").exists() else 0
 
-    def grown_to(count: int) -> None:
+    def last_size() -> int:
+        return read_starts(run_dir)[-1].header.world_size
+
+    def grown_by(host: hosts.Host, count: int) -> None:
         """Wait until there is room for so many; then let steps begin, one at a time, until so many are at work."""
-        began = time.monotonic()
         wait_until(lambda: any(f"there is room for {count} workers" in line for line in said), f"room for {count}")
-        while workers() != count:
+        while last_size() != count:
             assert started.poll() is None, said
             before = steps()
             gated.allow(output, before + 1)
-            wait_until(lambda before=before: steps() > before or workers() == count, "a step or other workers")  # type: ignore[misc]
-        print(f"{count} workers {time.monotonic() - began:.0f} s after a host was turned on")
+            wait_until(lambda before=before: steps() > before or last_size() == count, "a step or other workers")  # type: ignore[misc]
+        seconds = read_starts(run_dir)[-1].time - cluster.noted(host, "listed")
+        print(f"{count} workers are at work {seconds:.0f} s after Ray lists {host.name}")
+        assert seconds < USED_WITHIN_S
 
     gated.allow(output, 3)
-    start_ray(first, first)
-    wait_until(lambda: first.call(lambda: hosts_answer(first)), "Ray's head")
-    started = first.start_finray("train", str(config), f"cluster.address={first.ip}:6379", cwd=hosts.ROOT)
+    cluster.watch()
+    started = cluster.head.start_finray("train", config, f"cluster.address={cluster.address}", cwd=hosts.ROOT)
     said: list[str] = []
     threading.Thread(target=lambda: said.extend(iter(started.stdout.readline, "")), daemon=True).start()  # type: ignore[union-attr]
     wait_until(lambda: steps() == 3, "three steps")
     assert workers() == 1
-    start_ray(second, first)
-    grown_to(2)
-    start_ray(third, first)
-    grown_to(3)
+    second = cluster.add()
+    grown_by(second, 2)
+    third = cluster.add()
+    grown_by(third, 3)
     after_checkpoint = (steps() // EVERY + 1) * EVERY + 1
     gated.allow(output, after_checkpoint)
     wait_until(lambda: steps() == after_checkpoint, "a checkpoint")
+    lost_at = time.time()
     third.kill()
     # No step is needed: Ray hears of the lost node, and those that are left start again.
-    wait_until(lambda: workers() == 2, "two workers")
+    wait_until(lambda: last_size() == 2, "two workers")
+    seconds = read_starts(run_dir)[-1].time - lost_at
+    print(f"2 workers are at work {seconds:.0f} s after {third.name} was lost")
+    assert seconds < USED_WITHIN_S
     with second.partitioned():
         gated.allow(output, STEPS)
         time.sleep(20)
@@ -116,13 +106,3 @@ def test_one_worker_then_three_then_two(bed: hosts.Bed, three: list[Host], token
     norms, others = runs.values(run_dir, "grad_norm"), runs.values(undisturbed, "grad_norm")
     assert norms[:30] == pytest.approx(others[:30], rel=1e-4)
     assert curve[-1] == pytest.approx(other[-1], abs=1e-4)
-
-
-def hosts_answer(head: Host) -> bool:
-    import socket
-
-    try:
-        socket.create_connection((head.ip, 6379), 1).close()
-    except OSError:
-        return False
-    return True

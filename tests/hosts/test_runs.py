@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from finray.data.sampling.collate import Batch
 from finray.tasks.causal_lm import CausalLM
 from finray.tracking.starts import read_starts
 from tests.hosts import kills
-from tests.support import hosts, runs, s3, tiny
+from tests.support import forks, hosts, runs, s3, tiny
 
+OWN_MODEL = "/tmp/model"
 SECRETS = {"HF_TOKEN": "hf_abcdefghijklmnopqrst", "MLFLOW_TRACKING_PASSWORD": "hunter2-planted"}
-STRATEGIES = {
+STRATEGIES: dict[str, runs.Plain] = {
+    "DDP": {"parallel.strategy": "ddp"},
     "FSDP2": {"parallel.strategy": "fsdp"},
     "ZeRO-3": {"parallel.strategy": "deepspeed", "parallel.zero_stage": 3},
 }
 
 
 @pytest.fixture(scope="module")
-def cluster(bed: hosts.Bed, hosts_s3: s3.Server) -> kills.RayHosts:
-    return kills.RayHosts(bed, workers=3)
+def cluster(bed: hosts.Bed, hosts_s3: s3.Server) -> Iterator[kills.RayHosts]:
+    with forks.server(bed.shared):
+        yield kills.RayHosts(bed, workers=3)
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +59,36 @@ def require_no_secret(cluster: kills.RayHosts, bed: hosts.Bed, bucket: s3.Bucket
             assert found == "", f"{secret[:4]}... on {host.name}"
 
 
-@pytest.mark.parametrize(("strategy", "storage"), [("ZeRO-3", "S3"), ("ZeRO-3", "disk"), ("FSDP2", "S3")])
+@pytest.fixture(scope="module")
+def unshared(cluster: kills.RayHosts, plain: runs.Plain, bed: hosts.Bed, hosts_s3: s3.Server) -> runs.Plain:
+    """The same with the rows behind a URL, and a model that each host has to itself, in its own `/tmp`."""
+    for host in (cluster.head, *cluster.workers):
+        host.check("cp", "-r", bed.shared / "model", OWN_MODEL)
+    rows = hosts_s3.bucket().upload(Path(plain["data"]["source"]), "rows.jsonl")
+    return runs.changed(plain, {"model.name": OWN_MODEL, "data.source": rows})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "storage"), [("DDP", "S3"), ("ZeRO-3", "S3"), ("ZeRO-3", "disk"), ("FSDP2", "S3")]
+)
 def test_three_hosts_have_the_curve_of_one_machine(
     cluster: kills.RayHosts,
     bed: hosts.Bed,
     hosts_s3: s3.Server,
     plain: runs.Plain,
+    unshared: runs.Plain,
     alone: Path,
     strategy: str,
     storage: str,
     tmp_path: Path,
 ) -> None:
-    """On S3 each host has a directory of the run to itself. (DDP, and FSDP2 on a shared disk: test_cluster.)"""
+    """With S3 the hosts share nothing else. (DDP and FSDP2 on a shared disk: test_cluster.)"""
     bucket, shared = hosts_s3.bucket(), bed.shared / strategy
     output = bucket.url("runs") if storage == "S3" else str(shared)
-    changes = {**STRATEGIES[strategy], "run.output_dir": output}
-    config = runs.write_config(runs.changed(plain, changes), bed.shared / "run.yaml")
-    done = cluster.head.finray("train", config, timeout=500, env=SECRETS)
+    changed = runs.changed(unshared if storage == "S3" else plain, STRATEGIES[strategy], {"run.output_dir": output})
+    assert (str(bed.shared) in yaml.safe_dump(changed)) == (storage == "disk")
+    cluster.head.write("/tmp/run.yaml", yaml.safe_dump(changed).encode())
+    done = cluster.head.finray("train", "/tmp/run.yaml", timeout=500, env=SECRETS)
     assert done.code == 0, done.out + done.err
     run_dir = shared / "run"
     if storage == "S3":

@@ -1,7 +1,8 @@
-"""Tasks that fail as real ones do: one whose rank runs out of a GPU's memory, one whose rank hangs in a step."""
+"""Tasks of which one rank fails as in real ones: it runs out of memory, hangs, raises an error, or computes NaN."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -13,6 +14,9 @@ from finray.tasks.causal_lm import CausalLM
 
 NO_MEMORY = f"{__name__}:NoMemoryLM"
 SLEEPING = f"{__name__}:SleepingLM"
+FAILING = f"{__name__}:FailingLM"
+POISONED = f"{__name__}:PoisonedLM"
+POISONED_PASS = 6
 MARK = "FINRAY_TEST_MARK"
 # As torch 2.13 says it.
 SAID = (
@@ -53,3 +57,34 @@ def asleep() -> None:
     """What the stack of the rank must show."""
     while True:
         time.sleep(1)
+
+
+class FailingLM(CausalLM):
+    """A language model whose rank 1 fails in its third forward pass, in every attempt."""
+
+    passes = 0
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Raise what no restart helps against."""
+        self.passes += 1
+        if os.environ["RANK"] == "1" and self.passes == 3:
+            raise LookupError("row 7 has no label")
+        return super().loss_sum(batch)
+
+
+class PoisonedLM(CausalLM):
+    """A language model whose loss is NaN on rank 1 in one forward pass. Before each pass, a rank adds a digest of the
+    trained weights to a file of its own, in the directory that the environment names."""
+
+    passes = 0
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Note the weights, and multiply by NaN."""
+        self.passes += 1
+        rank = os.environ["RANK"]
+        trained = [one.detach().numpy().tobytes() for one in self.trainable().values()]
+        (folder := Path(os.environ[MARK])).mkdir(exist_ok=True)
+        with (folder / f"weights-{rank}").open("a") as stream:
+            stream.write(f"{hashlib.sha256(b''.join(trained)).hexdigest()}\n")
+        loss = super().loss_sum(batch)
+        return loss * float("nan") if rank == "1" and self.passes == POISONED_PASS else loss

@@ -11,7 +11,8 @@ The methods and attributes that begin with an underscore are private in Ray 2.60
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -24,11 +25,14 @@ from ray.util.placement_group import placement_group_table
 
 from finray.planning.placement import room
 from finray.runtime.failures import OutOfMemory
+from finray.runtime.nodes import joined
 from finray.runtime.progress import Address, resize_to
+from finray.runtime.watch import refusal
 
 # How long the resources of ended workers may take to become free, before fewer workers start.
 SETTLE_S = 10.0
 _PAUSE_S = 0.2
+_ASKED_AT_ONCE = 64
 
 
 class Resize(Exception):
@@ -79,6 +83,7 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
         self._expected, self._clock = expected, clock
         self._waiting_since: float | None = None
         self._looked_at = clock()
+        self._silent: set[str] = set()
 
     def after_controller_start(self, train_run_context: Any) -> None:
         """Ask the autoscaler for resources for the maximum number of workers."""
@@ -93,18 +98,14 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
         """Start as many as there is room for, or wait."""
         self._maybe_send_resource_request()
         now = self._clock()
+        possible, at_best = self._room(afresh=self._waiting_since is None)
         if self._waiting_since is None:
             self._waiting_since = now
-        possible = room_for(
-            self.scaling_config._resources_per_worker_not_none,
-            group=self._group,
-            most=self.scaling_config.max_workers,
-            kept=int(self._evaluator),
-        )
         count = workers_to_start(
             possible,
             fewest=self.scaling_config.min_workers,
-            expected=self._expected,
+            # Nothing is left to wait for where a machine is lost.
+            expected=min(self._expected, at_best),
             waited_s=now - self._waiting_since,
         )
         if count is None:
@@ -120,22 +121,50 @@ class Elastic(ElasticScalingPolicy):  # type: ignore[misc]
         now = self._clock()
         if now - self._looked_at >= self.scaling_config.elastic_resize_monitor_interval_s:
             self._looked_at = now
-            possible = room_for(
-                self.scaling_config._resources_per_worker_not_none,
-                group=self._group,
-                most=self.scaling_config.max_workers,
-                kept=int(self._evaluator),
-            )
+            possible, _ = self._room(afresh=True)
             if possible > worker_group_state.num_workers and resize_to(self._listener, possible):
                 self._expected = possible
         return NoopDecision()
 
+    def _room(self, *, afresh: bool) -> tuple[int, int]:
+        """How many workers there is room for on machines that answer, and how many there would be if they were idle.
 
-def room_for(each: Mapping[str, float], *, group: str, most: int, kept: int) -> int:
+        Until Ray gives up a lost machine, it counts its resources as free. Workers that were to start there would wait
+        for a minute.
+
+        Args:
+            afresh: ask all machines, and not only those that did not answer the last time.
+        """
+        alive = {one["NodeID"]: one for one in ray.nodes() if one["Alive"]}
+        asked = alive.keys() if afresh else self._silent & alive.keys()
+        self._silent = silent(
+            {node: joined(alive[node]["NodeManagerAddress"], alive[node]["NodeManagerPort"]) for node in asked}
+        )
+        nodes = alive.keys() - self._silent
+        each, most, kept = (
+            self.scaling_config._resources_per_worker_not_none,
+            self.scaling_config.max_workers,
+            int(self._evaluator),
+        )
+        now = room_for(each, nodes=nodes, group=self._group, most=most, kept=kept)
+        return now, room((alive[node]["Resources"] for node in nodes), each, most=most + kept) - kept
+
+
+def silent(addresses: Mapping[str, str]) -> set[str]:
+    """The nodes that accept no connection, of some with their addresses (``host:port``). Busy ones do accept it."""
+    if not addresses:
+        return set()
+    with ThreadPoolExecutor(min(len(addresses), _ASKED_AT_ONCE)) as pool:
+        refusals = pool.map(refusal, addresses.values())
+        return {node for node, why in zip(addresses, refusals, strict=True) if why is not None}
+
+
+def room_for(each: Mapping[str, float], *, nodes: Collection[str], group: str, most: int, kept: int) -> int:
     """How many workers of a run the cluster has room for, including the current ones.
 
     Args:
         each: resources of one worker.
+        nodes: Ray's names of the machines that count, unless they are about to be drained.
         group: prefix of the name of the run's placement groups.
         most: maximum number of workers.
         kept: room for this many workers is left to others.
@@ -145,10 +174,11 @@ def room_for(each: Mapping[str, float], *, group: str, most: int, kept: int) -> 
     free = {
         node: dict(found)
         for node, found in state.available_resources_per_node().items()
-        if node not in draining and any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
+        if node in nodes and node not in draining
     }
     for one in placement_group_table().values():
-        if one["name"].startswith(group) and one["state"] == "CREATED":
+        # One that has lost a machine is being rescheduled, and has the resources of the others still.
+        if one["name"].startswith(group) and one["state"] != "REMOVED":
             for index, bundle in one["bundles"].items():
                 node = one["bundles_to_node_id"][index]
                 for name, amount in bundle.items() if node in free else ():

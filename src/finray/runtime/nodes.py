@@ -46,6 +46,14 @@ NODE_ENV = {
     "DASHBOARD_METRIC_PORT": "-1",
     "RAY_START_HOOK": "finray.runtime.nodes.without_client_server",
 }
+# When the head gives up a node that does not answer: after four checks in a row that each wait three seconds, so within
+# 16 s. With Ray's own values it took 65 s. A node that is merely busy answers one of the four. These are variables
+# because Ray lets a user's `--system-config` win over them.
+HEALTH_ENV = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "4",
+}
 # Versions that nodes must share. A torch build for other hardware (2.13.0+cu128) is not another version.
 COMPARED = ("python", "ray", "torch", "transformers", "finray")
 _LABEL, _NODE = "finray/", "finray/node"
@@ -220,6 +228,8 @@ def up(
         dashboard_host: where Ray's dashboard listens.
         options: more options of `ray start`.
 
+    Nodes that do not answer are given up after :data:`HEALTH_ENV`, unless the user set these variables.
+
     Raises:
         ClusterError: a node runs here already, or Ray does not start.
     """
@@ -341,7 +351,7 @@ def _run_node(address: str, words: Sequence[str], log: Path, *, where: str) -> A
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
-            env={**{name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}, **NODE_ENV},
+            env=environment(),
             # Ctrl-C in the terminal must not reach it.
             start_new_session=True,
         )
@@ -358,6 +368,12 @@ def _run_node(address: str, words: Sequence[str], log: Path, *, where: str) -> A
         process.wait()
         raise
     return me
+
+
+def environment() -> dict[str, str]:
+    """The variables of a node's processes."""
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return HEALTH_ENV | inherited | NODE_ENV
 
 
 def _is_known(address: str, mark: str) -> bool:

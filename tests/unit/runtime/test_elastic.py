@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,63 @@ def test_workers_to_start(possible: int, fewest: int, expected: int, waited_s: f
     from finray.runtime.elastic import workers_to_start
 
     assert workers_to_start(possible, fewest=fewest, expected=expected, waited_s=waited_s) == count
+
+
+class Cluster:
+    """Stands for what Ray says of a cluster of three machines with two CPUs each, of which a run holds two."""
+
+    def __init__(self, state: str, places: dict[int, str]) -> None:
+        self._private = self.state = self
+        self.held = {
+            "mine": {"name": "finray run 1", "state": state, "bundles": {0: TWO, 1: TWO}, "bundles_to_node_id": places},
+            "old": {"name": "finray run 0", "state": "REMOVED", "bundles": {0: TWO}, "bundles_to_node_id": {0: "a"}},
+            "other": {"name": "other", "state": "CREATED", "bundles": {0: TWO}, "bundles_to_node_id": {0: "a"}},
+        }
+
+    def get_draining_nodes(self) -> dict[str, int]:
+        return {}
+
+    def available_resources_per_node(self) -> dict[str, dict[str, float]]:
+        return {"a": {"memory": 9.0}, "b": {"memory": 9.0}, "c": {"CPU": 2.0, "memory": 9.0}}
+
+
+TWO = {"CPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "places", "nodes", "room"),
+    [
+        ("CREATED", {0: "a", 1: "b"}, "abc", 3),
+        ("CREATED", {0: "a", 1: "b"}, "ab", 2),
+        # A machine is lost, and Ray does not know it yet; then it does, and looks for another place.
+        ("CREATED", {0: "a", 1: "b"}, "bc", 2),
+        ("RESCHEDULING", {0: "", 1: "b"}, "bc", 2),
+        ("RESCHEDULING", {0: "", 1: "b"}, "b", 1),
+        # Not placed yet, or not any more.
+        ("PENDING", {0: "", 1: ""}, "abc", 1),
+        ("REMOVED", {0: "a", 1: "b"}, "abc", 1),
+    ],
+)
+def test_a_run_has_room_where_it_holds_resources_and_where_they_are_free(
+    state: str, places: dict[int, str], nodes: str, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finray.runtime import elastic
+
+    cluster = Cluster(state, places)
+    monkeypatch.setattr(elastic, "ray", cluster)
+    monkeypatch.setattr(elastic, "placement_group_table", lambda: cluster.held)
+    assert elastic.room_for(TWO, nodes=set(nodes), group="finray run", most=8, kept=0) == room
+
+
+def test_a_machine_that_accepts_no_connection_is_silent() -> None:
+    from finray.runtime.elastic import silent
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        here, gone = (f"127.0.0.1:{one.getsockname()[1]}" for one in (server, other))
+        assert silent({"a": here, "b": gone}) == set()
+        other.close()
+        assert silent({"a": here, "b": gone}) == {"b"}
+    assert silent({}) == set()
 
 
 def test_who_says_that_there_is_room_needs_the_token_and_the_driver() -> None:

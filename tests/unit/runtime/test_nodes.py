@@ -174,3 +174,29 @@ def test_ray_still_says_that_it_was_too_slow() -> None:
     from ray._private import node
 
     assert nodes._GAVE_UP in Path(node.__file__).read_text(encoding="utf-8")
+
+
+def test_a_lost_node_is_given_up_soon_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in nodes.HEALTH_ENV:
+        monkeypatch.delenv(name, raising=False)
+    period, timeout, times = (int(value) for value in nodes.HEALTH_ENV.values())
+    assert 10_000 < (period + timeout) * times < 20_000
+    assert nodes.HEALTH_ENV.items() <= nodes.environment().items()
+    monkeypatch.setenv("RAY_health_check_timeout_ms", "20000")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:6379")
+    found = nodes.environment()
+    assert found["RAY_health_check_timeout_ms"] == "20000"
+    assert found["RAY_health_check_period_ms"] == "1000"
+    assert found["RAY_AUTH_MODE"] == "token"
+    assert "RAY_ADDRESS" not in found
+
+
+def test_ray_knows_the_variables_that_say_when_a_node_is_given_up() -> None:
+    """One that it does not know it would ignore silently."""
+    import ray
+
+    server = (Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server").read_bytes()
+    for name in nodes.HEALTH_ENV:
+        assert name.encode() in server
+    assert b"RAY_health_check_of_no_kind" not in server
