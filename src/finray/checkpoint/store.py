@@ -266,9 +266,8 @@ class CheckpointStore:
                 skipped = "skipped a damaged checkpoint" if error.repair is None else "skipped a checkpoint"
                 warn(f"{skipped}: {error.where}: {error.message}")
                 continue
-            for bad, error in damage.items() if set_aside else ():
-                if error.repair is None:
-                    self.set_aside(bad)
+            for bad in [one for one, why in damage.items() if why.repair is None] if set_aside else ():
+                self.set_aside(bad)
             return Checkpoint(self.path_of(step), step, tuple(entry["path"] for entry in content["files"]))
         if damage:
             if (newest := next(iter(damage.values()))).repair is not None:
