@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -183,6 +184,8 @@ def ray_cluster(s3_socket: socket.socket, hub_cache: Path, tmp_path_factory: pyt
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What uses Ray comes first: it takes longest, and the other processes of pytest-xdist have the rest."""
+    # Ray's core reads RAY_AUTH_MODE as it is loaded: later `ray_cluster` could not reach the Ray that it starts.
+    assert "ray" not in sys.modules, "a test file imports Ray at its top; import it in the test"
     items.sort(key=lambda item: not scheduling_group(item.nodeid.partition("::")[0]).startswith("ray of "))
 
 

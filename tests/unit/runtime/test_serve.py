@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray.serve
 
 from finray.errors import ClusterError
 from finray.evaluation import engines
@@ -31,6 +30,8 @@ from finray.serving.models import Found, Settings
 def test_vllm_gets_all_gpus_of_the_machine_and_another_engine_one(
     monkeypatch: pytest.MonkeyPatch, engine: str, has_vllm: bool, is_classifier: bool, gpus: int, expected: int
 ) -> None:
+    import ray.serve
+
     class Asked(ClusterError):
         pass
 
