@@ -84,11 +84,18 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
             set_default("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # In a notebook it would ask to install ipywidgets for what finray does not show.
     logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)
+    was_imported = "ray" in sys.modules
     import ray
 
     if ray.is_initialized():
         yield ray
         return
+    if was_imported:
+        # Ray's core read RAY_AUTH_MODE when it was loaded, as in a notebook that imports Ray first.
+        from ray._raylet import AuthenticationTokenLoader, Config
+
+        Config.initialize("")
+        AuthenticationTokenLoader.instance().reset_cache()
     options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": bool(os.environ.get("FINRAY_VERBOSE"))}
     if address is None:
         options |= {"address": "local", "object_store_memory": OBJECT_STORE_BYTES}
