@@ -92,7 +92,7 @@ def _connected(cluster: ClusterConfig) -> Iterator[Any]:
         return
     if was_imported:
         # Ray's core read RAY_AUTH_MODE when it was loaded, as in a notebook that imports Ray first.
-        from ray._raylet import AuthenticationTokenLoader, Config
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
         Config.initialize("")
         AuthenticationTokenLoader.instance().reset_cache()
