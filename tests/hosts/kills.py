@@ -260,6 +260,9 @@ class Victim:
 
     def kill(self, kind: str, at: int, chance: random.Random) -> Kill:
         """Kill something once a step is done, and wait until the workers are at work again."""
+        if begun := self.starts():
+            # Until it is filled again, the memory of the cluster lacks what the kill before this one took.
+            at = max(at, begun[-1].header.step + IN_MEMORY)
         # At the step, or while others are under way.
         gated.allow(self.output, at + chance.choice((0, 0, 4)))
         self.until(lambda: self.steps() >= at, f"step {at}")

@@ -24,7 +24,7 @@ from finray.runtime.cluster import LOCAL_RAY
 from finray.tasks.causal_lm import CausalLM
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 240.0
+PATIENCE_S = 480.0
 
 
 class SlowLM(CausalLM):
