@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import struct
 import threading
 import time
@@ -495,6 +497,21 @@ def test_a_push_that_is_killed_is_finished_by_the_same_command(trained: Path, hu
     assert len(hub.repos["ada/whole"].commits) == 2
     AutoModelForCausalLM.from_pretrained(snapshot_download("ada/whole"))
     assert not list(trained.glob(".push-*"))
+
+
+def test_ctrl_c_says_that_what_arrived_is_not_sent_again(
+    trained: Path, hub: hubs.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("push", str(trained), "--to", "ada/poems", "--base", BASE)
+    for before, said in (
+        ("check", "interrupted; the same command starts over"),
+        ("push", "interrupted; files that arrived are not sent again; the same command continues"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Hub, before, lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+            code, _, err = runs.finray(*words)
+        assert (code, err.splitlines()[-1]) == (130, f"{said}: finray {' '.join(words)}")
+    assert "ada/poems" not in hub.repos
 
 
 def test_the_command(trained: Path, hub: hubs.Hub) -> None:

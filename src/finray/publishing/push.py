@@ -129,9 +129,12 @@ def push(
     size = sum(len(one) if isinstance(one, bytes) else one.stat().st_size for one in files.values())
     notify(f"pushing {len(files)} files ({size / 1e6:,.1f} MB) to {hub.endpoint}/{target.repo}")
     step = "" if facts.step is None else f" of step {facts.step}"
-    commit = hub.push(
-        target, files, message=f"{'Merged model' if merged else 'Model'}{step} from finray {version('finray')}"
-    )
+    message = f"{'Merged model' if merged else 'Model'}{step} from finray {version('finray')}"
+    try:
+        commit = hub.push(target, files, message=message)
+    except KeyboardInterrupt as stop:
+        stop.add_note("files that arrived are not sent again")
+        raise
     if whole is not None:
         shutil.rmtree(whole, ignore_errors=True)
     return Pushed(f"{hub.endpoint}/{target.repo}", target.repo, commit.oid, target.is_private, merged, len(files), size)

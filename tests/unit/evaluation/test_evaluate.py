@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.compare import JUDGES
 from finray.evaluation.engines import Answer
 from finray.evaluation.engines.transformers import TransformersEngine
 from finray.hardware import cpu_has_bf16
-from tests.support import tiny
+from tests.support import runs, tiny
 from tests.support.evaluated import conversation, evaluate, write
 
 
@@ -111,6 +113,40 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
         assert any("training data is unknown" in note for note in found.notes)
     else:
         assert found.models[1].loss != pytest.approx(first.loss, rel=1e-3)
+
+
+@pytest.mark.parametrize(("signum", "code", "word"), [(2, 130, "interrupted"), (15, 143, "ended by SIGTERM")])
+@pytest.mark.parametrize("where", ["before", "during"])
+def test_a_signal_says_what_is_kept_and_the_same_command_continues(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, signum: int, code: int, word: str
+) -> None:
+    """Before a model is loaded nothing is kept, and nothing is said to be."""
+    command = ("evaluate", run_dir, "--engine", "transformers", "--output", tmp_path / "scores")
+    real, answered = TransformersEngine.generate, list[int]()
+
+    def answering(self: Any, *given: Any, **named: Any) -> Iterator[Answer]:
+        for answer in real(self, *given, **named):
+            answered.append(answer.row)
+            yield answer
+            if signum and where == "during":
+                os.kill(os.getpid(), signum)
+
+    def finding(*given: Any, **named: Any) -> Any:
+        if where == "before":
+            os.kill(os.getpid(), signum)
+        return artifact_of(*given, **named)
+
+    monkeypatch.setattr(TransformersEngine, "generate", answering)
+    monkeypatch.setattr("finray.evaluation.subjects.artifact_of", finding)
+    ended, _, err = runs.finray(*command)
+    said = "; finished rows are kept; the same command continues" if answered else "; the same command starts over"
+    assert (ended, err) == (code, f"{word}{said}: finray {' '.join(map(str, command))}\n")
+    assert bool(answered) == (where == "during")
+    signum, where = 0, ""
+    ended, out, err = runs.finray(*command)
+    assert ended == 0, out + err
+    # Each row was answered once by the base and once by the tuned model.
+    assert len(answered) == 2 * 3
 
 
 def test_results_lie_beside_what_was_evaluated(
