@@ -65,7 +65,7 @@ def check_rayjob(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @cache
 def rayjob_schema() -> Any:
-    versions = yaml.load(lzma.open(RAYJOB), Loader=yaml.CSafeLoader)["spec"]["versions"]
+    versions = yaml.load(lzma.decompress(RAYJOB.read_bytes()), Loader=yaml.CSafeLoader)["spec"]["versions"]
     return closed(next(one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1"))
 
 
