@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finray.checkpoint import manifest
 from finray.records import Note
 from finray.reporting.answers import explorer
 from finray.reporting.plots import Series, thinned
@@ -28,7 +30,7 @@ from finray.reporting.report import (
     phase_parts,
     plots,
 )
-from tests.support.recorded import machine, prediction, write_evaluation, write_run
+from tests.support.recorded import at_work, machine, prediction, write_evaluation, write_run
 from tests.support.runs import finray
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -279,6 +281,27 @@ def test_nothing_on_the_page_is_fetched(tmp_path: Path) -> None:
     assert {one.removeprefix("#") for one in linked if one} <= targets
     assert "default-src &#39;none&#39;" in html
     assert not re.search(r"@import|url\(", html)
+
+
+def test_a_run_that_is_going_on_is_reported_as_it_stands(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", steps=7, finished=False)
+    with at_work(path):
+        html = page([read_run(path)])
+    assert 'id="state">running<' in html
+    assert "7 of 40" in html
+
+
+def test_the_page_says_what_a_run_was_made_of_and_by(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "final").mkdir()
+    (path / "final" / "adapter_model.safetensors").write_bytes(b"weights")
+    weights = manifest.entry(path / "final", path / "final" / "adapter_model.safetensors")
+    manifest.write(path / "final", [weights], step=40, metrics={})
+    html = page([read_run(path)]).partition('<section id="made">')[2]
+    assert f'<pre class="command">finray train {path / "config.yaml"}</pre>' in html
+    # The run id, versions and files that `write_run` and this test have written.
+    for value in ("ab" * 16, "3.11.7", "2.13.0", hashlib.sha256(b"weights").hexdigest()):
+        assert f">{value}<" in html
 
 
 def test_every_state_of_a_run_is_reported(tmp_path: Path) -> None:
