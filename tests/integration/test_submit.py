@@ -16,7 +16,7 @@ import pytest
 from tests.support import forks, job_server, runs
 from tests.support.runs import Plain, changed
 
-STEPS = 200
+STEPS = 60
 SECRET = "a-secret-that-is-nowhere-to-be-read"
 
 
