@@ -13,8 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from finray.data.sampling.collate import Batch
 from finray.runtime import evaluator
+from finray.tasks.causal_lm import CausalLM
 from tests.support import runs
 from tests.support.runs import Plain, changed
 
@@ -38,6 +41,14 @@ def train(plain: Plain, output: Path, *changes: dict[str, Any]) -> tuple[Path, s
 def evaluations(run_dir: Path) -> list[tuple[float, ...]]:
     names = ("step", "eval_loss", "perplexity", "exact_match")
     return sorted(tuple(one[name] for name in names) for one in runs.records(run_dir, "eval"))
+
+
+class DyingLM(CausalLM):
+    """A causal language model whose evaluations are killed every time, however fast they are."""
+
+    def score(self, batch: Batch, sums: torch.Tensor) -> None:
+        """Only evaluations score."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @contextmanager
@@ -92,8 +103,8 @@ def test_it_gives_the_numbers_of_inline_and_changes_no_bit_of_the_training(
     assert said.count("restarting the evaluation of step") == len(killed)
     assert evaluations(disturbed) == evaluations(inline)
     assert runs.trace(disturbed) == runs.trace(inline)
-    with killing(100) as killed:
-        hopeless, said = train(plain, tmp_path / "hopeless", {"evaluation.mode": "async", "evaluation.on_start": False})
+    dying = {"model.task": f"{__name__}:DyingLM", "evaluation": {"mode": "async", "on_start": False}}
+    hopeless, said = train(plain, tmp_path / "hopeless", dying)
     assert said.count("restarting the evaluation of step") == 3 * (evaluator.TRIES - 1)
     assert evaluations(hopeless) == []
     assert len(runs.records(hopeless, "warning")) == 3
