@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections import Counter
@@ -14,6 +15,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finray.errors import ModelError
 from finray.models import blocks, liger
 from finray.models.artifacts import load_artifact, read_artifact
 from finray.training import assemble as assembly
@@ -244,3 +246,23 @@ def test_a_revision_of_the_hub_goes_from_the_config_to_whoever_loads_the_adapter
             again = load_artifact(read_artifact(folder), dtype=torch.float32)
             torch.testing.assert_close(again(input_ids=tokens).logits, expected)
     assert found.header.model == "org/tiny"
+
+
+def test_a_token_without_an_embedding_is_refused_before_the_first_step(
+    tiny_run: Callable[..., Plain], tokenizer: Any, tmp_path: Path
+) -> None:
+    """Only where a row has it: a token that no row uses does no harm."""
+    known, larger = len(tokenizer), copy.deepcopy(tokenizer)
+    larger.add_tokens(["<extra>"])
+    tiny.save_model("llama", tmp_path / "model", larger, vocab_size=known)
+    plain = tiny_run({"train.max_steps": 1}, model=tmp_path / "model")
+    runs.run_alone(plain, tmp_path / "without")
+    assert len(runs.values(tmp_path / "without", "loss")) == 1
+    rows = Path(plain["data"]["source"])
+    lines = rows.read_text().splitlines()
+    lines[4] = lines[4].replace('"content": "', '"content": "<extra> ', 1)
+    rows.write_text("\n".join(lines))
+    said = rf"rows.jsonl:5: the row contains `<extra>`, which has no embedding: its id is {known}, .* {known} rows"
+    with pytest.raises(ModelError, match=said):
+        runs.run_alone(plain, tmp_path / "with")
+    assert not (tmp_path / "with" / "metrics.jsonl").exists()

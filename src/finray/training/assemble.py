@@ -8,11 +8,12 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from finray.config.tasks import task_class, task_spec
 from finray.data.dataset.prepared import PreparedDataset, PreparedSplit
 from finray.data.sampling.order import Order, derive_key, total_steps
 from finray.data.sampling.packing import one_length_each, one_row_each, plan_packs
-from finray.errors import DataError, TrainingError
+from finray.errors import DataError, ModelError, TrainingError
 from finray.files import FileKind
 from finray.models import liger
 from finray.models.blocks import blocks_of, compile_blocks, wrap_blocks
@@ -123,6 +124,7 @@ def assemble(
     on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
     dataset.trust()
     loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
+    tokenizer = on_all_ranks(strategy, lambda: _tokenizer(config, task, [loader.split, held_out]) if first else None)
     evaluation = None if held_out is None else _held_out(config, resolved, task, held_out, strategy)
     answered = None
     if held_out is not None and answering is not None and (count := config.evaluation.generate_rows) is not None:
@@ -146,7 +148,7 @@ def assemble(
         strategy,
         lambda: (
             _start_trackers(config, run_dir, header, notify, warn) if first else Trackers({}, {}, warn=warn),
-            _extras(config, dataset, resolved) if first else lambda folder: None,
+            _extras(config, dataset, resolved, tokenizer) if first else lambda folder: None,
         ),
     )
     writer = None
@@ -429,6 +431,30 @@ def _data(
     return loader, held_out, steps
 
 
+def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None]) -> Any:
+    """The tokenizer, after a check that the model has an embedding for every token of the rows.
+
+    Raises:
+        ModelError: a row has a token without one; on a GPU, that would end the process.
+    """
+    tokenizer = load_tokenizer(config.model)
+    size = getattr(task.model.config.get_text_config(), "vocab_size", None)
+    # Reading all rows takes time, and nearly every tokenizer fits its model.
+    if size is None or max(len(tokenizer) - 1, *tokenizer.added_tokens_decoder, 0) < size:
+        return tokenizer
+    for split in splits:
+        for number in range(0 if split is None else len(split)):
+            assert split is not None
+            if (largest := int(split.row(number)[0].max())) >= size:
+                raise ModelError(
+                    f"the row contains `{tokenizer.convert_ids_to_tokens(largest)}`, which has no embedding: its id is "
+                    f"{largest}, and the model has {size:,} rows",
+                    where=split.where(number),
+                    repair="use the model's own tokenizer, or a model whose embedding was resized for it",
+                )
+    return tokenizer
+
+
 def _held_out(
     config: Config, resolved: Resolved, task: Task, held_out: PreparedSplit, strategy: Strategy
 ) -> EvalLoader:
@@ -495,8 +521,7 @@ class _Notifier:
         """Nothing is kept here."""
 
 
-def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved) -> Callable[[Path], None]:
-    tokenizer = load_tokenizer(config.model)
+def _extras(config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any) -> Callable[[Path], None]:
     notes = {
         "base_model": config.model.name,
         "revision": config.model.revision,
