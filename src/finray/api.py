@@ -232,9 +232,11 @@ def generate(
     top_k: int = 0,
     seed: int = 0,
     stop: Sequence[str] | None = None,
+    repetition_penalty: float | None = None,
     batch_size: int = 32,
     engine: str = "auto",
     merge: bool = False,
+    compare: bool = False,
     raw: bool | None = None,
     base: str | None = None,
 ) -> Answers:
@@ -252,9 +254,11 @@ def generate(
         top_k: sample from this many most likely tokens; 0 means all.
         seed: for sampling; every prompt has its own random numbers.
         stop: an answer stops before any of these texts.
+        repetition_penalty: as Transformers' argument of this name; None uses that of the model's generation config.
         batch_size: number of prompts answered at the same time.
         engine: ``transformers``, ``vllm``, or ``auto`` (vLLM if it is installed).
         merge: merge an adapter into the weights first, for speed.
+        compare: also generate the answers of the adapter's base model, as ``base`` of the result.
         raw: do not apply the chat template; None decides by how the model was trained.
         base: base model of the adapter, if it has moved.
 
@@ -279,8 +283,9 @@ def generate(
     if file is not None or not requests:
         path = None if file is None else Path(file).expanduser()
         requests += read_prompts([], path, system=system, tools=offered)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, _texts(stop))
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, _texts(stop), repetition_penalty)
     options: dict[str, Any] = {"batch_size": batch_size, "raw": raw, "base": base, "engine": engine, "merge": merge}
+    options["compare"] = compare
     return generate_text(_directory(model), requests, sampling=sampling, **options)
 
 
@@ -303,6 +308,7 @@ def evaluate(
     top_k: int = 0,
     seed: int = 0,
     stop: Sequence[str] | None = None,
+    repetition_penalty: float | None = None,
     batch_size: int | None = None,
     engine: str = "auto",
     replicas: int = 1,
@@ -327,6 +333,7 @@ def evaluate(
         top_k: sample from this many most likely tokens; 0 means all.
         seed: for sampling and the statistics.
         stop: an answer stops before any of these texts.
+        repetition_penalty: as Transformers' argument of this name; None uses that of the model's generation config.
         batch_size: number of rows processed at the same time; None uses ``evaluation.batch_size``.
         engine: as for :func:`generate`.
         replicas: number of engines on a Ray cluster that share the rows; 1 runs in this process.
@@ -354,6 +361,7 @@ def evaluate(
         top_k=top_k,
         seed=seed,
         stop=_texts(stop),
+        repetition_penalty=repetition_penalty,
         batch_size=batch_size,
         engine=engine,
         replicas=replicas,
@@ -383,7 +391,7 @@ def export(
         run: run, checkpoint or model directory, or the result of :func:`train`.
         output: directory to create.
         merge: merge the adapter into the model; False writes only the adapter.
-        dtype: dtype of the written weights: fp32 or bf16.
+        dtype: dtype of the written weights: fp32, bf16 or fp16.
         base: base model of the adapter, if it has moved.
         max_shard_size: maximum size of a file of weights, such as ``5GB``.
         gguf: write one GGUF file instead, and a Modelfile for Ollama: ``f16`` or ``q8_0``.
@@ -442,7 +450,7 @@ def push(
             account.
         merged: merge the adapter into its base model first; None uses ``export.merged``.
         public: make the model public; None uses ``export.public``.
-        dtype: dtype of merged weights: fp32 or bf16.
+        dtype: dtype of merged weights: fp32, bf16 or fp16.
         base: base model of the adapter: its name on the Hub, or its directory if it has moved.
 
     Raises:

@@ -100,5 +100,5 @@ def test_export_takes_names_and_says_what_it_wrote(result: TrainResult, tmp_path
     code, out, _ = runs.finray("export", result.run_dir, "--output", tmp_path / "again", "--json")
     assert code == 0
     assert json.loads(out) == {**json.loads(json.dumps(own.plain())), "folder": str(tmp_path / "again")}
-    with pytest.raises(finray.FinrayError, match="use fp32 or bf16"):
+    with pytest.raises(finray.FinrayError, match="use fp32, bf16 or fp16"):
         finray.export(result, tmp_path / "other", dtype="int4")

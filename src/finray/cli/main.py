@@ -81,12 +81,19 @@ RunPath = Annotated[
 
 
 def _storable(dtype: str) -> str:
-    if dtype not in ("fp32", "bf16"):
-        raise ConfigError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32 or bf16")
+    if dtype not in ("fp32", "bf16", "fp16"):
+        raise ConfigError(f"weights cannot be stored as `{dtype}`", where="--dtype", repair="use fp32, bf16 or fp16")
     return dtype
 
 
-Dtype = Annotated[str, typer.Option(callback=_storable, help="Dtype of the written weights: fp32 or bf16.")]
+Dtype = Annotated[str, typer.Option(callback=_storable, help="Dtype of the written weights: fp32, bf16 or fp16.")]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Above 1, tokens that are in the prompt or answer already become less likely (default: that of the "
+        "model's generation config)."
+    ),
+]
 BaseModel = Annotated[str | None, typer.Option(help="Base model of the adapter, if it has moved.")]
 
 
@@ -149,11 +156,15 @@ def generate(
         int, typer.Option(min=0, max=2**63 - 1, help="Seed for sampling; every prompt has its own random numbers.")
     ] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop an answer before this text; may be repeated.")] = None,
+    repetition_penalty: RepetitionPenalty = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Number of prompts answered at the same time.")] = 32,
     engine: Annotated[
         str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto (vllm where it is installed).")
     ] = "auto",
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into the weights first, for speed.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also show the answers of the adapter's base model.")
+    ] = False,
     raw: Annotated[bool | None, typer.Option(help="Do not apply the chat template.")] = None,
     base: BaseModel = None,
 ) -> None:
@@ -171,9 +182,9 @@ def generate(
     if file == Path("-"):
         prompts, file = [*(prompts or []), *(line.rstrip("\n") for line in sys.stdin if line.strip())], None
     requests = read_prompts(prompts or [], file, system=system, tools=offered, lines=lines)
-    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()))
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed, top_k, tuple(stop or ()), repetition_penalty)
     # A single answer is streamed to a terminal.
-    streams = output is None and len(requests) == 1 and not show.mode().json and sys.stdout.isatty()
+    streams = output is None and len(requests) == 1 and not compare and not show.mode().json and sys.stdout.isatty()
     answers = generate_text(
         model,
         requests,
@@ -183,6 +194,7 @@ def generate(
         base=base,
         engine=engine,
         merge=merge,
+        compare=compare,
         notify=(lambda line: None) if show.mode().quiet else show.note,
         write=show.write if streams else None,
     )
@@ -229,6 +241,7 @@ def evaluate(
     top_k: Annotated[int, typer.Option(min=0, help="Sample from the K most likely tokens; 0 means all.")] = 0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Stop an answer before this text; may be repeated.")] = None,
+    repetition_penalty: RepetitionPenalty = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Number of rows processed at the same time.")] = None,
     engine: Annotated[str, typer.Option(help="Engine that runs the model: transformers, vllm, or auto.")] = "auto",
     replicas: Annotated[
@@ -262,6 +275,7 @@ def evaluate(
         top_k=top_k,
         seed=seed,
         stop=stop or (),
+        repetition_penalty=repetition_penalty,
         batch_size=batch_size,
         engine=engine,
         replicas=replicas,

@@ -46,6 +46,7 @@ def judge(case: Case) -> Judged:
         seed=request.seed,
         top_k=request.top_k,
         stop=tuple(request.stop),
+        repetition_penalty=request.repetition_penalty,
     )
     if attempts > 1 and not request.temperature:
         raise ConfigError(

@@ -112,7 +112,7 @@ def export_model(
         path: a run, checkpoint or model directory.
         output: directory to create.
         merge: merge an adapter into its base model; False writes only the adapter.
-        dtype: ``fp32`` or ``bf16``, for the merged weights.
+        dtype: ``fp32``, ``bf16`` or ``fp16``, for the merged weights.
         base: overrides the base model of an adapter.
         max_shard_size: maximum size of a weight file, such as ``5GB``.
 
@@ -120,7 +120,7 @@ def export_model(
         FinrayError: the model cannot be loaded, the output directory exists, or the written model differs.
     """
     if dtype not in TOLERANCE:
-        raise ModelError(f"weights cannot be stored as `{dtype}`", where="dtype", repair="use fp32 or bf16")
+        raise ModelError(f"weights cannot be stored as `{dtype}`", where="dtype", repair="use fp32, bf16 or fp16")
     artifact = find_artifact(_folder(path), base=base)
     return export(artifact, Path(output).expanduser(), merge=merge, dtype=dtype, max_shard_size=max_shard_size)
 

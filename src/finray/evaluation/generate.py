@@ -12,7 +12,7 @@ from rich.console import Console
 
 from finray.config.schema import ModelConfig
 from finray.config.tasks import CAUSAL_LM, SPECS
-from finray.errors import DataError, ModelError
+from finray.errors import ConfigError, DataError, ModelError
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.engines import make_engine
 from finray.evaluation.engines.base import mute
@@ -33,10 +33,12 @@ class Answers(Result, Sequence[str]):
     Attributes:
         prompts: the prompts.
         texts: the answers, in the same order, without special tokens.
+        base: the answers of the adapter's base model; empty if they were not asked for.
     """
 
     prompts: tuple[Prompt, ...]
     texts: tuple[str, ...]
+    base: tuple[str, ...] = ()
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -49,20 +51,29 @@ class Answers(Result, Sequence[str]):
         return len(self.texts)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per prompt: the prompt, as text or messages, and the answer."""
-        return [
+        """One row per prompt: the prompt, as text or messages, the answer, and the base model's if there is one."""
+        rows: list[dict[str, Any]] = [
             {**({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.text}), "answer": text}
             for prompt, text in zip(self.prompts, self.texts, strict=True)
         ]
+        for row, text in zip(rows, self.base, strict=False):
+            row["base"] = text
+        return rows
 
     def plain(self) -> dict[str, Any]:
         """As JSON types."""
         return {"answers": self.rows()}
 
     def print(self, console: Console) -> None:
-        """Only the answers."""
-        for text in self.texts:
-            console.print(text, highlight=False, soft_wrap=True)
+        """Only the answers, or those of both models side by side."""
+        if not self.base:
+            for text in self.texts:
+                console.print(text, highlight=False, soft_wrap=True)
+        for base, tuned in zip(self.base, self.texts, strict=False):
+            console.rule(style="dim")
+            for label, text in (("base", base), ("tuned", tuned)):
+                console.print(f"{label:>9} ", style="bold", end="", highlight=False)
+                console.print(text.strip(), highlight=False, soft_wrap=True)
 
     def write(self, path: Path) -> None:
         """Write the rows as JSON lines.
@@ -183,6 +194,7 @@ def generate_text(
     base: str | None = None,
     engine: str = "auto",
     merge: bool = False,
+    compare: bool = False,
     notify: Callable[[str], None] = lambda line: None,
     write: Callable[[str], None] | None = None,
 ) -> Answers:
@@ -197,21 +209,35 @@ def generate_text(
         base: overrides the base model of an adapter.
         engine: name of the engine; see :func:`finray.evaluation.engines.make_engine`.
         merge: merge an adapter into the weights, for speed.
+        compare: also generate the answers of the adapter's base model.
         notify: called with messages for the user, one line each.
         write: called with the text of a single answer as it is generated.
 
     Raises:
         FinrayError: the model cannot be loaded, or a conversation needs a chat template and there is none.
     """
+    if compare and merge:
+        raise ConfigError(
+            "the base model of a merged adapter cannot answer", where="--merge", repair="leave it out, or --compare"
+        )
     artifact = artifact_of(path, base=base)
+    if compare and not artifact.is_adapter:
+        raise ModelError(
+            "there is no adapter to switch off, so there is no base model to compare with",
+            where=str(artifact.folder),
+            repair="leave out --compare; `finray evaluate --baseline MODEL` compares with another model",
+        )
     asking = Asking.of(artifact, load_tokenizer(ModelConfig(name=str(artifact.folder))), raw=raw)
     ids = [asking.ids(prompt) for prompt in prompts]
     running = make_engine(engine, artifact, batch_size=batch_size, merge=merge, notify=notify)
     stream = None if write is None or len(prompts) != 1 else TextStream(asking.tokenizer, sampling.stop, write)
-    texts = [""] * len(prompts)
+    texts, plain = [""] * len(prompts), [""] * len(prompts) * compare
+    if compare:
+        for answer in running.generate(ids, sampling, adapter=False):
+            plain[answer.row] = answer.text
     for answer in running.generate(ids, sampling, on_token=mute if stream is None else stream.token):
         texts[answer.row] = answer.text
         if stream is not None:
             stream.end(answer.text)
     running.close()
-    return Answers(tuple(prompts), tuple(texts))
+    return Answers(tuple(prompts), tuple(texts), tuple(plain))

@@ -49,6 +49,7 @@ class EvaluationRequest:
     top_k: int = 0
     seed: int = 0
     stop: Sequence[str] = ()
+    repetition_penalty: float | None = None
     batch_size: int | None = None
     engine: str = "auto"
     replicas: int = 1

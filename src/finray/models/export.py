@@ -29,7 +29,7 @@ from finray.pretrained.tokenizers import load_tokenizer
 from finray.results import Result
 
 # Largest difference of a logit, relative to the spread of the logits, that rounding to a dtype explains.
-TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
+TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 # Metadata next to the weights that stays valid after merging.
 _KEPT = ("rows", "task", "auto_class", "problem", "labels", "system", "tool_format", "chat_template_arguments")
 _SCRATCH = ".tmp-export-"
@@ -88,7 +88,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         artifact: the trained model.
         output: directory to create; it must not exist, or be empty.
         merge: merge the adapter into the base weights.
-        dtype: ``fp32`` or ``bf16``, for the merged weights.
+        dtype: ``fp32``, ``bf16`` or ``fp16``, for the merged weights.
         max_shard_size: maximum size of a weight file, such as ``5GB``; None means Transformers' default.
 
     Raises:
@@ -127,6 +127,7 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         else:
             used = dtype
             whole = trained if base is None else trained.merge_and_unload(safe_merge=True)
+            _require_range(whole, dtype, output)
             options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             whole.to(DTYPES[dtype]).save_pretrained(str(scratch), **options)
             written = ModelConfig(name=str(scratch), task=artifact.model.task)
@@ -154,6 +155,18 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         exported |= {"trained_on": trained_on or "full precision", "difference_from_training": rounding or difference}
         _write_json(scratch / NOTES, exported)
         return Exported(output, True, used, difference, base.name, trained_on, rounding)
+
+
+def _require_range(model: Any, dtype: str, output: Path) -> None:
+    """Refuse weights that would become infinite: few of them show in the logits of a short text."""
+    most = torch.finfo(DTYPES[dtype]).max
+    for name, one in model.named_parameters():
+        if (largest := float(one.abs().max())) > most:
+            raise ModelError(
+                f"{name} holds {largest:.3g}, and the largest number of {dtype} is {most:.3g}",
+                where=str(output),
+                repair="use --dtype bf16 or fp32",
+            )
 
 
 def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:

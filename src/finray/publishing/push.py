@@ -90,7 +90,7 @@ def push(
             of the run or directory.
         merged: merge an adapter into its base; None uses ``export.merged``.
         public: make the model public; None uses ``export.public``.
-        dtype: dtype of merged weights, fp32 or bf16.
+        dtype: dtype of merged weights: fp32, bf16 or fp16.
         base: the base model's name on the Hub, or its directory if it has moved; None uses ``export.base_model``.
         notify: called with progress messages.
         login: creates the Hub connection.

@@ -43,7 +43,8 @@ class Listed(Result):
     def print(self, console: Console) -> None:
         """A table."""
         if not self.runs:
-            console.print(f"no runs in {self.folder}", highlight=False, soft_wrap=True)
+            start = "start one with: finray train CONFIG (`finray init my-run.yaml` writes a config)"
+            console.print(f"no runs in {self.folder}; {start}", highlight=False, soft_wrap=True, markup=False)
             return
         table = Table()
         table.add_column("run", overflow="fold")

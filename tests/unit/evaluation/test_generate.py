@@ -15,7 +15,7 @@ from finray.errors import ConfigError, DataError
 from finray.evaluation.engines.sampling import Sampling
 from finray.evaluation.generate import Answers, generate_text
 from finray.evaluation.prompts import Prompt
-from tests.support import tiny
+from tests.support import evaluated, runs, tiny
 
 
 @torch.no_grad()
@@ -107,6 +107,35 @@ def test_answers_are_a_sequence_and_are_written_beside_what_was_asked(tmp_path: 
     with pytest.raises(DataError, match="cannot be written") as caught:
         answers.write(tmp_path / "none" / "answers.jsonl")
     assert caught.value.where == str(tmp_path / "none" / "answers.jsonl")
+
+
+def test_the_base_models_answers_stand_beside_those_of_the_adapter(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finray.evaluation.artifacts.cpu_has_bf16", lambda: False)
+    adapter = evaluated.train(tiny_model_dir, tmp_path) / "final"
+    words = ("the cat sleeps", "how many")
+    command = ("generate", adapter, *words, "--engine", "transformers", "--max-new-tokens", 4)
+    code, out, err = runs.finray(*command, "--compare", "--json")
+    assert code == 0, err
+    rows = json.loads(out)["answers"]
+    chat = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    ids = [tiny.train_tokenizer()(chat.format(text), add_special_tokens=False)["input_ids"] for text in words]
+    assert [row["base"] for row in rows] == [answer_of(tiny_model_dir, one) for one in ids]
+    alone = json.loads(runs.finray(*command, "--json")[1])["answers"]
+    assert [row["answer"] for row in rows] == [row["answer"] for row in alone] != [row["base"] for row in rows]
+    assert not any("base" in row for row in alone)
+    shown = runs.finray(*command, "--compare")[1]
+    assert [line[:10] for line in shown.splitlines() if line.startswith(("     base", "    tuned"))] == [
+        *("     base ", "    tuned ") * 2
+    ]
+    for wrong, said in (
+        ((*command, "--compare", "--merge"), "the base model of a merged adapter cannot answer"),
+        (("generate", tiny_model_dir, "a", "--compare"), "there is no adapter to switch off"),
+    ):
+        code, _, err = runs.finray(*wrong)
+        assert code == 2
+        assert said in err
 
 
 @pytest.mark.parametrize(

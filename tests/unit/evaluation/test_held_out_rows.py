@@ -213,6 +213,7 @@ def test_what_was_answered_before_a_kill_is_not_asked_again(
         {"temperature": 0.7, "top_k": 3},
         {"max_new_tokens": 3},
         {"stop": ["cat"]},
+        {"repetition_penalty": 1.2},
     ],
 )
 def test_answers_of_another_sampling_are_other_answers(

@@ -65,14 +65,36 @@ def test_an_adapter_names_the_base_that_was_said(adapter: Path, tmp_path: Path, 
     assert "tokenizer.json" in names(tmp_path / "out")
 
 
-def test_a_whole_model_is_written_in_the_dtype_that_was_asked_for(tiny_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "dtype", "most"), [("bf16", torch.bfloat16, 5e-2), ("fp16", torch.float16, 1e-2)])
+def test_a_whole_model_is_written_in_the_dtype_that_was_asked_for(
+    tiny_model_dir: Path, tmp_path: Path, name: str, dtype: torch.dtype, most: float
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    exported = export(read_artifact(tiny_model_dir), tmp_path / "out", merge=True, dtype="bf16")
-    assert (exported.merged, exported.dtype, exported.onto) == (True, "bf16", None)
-    assert 0 < exported.difference < 5e-2
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    exported = export(read_artifact(tiny_model_dir), tmp_path / "out", merge=True, dtype=name)
+    assert (exported.merged, exported.dtype, exported.onto) == (True, name, None)
+    assert 0 < exported.difference < most
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert written.dtype == dtype
+    whole = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).state_dict()
+    for key, weight in written.state_dict().items():
+        assert torch.equal(weight, whole[key].to(dtype)), key
     assert "finray.json" not in names(tmp_path / "out")
+
+
+def test_weights_that_fp16_cannot_hold_are_refused_and_bf16_holds_them(tiny_model_dir: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        # Of a token that the text of the comparison does not have.
+        model.model.embed_tokens.weight[2] = 1e5
+    shutil.copytree(tiny_model_dir, tmp_path / "large")
+    model.save_pretrained(tmp_path / "large")
+    with pytest.raises(ModelError, match=r"embed_tokens.weight holds 1e\+05, .* fp16 .* 6.55e\+04.*--dtype bf16"):
+        export(read_artifact(tmp_path / "large"), tmp_path / "out", merge=True, dtype="fp16")
+    assert not (tmp_path / "out").exists()
+    assert export(read_artifact(tmp_path / "large"), tmp_path / "out", merge=True, dtype="bf16").merged
 
 
 def test_weights_in_several_files_are_the_same_model(adapter: Path, tmp_path: Path) -> None:

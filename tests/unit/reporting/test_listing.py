@@ -45,9 +45,16 @@ def test_runs_are_listed_the_last_one_first(tmp_path: Path) -> None:
 
 def test_runs_stand_in_the_directory_runs_if_none_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, err = finray("runs")
+    assert finray("runs") == (
+        0,
+        "no runs in runs; start one with: finray train CONFIG (`finray init my-run.yaml` writes a config)\n",
+        "",
+    )
+    assert json.loads(finray("runs", "--json")[1]) == {"folder": "runs", "runs": []}
+    # A directory that is named has to be there.
+    code, out, err = finray("runs", "elsewhere")
     assert (code, out) == (2, "")
-    assert "runs: is missing" in err
+    assert "elsewhere: is missing" in err
     write_run(tmp_path / "runs" / "mine")
     assert json.loads(finray("runs", "--json")[1])["runs"][0]["name"] == "mine"
 

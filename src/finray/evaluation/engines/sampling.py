@@ -17,8 +17,9 @@ from finray.limits import shown
 class Sampling:
     """Sampling settings; greedy if ``temperature`` is 0.
 
-    Temperature, then ``top_k``, then ``top_p`` change the logits like Transformers' warpers of these names. An answer
-    ends before the first of the strings ``stop``.
+    Temperature, then ``top_k``, then ``top_p`` change the logits like Transformers' warpers of these names. The engine
+    applies ``repetition_penalty`` before, like Transformers' processor; None means that of the model's generation
+    config. An answer ends before the first of the strings ``stop``.
 
     Raises:
         ConfigError: a value is out of range.
@@ -30,9 +31,11 @@ class Sampling:
     seed: int = 0
     top_k: int = 0
     stop: tuple[str, ...] = ()
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
-        # Logits are divided by the temperature.
+        penalty = self.repetition_penalty
+        # Logits are divided by the temperature, and by the penalty.
         for name, ok, wanted in (
             ("temperature", self.temperature == 0 or 1e-3 <= self.temperature <= 1e3, "0, or from 0.001 to 1000"),
             ("top_p", 0 < self.top_p <= 1, "above 0, and at most 1"),
@@ -40,6 +43,7 @@ class Sampling:
             ("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
             ("max_new_tokens", 1 <= self.max_new_tokens < 2**31, "from 1 to 2**31 - 1"),
             ("stop", all(self.stop), "of one character or more"),
+            ("repetition_penalty", penalty is None or 1e-2 <= penalty <= 1e2, "from 0.01 to 100; 1 is no penalty"),
         ):
             if not ok:
                 raise ConfigError(

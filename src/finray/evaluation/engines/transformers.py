@@ -150,8 +150,6 @@ class TransformersEngine:
         if unusual and not reason:
             reason = f"its generation config sets {', '.join(unusual)}"
         self._packed: PackedModel | None = None
-        # The padding of Transformers' generate would change a recurrent state, and count for the repetition penalty.
-        self._pads = not (compat.carries_state(self._inner) or self._penalty != 1.0)
         self._kept: tuple[Slots, list[int], bool] | None = None
         if reason:
             notify(f"{packing.family} uses Transformers' generate, which is slower: {reason}")
@@ -254,22 +252,28 @@ class TransformersEngine:
         return tokens
 
     def penalise(self, logits_BV: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Apply the repetition penalty of the model's generation config to logits."""
-        if self._penalty != 1.0:
-            # As Transformers' RepetitionPenaltyLogitsProcessor.
-            for logits_V, row in zip(logits_BV, rows, strict=True):
+        """Apply each row's repetition penalty to its logits, as Transformers' RepetitionPenaltyLogitsProcessor."""
+        for logits_V, row in zip(logits_BV, rows, strict=True):
+            if (penalty := self._penalty_of(row.sampling)) != 1.0:
                 seen = torch.tensor(sorted({*row.prompt, *row.output_ids}), device=logits_V.device)
                 found = logits_V[seen]
-                logits_V[seen] = torch.where(found < 0, found * self._penalty, found / self._penalty)
+                logits_V[seen] = torch.where(found < 0, found * penalty, found / penalty)
+
+    def _penalty_of(self, sampling: Sampling) -> float:
+        """The repetition penalty that is asked for, else that of the model's generation config."""
+        return self._penalty if sampling.repetition_penalty is None else float(sampling.repetition_penalty)
 
     @torch.inference_mode()
     def in_batches(self, rows: list[Row], sampling: Sampling, adapter: bool, on_token: OnToken) -> Iterator[Answer]:
         """Answers of left-padded batches, by Transformers' own ``generate``."""
         pad = self.tokenizer.pad_token_id
         pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+        penalty = self._penalty_of(sampling)
+        # Padding would change a recurrent state, and count for the repetition penalty.
+        pads = not (compat.carries_state(self._inner) or penalty != 1.0)
         while rows:
             longest = len(rows[0].prompt)
-            fit = len(rows) if self._pads else sum(len(row.prompt) == longest for row in rows)
+            fit = len(rows) if pads else sum(len(row.prompt) == longest for row in rows)
             batch, rows = rows[: min(fit, self._batch_size)], rows[min(fit, self._batch_size) :]
             tokens_BT = torch.full((len(batch), longest), pad, dtype=torch.int64)
             mask_BT = torch.zeros_like(tokens_BT)
@@ -285,6 +289,7 @@ class TransformersEngine:
                     pad_token_id=pad,
                     eos_token_id=None,
                     use_cache=True,
+                    repetition_penalty=penalty,
                     logits_processor=[driver],
                     stopping_criteria=[_Done(batch)],
                     # None for settings that greedy search ignores: Transformers warns if a generation config sets them.

@@ -206,6 +206,7 @@ class VLLMEngine:
 
     def settings(self, sampling: Sampling, row: int, ends: Iterable[int]) -> dict[str, Any]:
         """A row's sampling settings as vLLM's parameters."""
+        penalty = sampling.repetition_penalty
         return {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -213,7 +214,7 @@ class VLLMEngine:
             "top_k": sampling.top_k,
             "seed": sampling.row_seed(row) if sampling.temperature else None,
             "stop_token_ids": sorted(ends),
-            "repetition_penalty": self._penalty,
+            "repetition_penalty": self._penalty if penalty is None else penalty,
             "detokenize": False,
         }
 

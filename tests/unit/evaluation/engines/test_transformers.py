@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from finray.errors import ConfigError, DataError
 from finray.evaluation.engines import Answer, Continuation, Sampling
@@ -205,6 +210,27 @@ def test_a_repetition_penalty_of_the_generation_config_is_transformers_own() -> 
     assert [list(found[row].tokens) for row in range(len(PROMPTS))] == expected
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize(("of_config", "penalty"), [(1.0, 8.0), (8.0, 1.0), (8.0, 1.2)])
+def test_a_repetition_penalty_that_is_asked_for_is_transformers_processor(
+    family: str, of_config: float, penalty: float
+) -> None:
+    """Step by step, whatever the generation config says; bloom is answered by Transformers' own `generate`."""
+    own, model = tiny.build_model(family).eval(), reference(family)
+    own.generation_config.repetition_penalty = of_config
+    engine = TransformersEngine.of(own, Words(), batch_size=4)
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    found = by_row(engine.generate(PROMPTS[3:8], Sampling(8, repetition_penalty=penalty)))
+    for row, prompt in enumerate(PROMPTS[3:8]):
+        ids = list(prompt)
+        for _ in found[row].tokens:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[:, -1]
+            ids.append(int(processor(torch.tensor([ids]), logits).argmax()))
+        assert list(found[row].tokens) == ids[len(prompt) :]
+    assert by_row(engine.generate(PROMPTS[3:8], Sampling(8))) != found
+
+
 def test_a_generation_config_that_asks_for_more_is_given_to_transformers() -> None:
     model = tiny.build_model("llama").eval()
     model.generation_config.no_repeat_ngram_size = 2
@@ -249,6 +275,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_and_one_that_leaves_little_is_c
         ("stop", {"stop": ("",)}),
         ("temperature", {"temperature": 1e-5}),
         ("top-p", {"top_p": 2}),
+        ("repetition-penalty", {"repetition_penalty": 0}),
     ],
 )
 def test_what_nothing_can_be_sampled_with_is_named(name: str, options: dict[str, Any]) -> None:

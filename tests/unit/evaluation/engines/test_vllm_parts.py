@@ -314,6 +314,8 @@ def test_generation_config_of_the_model_ends_answers_and_penalises(
     asked = StandIn.last.seen[0].params
     assert asked.stop_token_ids == sorted({7, 11, tokenizer.eos_token_id})
     assert asked.repetition_penalty == 1.25
+    list(engine.generate(PROMPTS[:1], Sampling(2, repetition_penalty=1.5)))
+    assert StandIn.last.seen[1].params.repetition_penalty == 1.5
 
 
 @pytest.mark.parametrize(
