@@ -76,7 +76,8 @@ def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp
 
 def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
     """The workers are stopped, as if they hung: no checkpoint can be waited for."""
-    config, run_dir = into(plain, tmp_path, {"cluster.num_workers": 1}), tmp_path / "run"
+    changes = {"cluster.num_workers": 1, "checkpoint.grace_seconds": 37}
+    config, run_dir = into(plain, tmp_path, changes), tmp_path / "run"
     process = forks.Command("train", config)
     wait_for_step(run_dir, 2, process)
     (worker,) = [psutil.Process(one["pid"]) for one in runs.read_workers(run_dir)]
@@ -85,6 +86,7 @@ def test_two_ctrl_c_end_at_once_and_say_what_there_is(plain: Plain, tmp_path: Pa
     assert process.stdout is not None
     while "saving a checkpoint" not in (line := process.stdout.readline()):
         assert line, "it ended"
+    assert "for at most 37 s" in line
     code, err = end(process, signal.SIGINT)
     assert (code, len(err)) == (130, 1), err
     assert err[0].startswith("interrupted; no checkpoint has been saved yet; the same command continues: ")

@@ -17,6 +17,7 @@ from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
 from finray.errors import TrainingError
 from finray.evaluation.during import Answers
+from finray.evaluation.engines.transformers import TransformersEngine
 from finray.models import attention
 from tests.support import runs
 from tests.support.runs import Plain, changed
@@ -97,6 +98,22 @@ def test_the_training_is_the_same_to_the_bit_with_and_without_answers(plain: Pla
     assert losses[0] == losses[1]
     # Attention over packed rows is back.
     assert assembled.loop.task.model.get_base_model().config._attn_implementation == attention.NAME
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_so_many_prompts_are_answered_together(
+    plain: Plain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    together: list[int] = []
+    step = TransformersEngine.step
+
+    def counted(self: TransformersEngine, slots: Any, working: Any, coming: Any, *rest: Any) -> torch.Tensor:
+        together.append(len(working) + len(coming))
+        return step(self, slots, working, coming, *rest)
+
+    monkeypatch.setattr(TransformersEngine, "step", counted)
+    run(changed(asking(plain, batch_size=size), {"train.max_steps": 2}), tmp_path)
+    assert max(together) == size
 
 
 def test_a_metric_of_answers_chooses_the_checkpoint_and_stops_the_run(plain: Plain, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support import runs
 
 SEEN: list[tuple[str, threading.Thread]] = []
@@ -45,3 +47,11 @@ def test_a_service_has_a_thread_and_the_runs_own_records_are_written_before_the_
     assert all(thread is not main for _, thread in SEEN)
     assert [name for name, _ in SEEN[1:]].count("TrainRecord") == 2
     assert SEEN[0][0] == (tmp_path / "run" / "run_id").read_text()
+
+
+@pytest.mark.parametrize(("seconds", "some"), [(0.01, True), (1000, False), (None, False)])
+def test_the_machine_is_recorded_as_often_as_the_config_says(
+    tiny_run: Callable[..., runs.Plain], tmp_path: Path, seconds: float | None, some: bool
+) -> None:
+    runs.run_alone(tiny_run({"tracking.system_every_seconds": seconds}), tmp_path)
+    assert bool(runs.records(tmp_path, "system")) == some

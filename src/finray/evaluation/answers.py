@@ -102,7 +102,13 @@ def judge(case: Case) -> Judged:
                     what, total = f"{subject.name} harness", len(request.harness)
                     case.progress(what, 0, total=total)
                     engine = opened()
-                    metrics = harness.run(engine, request.harness, adapter=subject.adapter, seed=request.seed)
+                    metrics = harness.run(
+                        engine,
+                        request.harness,
+                        adapter=subject.adapter,
+                        seed=request.seed,
+                        notify=case.notes.append,
+                    )
                     found.harness[subject.name] = metrics
                     case.progress(what, total, total=total)
                     used.append({"name": engine.name, "version": engine.version})

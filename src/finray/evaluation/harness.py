@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,14 @@ def require() -> None:
         )
 
 
-def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> dict[str, Found]:
+def run(
+    engine: Engine,
+    tasks: Sequence[str],
+    *,
+    adapter: bool,
+    seed: int,
+    notify: Callable[[str], None] = lambda line: None,
+) -> dict[str, Found]:
     """Metrics by ``task metric``.
 
     Args:
@@ -54,6 +61,7 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
         tasks: lm-eval task names, or task files.
         adapter: whether to apply the adapter.
         seed: for few-shot examples.
+        notify: called with a message if prompts were too long.
 
     Raises:
         FinrayError: there is no such task, or its data is not available.
@@ -68,9 +76,10 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
         named = _TASK.search(path.read_text(encoding="utf-8")) if path.is_file() else None
         names.append(task if named is None else named[1])
         folders += [] if named is None else [str(path.parent)]
+    model = _model(engine, adapter)
     try:
         found: Any = simple_evaluate(
-            _model(engine, adapter),
+            model,
             tasks=names,
             # Indexing lm-eval's own tasks, thousands of files, takes seconds.
             task_manager=TaskManager(include_path=folders or None, include_defaults=len(folders) < len(names)),
@@ -89,6 +98,12 @@ def run(engine: Engine, tasks: Sequence[str], *, adapter: bool, seed: int) -> di
             where=f"--harness {','.join(tasks)}",
             repair="check the task names (`lm_eval ls tasks`) and the connection to the Hub",
         ) from None
+    if too_long := model.too_long:
+        prompts = "1 prompt of lm-eval was" if len(too_long) == 1 else f"{len(too_long):,} prompts of lm-eval were"
+        notify(
+            f"{prompts} too long and lost the beginning: with what follows, the longest has {max(too_long):,} tokens, "
+            f"and the model reads {engine.max_length:,}"
+        )
     metrics: dict[str, Found] = {}
     for task, results in found["results"].items():
         for key, value in results.items():
@@ -142,6 +157,11 @@ def _model(engine: Engine, adapter: bool) -> Any:
     limit = engine.max_length or 2**20
 
     class EngineLM(TemplateLM):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            # Tokens of requests that were longer than the model reads.
+            self.too_long: list[int] = []
+
         tokenizer = engine.tokenizer
         tokenizer_name = str(engine.tokenizer.name_or_path)
 
@@ -166,6 +186,8 @@ def _model(engine: Engine, adapter: bool) -> Any:
             )
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            sizes = [len(context) + len(tokens) for _, context, tokens in requests]
+            self.too_long += [size for size in sizes if size > limit]
             continuations = [
                 # As lm-eval's own models do: truncate from the left.
                 Continuation((context + tokens)[-limit:][: -len(tokens)] or [self.prefix_token_id], tokens)
@@ -198,7 +220,9 @@ def _model(engine: Engine, adapter: bool) -> Any:
                 most = int(options.get("max_gen_toks", _MOST_TOKENS))
                 heat = float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0
                 sampling = Sampling(most, heat, float(options.get("top_p", 1.0)), stop=until)
-                prompts = [self.tok_encode(requests[number].args[0])[-(limit - most) :] for number in numbers]
+                prompts = [self.tok_encode(requests[number].args[0]) for number in numbers]
+                self.too_long += [len(one) + most for one in prompts if len(one) + most > limit]
+                prompts = [one[-max(1, limit - most) :] for one in prompts]
                 for answer in engine.generate(prompts, sampling, rows=numbers, adapter=adapter):
                     texts[answer.row] = answer.text
             return texts

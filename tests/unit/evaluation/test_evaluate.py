@@ -115,6 +115,31 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
         assert found.models[1].loss != pytest.approx(first.loss, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "asked", "together"),
+    [((), None, 2), (("evaluation.batch_size=3",), None, 3), (("evaluation.batch_size=3",), 1, 1)],
+)
+def test_so_many_rows_are_answered_together(
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    asked: int | None,
+    together: int,
+) -> None:
+    """As the run's config says, which is two, or an override of it, or the argument."""
+    found: list[int] = []
+    step = TransformersEngine.step
+
+    def counted(self: TransformersEngine, slots: Any, working: Any, coming: Any, *rest: Any) -> torch.Tensor:
+        found.append(len(working) + len(coming))
+        return step(self, slots, working, coming, *rest)
+
+    monkeypatch.setattr(TransformersEngine, "step", counted)
+    evaluate(run_dir, overrides, output=tmp_path, batch_size=asked, engine="transformers")
+    assert max(found) == together
+
+
 @pytest.mark.parametrize(("signum", "code", "word"), [(2, 130, "interrupted"), (15, 143, "ended by SIGTERM")])
 @pytest.mark.parametrize("where", ["before", "during"])
 def test_a_signal_says_what_is_kept_and_the_same_command_continues(

@@ -115,6 +115,38 @@ def test_answers_by_their_options_and_in_the_order_of_the_requests(tokenizer: An
     assert engine.calls[-1][3] is True
 
 
+@pytest.mark.parametrize(
+    ("texts", "counted"), [((SHORT,), ""), ((SHORT, LONG), "1 prompt of lm-eval was"), ((LONG,) * 2, "2 prompts of")]
+)
+def test_prompts_that_lost_their_beginning_are_counted_and_the_longest_is_named(
+    lm_eval_says: dict[str, Any], tokenizer: Any, texts: tuple[str, ...], counted: str
+) -> None:
+    told: list[str] = []
+    options = {"max_gen_toks": 5, "until": []}
+    lm_eval_says["ask"] = lambda model: model.generate_until(
+        asked("generate_until", *((text, options) for text in texts))
+    )
+    harness.run(Recorder(tokenizer), ["t"], adapter=True, seed=0, notify=told.append)  # type: ignore[arg-type]
+    longest = len(tokenizer(LONG)["input_ids"]) + 5
+    said = (
+        f" too long and lost the beginning: with what follows, the longest has {longest} tokens, and the model reads 40"
+    )
+    assert [line[: len(counted)] for line in told] == [counted] * bool(counted)
+    assert all(line.endswith(said) for line in told)
+
+
+def test_a_choice_whose_question_lost_its_beginning_is_counted_and_a_text_in_windows_is_not(
+    pair: tuple[Any, Any],
+) -> None:
+    ours, _ = pair
+    before = len(ours.too_long)
+    ours.loglikelihood_rolling(asked("loglikelihood_rolling", (LONG,)), disable_tqdm=True)
+    ours.loglikelihood(asked("loglikelihood", (SHORT, " away")), disable_tqdm=True)
+    assert len(ours.too_long) == before
+    ours.loglikelihood(asked("loglikelihood", (LONG, " away")), disable_tqdm=True)
+    assert len(ours.too_long) == before + 1
+
+
 def test_the_tokenizers_side_of_the_model(tokenizer: Any) -> None:
     model = harness._model(Recorder(tokenizer), True)  # type: ignore[arg-type]
     assert model.eot_token_id == model.prefix_token_id == tokenizer.eos_token_id
@@ -175,6 +207,7 @@ def lm_eval_says(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(options, model=model)
         if isinstance(seen.get("error"), BaseException):
             raise seen["error"]
+        seen.get("ask", lambda model: None)(model)
         return RESULTS
 
     monkeypatch.setattr("lm_eval.simple_evaluate", simple_evaluate)
