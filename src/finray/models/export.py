@@ -161,7 +161,7 @@ def _require_range(model: Any, dtype: str, output: Path) -> None:
     """Refuse weights that would become infinite: few of them show in the logits of a short text."""
     most = torch.finfo(DTYPES[dtype]).max
     for name, one in model.named_parameters():
-        if (largest := float(one.abs().max())) > most:
+        if (largest := float(one.detach().abs().max())) > most:
             raise ModelError(
                 f"{name} holds {largest:.3g}, and the largest number of {dtype} is {most:.3g}",
                 where=str(output),

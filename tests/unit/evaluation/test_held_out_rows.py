@@ -110,6 +110,7 @@ def test_files_hold_the_scores_and_every_row(found: Comparison, run_dir: Path) -
     made_by = written["made_by"]
     assert made_by["data"]["split"] == "eval"
     sampling = {"max_new_tokens": 6, "temperature": 0.0, "top_p": 1.0, "seed": 0, "top_k": 0, "stop": []}
+    sampling |= {"repetition_penalty": None}
     assert made_by["sampling"] == sampling
     assert {"finray", "torch", "transformers", "peft", "python"} == set(made_by["versions"])
     assert made_by["engine"][0]["name"] == "transformers"
@@ -235,7 +236,7 @@ def test_top_k_and_stop_on_the_command_line_and_in_python_make_the_answers_and_a
     word = next(one for text in greedy for one in text[1:] if one.isprintable())
     cut = [text.partition(word)[0] for text in greedy]
     assert cut != greedy
-    warm = ("--temperature", 1, "--top-k", 1, "--seed", 4)
+    warm = ("--temperature", 1, "--top-k", 1, "--seed", 4, "--repetition-penalty", 1)
     stops = ("--stop", word, "--stop", "never in an answer")
     code, _, err = runs.finray("evaluate", run_dir, *warm, *stops, "--output", tmp_path / "cli", "--json")
     assert code == 0, err
@@ -243,6 +244,7 @@ def test_top_k_and_stop_on_the_command_line_and_in_python_make_the_answers_and_a
     assert [line["answers"]["tuned"] for line in lines] == cut
     recorded = json.loads((tmp_path / "cli" / "metrics.json").read_text())["made_by"]["sampling"]
     assert (recorded["top_k"], recorded["stop"]) == (1, [word, "never in an answer"])
+    assert recorded["repetition_penalty"] == 1
     options: dict[str, Any] = {"temperature": 1, "top_k": 1, "stop": word, "output": tmp_path / "python"}
     found = finray.evaluate(run_dir, quiet=True, **options)
     assert [one.answers["tuned"] for one in found.predictions] == [[text] for text in cut]
