@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,8 +64,17 @@ def test_a_run_that_is_stopped_by_either_signal_goes_on_to_the_same_bits(
 
 
 def test_a_stopped_run_with_a_ray_of_its_own_leaves_no_process(plain: Plain, tmp_path: Path) -> None:
-    config = into(plain, tmp_path, {"cluster.num_workers": 1})
+    config = into(plain, tmp_path, {"cluster.num_workers": 1, "cluster.dashboard": True})
     process = runs.start_cli("train", str(config), env={"RAY_ADDRESS": None, "RAY_AUTH_TOKEN": None})
+    assert process.stdout is not None
+    while "Ray's dashboard is at " not in (line := process.stdout.readline()):
+        assert line, "it ended"
+    url = line.split()[-1]
+    assert url.startswith("http://127.0.0.1:")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{url}/api/jobs/", timeout=60)
+    with urllib.request.urlopen(url, timeout=60) as page:
+        assert "<title>Ray Dashboard" in page.read().decode()
     wait_for_step(tmp_path / "run", 4, process)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) > 3

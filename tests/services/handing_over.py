@@ -25,7 +25,10 @@ def sending(run_dir: Path, mode: str) -> Sending:
 
 
 def write(run_dir: Path, steps: int) -> None:
-    lines = [{"kind": "train", "step": step, "loss": 1 / step, "time": 1000.0 + step} for step in range(1, steps + 1)]
+    lines = [
+        {"kind": "train", "step": step, "loss": 1 / step, "supervised": 3, "time": 1000.0 + step}
+        for step in range(1, steps + 1)
+    ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -40,7 +43,7 @@ def unanswered(run_dir: str) -> None:
     one = sending(Path(run_dir), "online")
     one.catch_up()
     try:
-        one.service.close(complete=True)
+        one.close(complete=True)
     except TimeoutError:
         return
     raise AssertionError("it ended as if the service had everything")

@@ -63,6 +63,10 @@ def test_the_server_has_the_runs_numbers_config_and_tags(
     assert found.data.tags["finray.run_id"] == (run_dir / "run_id").read_text()
     assert found.data.tags["finray.final"] == str(run_dir / "final")
     assert found.data.tags["small"] == "true"
+    losses, targets = (written(run_dir, "train", name) for name in ("loss", "supervised"))
+    weighted = sum(loss * count for (_, loss, _), (_, count, _) in zip(losses, targets, strict=True))
+    ((step, mean, _),) = points(mlflow_server, "train/mean_loss")
+    assert (step, mean) == (8, pytest.approx(weighted / sum(count for _, count, _ in targets)))
 
 
 def test_a_kill_and_a_resume_are_one_run_and_no_step_is_there_twice(

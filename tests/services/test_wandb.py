@@ -126,7 +126,7 @@ def test_a_kill_loses_nothing_and_the_run_is_one(service: Standin, tmp_path: Pat
     write(tmp_path, 5)
     first = sending(tmp_path, "online")
     first.catch_up()
-    first.service.close(complete=False)
+    first.close(complete=False)
     assert service.steps(RUN_ID) == [1, 2, 3, 4, 5]
     assert service.runs[RUN_ID]["exitcode"] == 1
     write(tmp_path, 9)
@@ -136,12 +136,13 @@ def test_a_kill_loses_nothing_and_the_run_is_one(service: Standin, tmp_path: Pat
     last = sending(tmp_path, "online")
     write(tmp_path, 10)
     last.catch_up()
-    last.service.close(complete=True)
+    last.close(complete=True)
     assert service.steps(RUN_ID) == list(range(1, 11))
     assert list(service.runs) == [RUN_ID]
     run = service.runs[RUN_ID]
     assert (run["displayName"], run["tags"], run["exitcode"]) == ("r", ["small"], 0)
     assert [run["history"][at]["train/loss"] for at in sorted(run["history"])] == [1 / step for step in range(1, 11)]
+    assert run["summary"]["train/mean_loss"] == pytest.approx(sum(1 / step for step in range(1, 11)) / 10)
 
 
 def test_a_service_that_takes_nothing_ends_in_time_and_gets_everything_later(service: Standin, tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_a_service_that_takes_nothing_ends_in_time_and_gets_everything_later(ser
     service.takes_rows = True
     again = sending(tmp_path, "online")
     again.catch_up()
-    again.service.close(complete=True)
+    again.close(complete=True)
     assert service.steps(RUN_ID) == [1, 2, 3, 4]
 
 

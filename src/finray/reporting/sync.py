@@ -91,7 +91,7 @@ def _sync(sending: Sending, complete: bool, patience_s: float) -> Synced:
     def work() -> None:
         try:
             sending.catch_up()
-            sending.service.close(complete=complete)
+            sending.close(complete=complete)
         except BaseException as error:
             failed.append(error)
 

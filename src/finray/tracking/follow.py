@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from finray.config.redact import redact_text
 from finray.errors import FinrayError, TrainingError
 from finray.files import FileKind
-from finray.tracking.jsonl import FILE, read_from
+from finray.tracking.jsonl import FILE, read_from, totals
 
 # Polling interval of the file, and the maximum interval between attempts to reach a service, in seconds.
 EVERY_S, MOST_S = 1.0, 60.0
@@ -150,8 +150,14 @@ class Service(ABC):
         """Send records, in the order in which they were written; returns when the service has them."""
 
     @abstractmethod
-    def close(self, *, complete: bool) -> None:
-        """The run ends here; ``complete`` when it is over."""
+    def close(self, *, complete: bool, step: int, totals: Mapping[str, float]) -> None:
+        """The run ends here.
+
+        Args:
+            complete: whether it is over.
+            step: the last training step sent.
+            totals: numbers of the whole run up to this step, by name; empty before the first step.
+        """
 
     def url(self) -> str:
         """Web page of the run; empty if there is none."""
@@ -219,6 +225,11 @@ class Sending:
     def is_open(self) -> bool:
         """Whether the run is known at the service."""
         return self._cursor is not None
+
+    def close(self, *, complete: bool) -> None:
+        """Send the totals of the run, and close the service."""
+        step = 0 if self._cursor is None else self._cursor.train
+        self.service.close(complete=complete, step=step, totals=totals(self.run.run_dir))
 
     def lock(self) -> FileLock:
         """A lock for sending: two processes at a time would send records twice."""
@@ -301,7 +312,7 @@ class Follower:
                 self._sending.catch_up(ended=self._is_late)
                 failures = 0
                 if ending:
-                    self._sending.service.close(complete=self._complete)
+                    self._sending.close(complete=self._complete)
                     break
             except FinrayError:
                 raise

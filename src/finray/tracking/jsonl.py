@@ -102,6 +102,12 @@ def mean_loss(run_dir: Path) -> float | None:
     return total / weight if weight else None
 
 
+def totals(run_dir: Path) -> dict[str, float]:
+    """What trackers are told at the end of a run, by name."""
+    mean = mean_loss(run_dir)
+    return {} if mean is None else {"train/mean_loss": mean}
+
+
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Records of a file, if it exists; damaged lines, and those left unfinished by a killed process, are skipped."""
     return (record for _, record in _lines(path) if record is not None)

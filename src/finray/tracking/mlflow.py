@@ -115,8 +115,10 @@ class MlflowService(Service):
             batch += metrics
         self._client.log_batch(self._run_id, metrics=batch)
 
-    def close(self, *, complete: bool) -> None:
+    def close(self, *, complete: bool, step: int, totals: Mapping[str, float]) -> None:
         """Set the final status; a run that continues later is set to running again."""
+        for name, value in totals.items():
+            self._client.log_metric(self._run_id, name, value, step=step)
         self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
 
     def url(self) -> str:

@@ -10,6 +10,7 @@ import yaml
 from finray.config.identity import flatten
 from finray.records import Metrics, SystemRecord
 from finray.tracking.base import RunInfo
+from finray.tracking.jsonl import totals
 
 FOLDER = "tensorboard"
 
@@ -26,6 +27,7 @@ class TensorBoardTracker:
         begin_writing: Any = writer.SummaryWriter
         make: Any = summary.hparams
         self._writer = begin_writing(str(run.run_dir / FOLDER), purge_step=run.resume_step and run.resume_step + 1)
+        self._run_dir, self._step = run.run_dir, run.resume_step
         text = yaml.safe_dump(run.config, sort_keys=False)
         # Markdown shows indented text verbatim.
         self._writer.add_text("config", "".join(f"    {line}\n" for line in text.splitlines()), run.resume_step)
@@ -37,6 +39,7 @@ class TensorBoardTracker:
 
     def log(self, record: Metrics) -> None:
         """Write one record."""
+        self._step = max(self._step, record.step)
         plain = record.json()
         at = record.time if isinstance(record, SystemRecord) else None
         for name, value in plain.items():
@@ -45,6 +48,8 @@ class TensorBoardTracker:
 
     def finish(self) -> None:
         """Flush and close."""
+        for name, value in totals(self._run_dir).items():
+            self._writer.add_scalar(name, value, self._step)
         self._writer.file_writer.add_summary(self._end)
         self._writer.close()
 

@@ -30,6 +30,7 @@ class Recording(Service):
         self.calls = 0
         self.opened: list[Cursor | None] = []
         self.closed: list[bool] = []
+        self.totals: list[tuple[int, dict[str, float]]] = []
         self.arrived = threading.Condition()
 
     def where(self, run: Followed) -> str:
@@ -47,8 +48,9 @@ class Recording(Service):
                 raise error
             self.got += [(one["kind"], one["step"]) for one in records]
 
-    def close(self, *, complete: bool) -> None:
+    def close(self, *, complete: bool, step: int, totals: Mapping[str, float]) -> None:
         self.closed.append(complete)
+        self.totals.append((step, dict(totals)))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         with self.arrived:
@@ -62,7 +64,8 @@ def followed(folder: Path) -> Followed:
 def write(folder: Path, *records: tuple[str, int], mode: str = "a") -> None:
     with (folder / "metrics.jsonl").open(mode) as stream:
         for kind, step in records:
-            stream.write(json.dumps({"kind": kind, "step": step, "loss": 1 / (step + 1), "time": 1000.0 + step}) + "\n")
+            record = {"kind": kind, "step": step, "loss": 1 / (step + 1), "supervised": step, "time": 1000.0 + step}
+            stream.write(json.dumps(record) + "\n")
 
 
 def train(*steps: int) -> list[tuple[str, int]]:
@@ -90,6 +93,9 @@ def test_a_run_that_grows_is_sent_as_it_grows_and_to_its_end(tmp_path: Path) -> 
         assert follower.warning() is None
     assert service.got == [*train(1, 2), ("eval", 2), ("train", 3)]
     assert service.closed == [True]
+    # Its steps have as many targets as their number.
+    mean = (1 * 1 / 2 + 2 * 1 / 3 + 3 * 1 / 4) / (1 + 2 + 3)
+    assert service.totals == [(3, {"train/mean_loss": pytest.approx(mean)})]
 
 
 def test_steps_that_a_resume_does_again_are_not_sent_again(tmp_path: Path) -> None:

@@ -214,6 +214,21 @@ def test_the_mean_loss_is_over_targets_and_not_over_steps(tmp_path: Path) -> Non
     assert mean_loss(tmp_path) == pytest.approx((4 * 30 + 2 * 10 + 1 * 60) / 100)
 
 
+def test_tensorboard_has_the_mean_loss_at_the_last_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = [started(JsonlTracker(), tmp_path), started(TensorBoardTracker(), tmp_path)]
+    for step, loss, supervised in ((1, 4.0, 30), (2, 2.0, 10)):
+        for tracker in trackers:
+            tracker.log(record(step, loss=loss, supervised=supervised))
+    for tracker in trackers:
+        tracker.finish()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    ((step, value),) = [(one.step, one.value) for one in events.Scalars("train/mean_loss")]
+    assert (step, value) == (2, pytest.approx((4 * 30 + 2 * 10) / 40))
+
+
 # --- isolation ------------------------------------------------------------------------------------------------------
 
 
