@@ -150,13 +150,12 @@ class Service(ABC):
         """Send records, in the order in which they were written; returns when the service has them."""
 
     @abstractmethod
-    def close(self, *, complete: bool, step: int, totals: Mapping[str, float]) -> None:
+    def close(self, *, complete: bool, totals: Mapping[str, float]) -> None:
         """The run ends here.
 
         Args:
             complete: whether it is over.
-            step: the last training step sent.
-            totals: numbers of the whole run up to this step, by name; empty before the first step.
+            totals: numbers of the whole run so far, by name; empty before the first step.
         """
 
     def url(self) -> str:
@@ -228,8 +227,7 @@ class Sending:
 
     def close(self, *, complete: bool) -> None:
         """Send the totals of the run, and close the service."""
-        step = 0 if self._cursor is None else self._cursor.train
-        self.service.close(complete=complete, step=step, totals=totals(self.run.run_dir))
+        self.service.close(complete=complete, totals=totals(self.run.run_dir))
 
     def lock(self) -> FileLock:
         """A lock for sending: two processes at a time would send records twice."""

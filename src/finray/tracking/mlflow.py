@@ -89,10 +89,11 @@ class MlflowService(Service):
         self._client.update_run(self._run_id, status="RUNNING")
         self._experiment_id = found.info.experiment_id
         # The server knows what it has: a kill may have come before the cursor was written.
+        self._trained = max((one.step for one in self._history("train/loss")), default=0)
         return Cursor(
             self.where(run),
             self._run_id,
-            train=max((one.step for one in self._history("train/loss")), default=0),
+            train=self._trained,
             evaluated=[one.step for one in self._history("eval/eval_seconds")],
             system=max((one.timestamp for one in self._history("system/rss_bytes")), default=0) / 1000,
         )
@@ -113,12 +114,14 @@ class MlflowService(Service):
                 self._client.log_batch(self._run_id, metrics=batch)
                 batch = []
             batch += metrics
+            if record["kind"] == "train":
+                self._trained = max(self._trained, record["step"])
         self._client.log_batch(self._run_id, metrics=batch)
 
-    def close(self, *, complete: bool, step: int, totals: Mapping[str, float]) -> None:
+    def close(self, *, complete: bool, totals: Mapping[str, float]) -> None:
         """Set the final status; a run that continues later is set to running again."""
         for name, value in totals.items():
-            self._client.log_metric(self._run_id, name, value, step=step)
+            self._client.log_metric(self._run_id, name, value, step=self._trained)
         self._client.set_terminated(self._run_id, "FINISHED" if complete else "KILLED")
 
     def url(self) -> str:

@@ -107,7 +107,7 @@ class WandbService(Service):
             row = {**numbers_of(record), f"{record['kind']}/step": record["step"]}
             self._run.log({**row, f"{record['kind']}/time": record["time"]} if "time" in record else row)
 
-    def close(self, *, complete: bool, step: int, totals: Mapping[str, float]) -> None:
+    def close(self, *, complete: bool, totals: Mapping[str, float]) -> None:
         """Wait until everything is sent; a run that continues later is marked as failed until then."""
         self._run.summary.update(dict(totals))
         self._run.finish(exit_code=0 if complete else 1)

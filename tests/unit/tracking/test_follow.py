@@ -30,7 +30,7 @@ class Recording(Service):
         self.calls = 0
         self.opened: list[Cursor | None] = []
         self.closed: list[bool] = []
-        self.totals: list[tuple[int, dict[str, float]]] = []
+        self.totals: list[dict[str, float]] = []
         self.arrived = threading.Condition()
 
     def where(self, run: Followed) -> str:
@@ -48,9 +48,9 @@ class Recording(Service):
                 raise error
             self.got += [(one["kind"], one["step"]) for one in records]
 
-    def close(self, *, complete: bool, step: int, totals: Mapping[str, float]) -> None:
+    def close(self, *, complete: bool, totals: Mapping[str, float]) -> None:
         self.closed.append(complete)
-        self.totals.append((step, dict(totals)))
+        self.totals.append(dict(totals))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         with self.arrived:
@@ -95,7 +95,7 @@ def test_a_run_that_grows_is_sent_as_it_grows_and_to_its_end(tmp_path: Path) -> 
     assert service.closed == [True]
     # Its steps have as many targets as their number.
     mean = (1 * 1 / 2 + 2 * 1 / 3 + 3 * 1 / 4) / (1 + 2 + 3)
-    assert service.totals == [(3, {"train/mean_loss": pytest.approx(mean)})]
+    assert service.totals == [{"train/mean_loss": pytest.approx(mean)}]
 
 
 def test_steps_that_a_resume_does_again_are_not_sent_again(tmp_path: Path) -> None:

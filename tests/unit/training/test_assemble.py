@@ -17,7 +17,8 @@ from finray.data.sampling.order import Order
 from finray.data.sampling.packing import one_row_each, plan_packs
 from finray.errors import DataError, TrainingError
 from finray.records import EvalRecord, TrainRecord
-from finray.training import assemble as module
+from finray.training import outputs
+from finray.training.assemble import require_same_data
 from finray.training.loader import EvalLoader, StepLoader
 
 
@@ -55,7 +56,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(name)
         return Noting()
 
-    monkeypatch.setattr(module, "make_tracker", make)
+    monkeypatch.setattr(outputs, "make_tracker", make)
     Noting.seen = []
     return names
 
@@ -74,7 +75,7 @@ def test_every_tracker_is_made_once_and_told_of_the_run(
     settings = config(tracking=tracking, cluster={"env": {"SOME_HOST": "h"}})
     header: Any = SimpleNamespace(step=7)
     shown: list[Any] = []
-    trackers = module._start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None)
+    trackers = outputs.start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None)
     trackers.log(RECORD)
     trackers.finish()
     assert made == names
@@ -91,35 +92,33 @@ def test_every_tracker_is_made_once_and_told_of_the_run(
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["samples"] == [1, 2]
     # At the next start the run is known by the same name.
-    module._start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None).finish()
+    outputs.start_trackers(settings, tmp_path, header, shown.append, lambda text, step=0: None).finish()
     assert (tmp_path / "run_id").read_text() == run_id
 
 
 def test_other_records_are_shown_as_they_are(tmp_path: Path) -> None:
     shown: list[Any] = []
     record = EvalRecord(3, {"eval_loss": 1.0}, 5, 1.0)
-    module._Notifier(shown.append).log(record)
+    outputs._Notifier(shown.append).log(record)
     assert shown == [record]
 
 
 def test_an_id_that_cannot_be_read_says_what_to_do(tmp_path: Path, made: list[str]) -> None:
     (tmp_path / "run_id").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(TrainingError) as caught:
-        module._start_trackers(config(), tmp_path, SimpleNamespace(step=0), print, print)  # type: ignore[arg-type]
+        outputs.start_trackers(config(), tmp_path, SimpleNamespace(step=0), print, print)  # type: ignore[arg-type]
     assert "delete the file" in str(caught.value.repair)
 
 
 @pytest.mark.parametrize(("bits", "said"), [(None, "none"), (4, "4bit"), (8, "8bit")])
-def test_the_notes_of_a_checkpoint_are_what_a_later_command_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None, said: str
-) -> None:
+def test_the_notes_of_a_checkpoint_are_what_a_later_command_needs(tmp_path: Path, bits: int | None, said: str) -> None:
     saved: list[str] = []
-    monkeypatch.setattr(module, "load_tokenizer", lambda model: SimpleNamespace(save_pretrained=saved.append))
+    tokenizer = SimpleNamespace(save_pretrained=saved.append)
     model = {"revision": "r", "new_tokens": ["<a>"], "chat_template_arguments": {"enable_thinking": False}}
     settings = config(model=model, data={"system": "Be brief.", "tool_format": "hermes"})
     dataset: Any = SimpleNamespace(kind=lambda: "chat")
     resolved: Any = SimpleNamespace(bits=bits, problem=None)
-    module._extras(settings, dataset, resolved)(tmp_path)
+    outputs.save_extras(settings, dataset, resolved, tokenizer)(tmp_path)
     assert saved == [str(tmp_path)]
     assert json.loads((tmp_path / "finray.json").read_text()) == {
         "base_model": "m",
@@ -156,7 +155,7 @@ def test_the_header_counts_what_is_trained_on(
     object.__setattr__(resolved, "weights", weights)
     task: Any = SimpleNamespace(parameter_counts=lambda: (11, 22))
     strategy: Any = SimpleNamespace(world_size=world, device=torch.device("cpu"))
-    found = module._header(
+    found = outputs.make_header(
         config(data={"packing": True}), resolved, task, strategy, loader, evaluation, step=2, total_steps=20
     )
     assert (found.step, found.total_steps, found.model) == (2, 20, "m")
@@ -168,7 +167,7 @@ def test_the_header_counts_what_is_trained_on(
     assert (found.world_size, found.global_batch_size, found.micro_batch_size) == (world, 6, 2)
     assert (found.accumulation, found.epochs) == (accumulation, epochs)
     assert (found.device, found.threads) == ("CPU", torch.get_num_threads())
-    alone = module._header(config(), resolved, task, strategy, loader, None, step=2, total_steps=20)
+    alone = outputs.make_header(config(), resolved, task, strategy, loader, None, step=2, total_steps=20)
     assert (alone.eval_rows, alone.held_out) == (0, 0)
 
 
@@ -178,8 +177,8 @@ def test_the_header_counts_what_is_trained_on(
 def test_other_rows_than_a_run_began_with_are_refused(format_: str, kind: str, hint: bool) -> None:
     dataset: Any = SimpleNamespace(content="b", kind=lambda: kind)
     settings = config(data={"format": format_})
-    module.require_same_data("b", dataset, settings)
+    require_same_data("b", dataset, settings)
     with pytest.raises(DataError, match="has changed since the run began") as caught:
-        module.require_same_data("a", dataset, settings)
+        require_same_data("a", dataset, settings)
     assert caught.value.where == "data.source=d"
     assert ("data.format=prompt_completion" in str(caught.value.repair)) is hint

@@ -8,7 +8,7 @@ import pytest
 
 from finray.config.load import build_config
 from finray.config.resolved import Resolved
-from finray.training.assemble import method_of
+from finray.training.outputs import method_of
 
 LORA = {"method": "rslora", "rank": 4, "alpha": 3, "target_modules": ["q_proj", "o_proj"]}
 

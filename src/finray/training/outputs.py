@@ -1,0 +1,173 @@
+"""What rank 0 of a run shows and writes beside checkpoints: its header, its trackers, and an adapter's metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finray.config.adapter_files import NOTES
+from finray.config.redact import redact
+from finray.config.resolved import Resolved
+from finray.config.schema import Config
+from finray.config.tasks import task_spec
+from finray.data.dataset.prepared import PreparedDataset
+from finray.errors import TrainingError
+from finray.files import FileKind
+from finray.parallel.base import Strategy
+from finray.records import Metrics, Record, RunHeader, SystemRecord, TrainRecord
+from finray.tracking.base import RunInfo, Tracker, Trackers, make_tracker
+from finray.tracking.follow import Followed, Follower, Sending, Service
+from finray.tracking.jsonl import JsonlTracker
+from finray.tracking.starts import StartsTracker
+from finray.tracking.system import Sampler, System, find_nvml
+from finray.training.loader import EvalLoader, StepLoader
+from finray.training.task import Task
+
+# File with the run's id for trackers; the same at every start.
+RUN_ID = "run_id"
+Notify = Callable[[Record], None]
+Warn = Callable[[str], None]
+
+
+def start_trackers(config: Config, run_dir: Path, header: RunHeader, notify: Notify, warn: Warn) -> Trackers:
+    """Start the trackers of rank 0. A run has the same id at every start, stored in its directory."""
+    run_id = run_dir / RUN_ID
+    if not run_id.exists():
+        run_id.write_text(uuid.uuid4().hex, encoding="utf-8")
+    name = FileKind(TrainingError, repair="delete the file: trackers then see a new run").text(run_id)
+    # Written synchronously: after a resume metrics.jsonl must have every step before the checkpoint.
+    inline: dict[str, Tracker] = {"metrics.jsonl": JsonlTracker(warn), "console": _Notifier(notify)}
+    inline["starts.jsonl"] = StartsTracker()
+    names = [*(["tensorboard"] if config.tracking.tensorboard else []), *config.tracking.trackers]
+    made = {name: make_tracker(name) for name in dict.fromkeys(names)}
+    services = {name: one for name, one in made.items() if isinstance(one, Service)}
+    trackers = Trackers(
+        inline,
+        {name: one for name, one in made.items() if not isinstance(one, Service)},
+        follow=lambda run: [
+            Follower(Sending(name, one, Followed(run.run_id, run.run_dir, run.config)))
+            for name, one in services.items()
+        ],
+        machine=_sampled(config, run_dir),
+        warn=warn,
+    )
+    trackers.start(RunInfo(name, run_dir, header.step, redact(config.plain()), header))
+    return trackers
+
+
+def _sampled(config: Config, run_dir: Path) -> Callable[[int], list[SystemRecord]]:
+    every_s = config.tracking.system_every_seconds
+    return (lambda step: []) if every_s is None else Sampler(System(run_dir, nvml=find_nvml()).sample, every_s).take
+
+
+@dataclass(frozen=True, slots=True)
+class _Notifier:
+    """Passes records to the progress display."""
+
+    notify: Notify
+
+    def start(self, run: RunInfo) -> None:
+        """The header has been shown already."""
+
+    def log(self, record: Metrics) -> None:
+        if not isinstance(record, SystemRecord):
+            self.notify(record.without_samples() if isinstance(record, TrainRecord) else record)
+
+    def finish(self) -> None:
+        """Nothing is kept here."""
+
+
+def save_extras(config: Config, dataset: PreparedDataset, resolved: Resolved, tokenizer: Any) -> Callable[[Path], None]:
+    """A function that writes the tokenizer, and what later commands need to know, into a checkpoint."""
+    notes = {
+        "base_model": config.model.name,
+        "revision": config.model.revision,
+        "rows": dataset.kind(),
+        "task": config.model.task,
+        "auto_class": task_spec(config.model.task).auto_class,
+        "new_tokens": config.model.new_tokens,
+        "system": config.data.system,
+        "tool_format": config.data.tool_format,
+        "chat_template_arguments": config.model.chat_template_arguments,
+        "quantization": {None: "none", 4: "4bit", 8: "8bit"}[resolved.bits],
+    }
+    if resolved.problem is not None:
+        notes |= {"problem": resolved.problem, "labels": list(resolved.labels)}
+        if tokenizer.pad_token is None:
+            # Classifying batches needs a pad token, and the model's configuration names it.
+            tokenizer.pad_token = tokenizer.eos_token
+
+    def save(folder: Path) -> None:
+        tokenizer.save_pretrained(str(folder))
+        (folder / NOTES).write_text(json.dumps(notes, indent=2) + "\n", encoding="utf-8")
+
+    return save
+
+
+def make_header(
+    config: Config,
+    resolved: Resolved,
+    task: Task,
+    strategy: Strategy,
+    loader: StepLoader,
+    evaluation: EvalLoader | None,
+    *,
+    step: int,
+    total_steps: int,
+) -> RunHeader:
+    """The header of this start of the workers; their places are not known yet."""
+    trainable, parameters = task.parameter_counts()
+    micro_batches = -(-loader.global_batch_size // loader.micro_batch_size)
+    device = strategy.device
+    return RunHeader(
+        step=step,
+        total_steps=total_steps,
+        model=config.model.name,
+        parameters=parameters,
+        trainable=trainable,
+        precision="bf16-true" if resolved.weights == "bf16" else resolved.precision,
+        rows=len(loader.split),
+        tokens=int(loader.split.lengths.sum()),
+        supervised=int(loader.split.supervised.sum()),
+        eval_rows=0 if evaluation is None else evaluation.rows,
+        held_out=0 if evaluation is None else evaluation.held_out,
+        epochs=(loader.order.total or total_steps * loader.global_batch_size) / len(loader.plan),
+        packing=config.data.packing,
+        packs=len(loader.plan),
+        fill=loader.plan.fill,
+        world_size=strategy.world_size,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        threads=torch.get_num_threads(),
+        global_batch_size=loader.global_batch_size,
+        micro_batch_size=loader.micro_batch_size,
+        accumulation=-(-micro_batches // strategy.world_size),
+        method=method_of(config, resolved),
+        labelled=resolved.problem is not None,
+    )
+
+
+def place_of(strategy: Strategy) -> str:
+    """This worker's ranks, named as torch's launchers do, and its host."""
+    local, node = os.environ.get("LOCAL_RANK", strategy.rank), os.environ.get("NODE_RANK", 0)
+    ranks = f"RANK={strategy.rank} LOCAL_RANK={local} WORLD_SIZE={strategy.world_size} NODE_RANK={node}"
+    return f"{ranks} on {socket.gethostname()}"
+
+
+def method_of(config: Config, resolved: Resolved) -> str:
+    """A one-line description of the model and training method."""
+    adapter, train = config.adapter, config.train
+    what = "all weights"
+    if adapter.method != "none":
+        targets = adapter.target_modules
+        of = targets if isinstance(targets, str) else ", ".join(targets)
+        what = f"{adapter.method} of rank {adapter.rank}, alpha {adapter.alpha:g}, on {of}"
+    base = f", base in {resolved.bits} bits" if resolved.bits else ""
+    return f"{what}{base}; {train.optimizer}, {train.schedule} from {train.learning_rate:g}; {resolved.strategy}"
