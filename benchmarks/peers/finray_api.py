@@ -65,7 +65,13 @@ def assembled(config: Any, prepared: str, run_dir: Path) -> Any:
         return assemble(config, **options, strategy=strategy_of(config, device)).loop
     from finray.parallel import make_strategy
     from finray.planning.placement import Placement, device_of
-    from finray.planning.resolve import packing_of, resolve
+    from finray.planning.resolve import resolve
+
+    try:
+        from finray.models.packing_cache import packing_of
+    except ImportError:
+        # An earlier checkout.
+        from finray.planning.resolve import packing_of
 
     placement = Placement(int(os.environ.get("WORLD_SIZE", "1")), torch.get_num_threads(), use_gpu=False)
     resolved = resolve(config, placement, device_of(placement), packing=packing_of(config.model))

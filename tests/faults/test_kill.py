@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import forks, runs, tiny
+from tests.support import forks, lacking, runs
 from tests.support.group import run_group
 from tests.support.runs import Plain, changed
 
@@ -128,10 +128,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_one_message(
 
 def test_a_bug_is_not_retried_for_ever(plain: Plain, tmp_path: Path, ray_cluster: str) -> None:
     """A model whose forward always raises: two attempts, then its own error, though Ray might restart five times."""
-    broken = tmp_path / "model"
-    # Tokens outside the table raise in the embedding, in the first step of every attempt.
-    tiny.save_model("gpt2", broken, tiny.train_tokenizer(), vocab_size=20)
-    code, out, err = runs.finray("train", into(plain, tmp_path, {"model.name": str(broken), "cluster.num_workers": 1}))
+    changes = {"model.task": lacking.BROKEN, "cluster.num_workers": 1}
+    code, out, err = runs.finray("train", into(plain, tmp_path, changes))
     assert code == 2
     assert "2 times from step 0; the first error, of rank 0 on" in err
     assert ": IndexError" in err

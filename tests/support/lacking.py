@@ -15,6 +15,7 @@ from finray.tasks.causal_lm import CausalLM
 NO_MEMORY = f"{__name__}:NoMemoryLM"
 SLEEPING = f"{__name__}:SleepingLM"
 FAILING = f"{__name__}:FailingLM"
+BROKEN = f"{__name__}:BrokenLM"
 POISONED = f"{__name__}:PoisonedLM"
 POISONED_PASS = 6
 MARK = "FINRAY_TEST_MARK"
@@ -70,6 +71,14 @@ class FailingLM(CausalLM):
         if os.environ["RANK"] == "1" and self.passes == 3:
             raise LookupError("row 7 has no label")
         return super().loss_sum(batch)
+
+
+class BrokenLM(CausalLM):
+    """A language model whose forward pass always raises."""
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Look up a row that is not there."""
+        return super().loss_sum(batch) + torch.zeros(3)[3]
 
 
 class PoisonedLM(CausalLM):

@@ -29,9 +29,10 @@ from finray.config.tasks import task_spec
 from finray.data.dataset.labels import find_labels
 from finray.data.dataset.prepare import prepare_here
 from finray.data.dataset.prepared import PreparedDataset
+from finray.models.packing_cache import packing_of
 from finray.parallel.ddp import DDPStrategy
 from finray.planning.placement import Placement, device_of
-from finray.planning.resolve import packing_of, resolve
+from finray.planning.resolve import resolve
 from finray.records import Record
 from finray.tracking.jsonl import read_records
 from finray.training.assemble import Assembled, assemble

@@ -18,7 +18,7 @@ from finray.evaluation.outcome import Estimate, Prediction
 from finray.evaluation.rows import Rows
 from finray.evaluation.scores.base import score_named
 from finray.evaluation.statistics import Interval
-from finray.evaluation.subjects import Case
+from finray.evaluation.subjects import Case, Subject
 from finray.evaluation.work import Work
 from finray.models.artifacts import Artifact
 from finray.pretrained.tokenizers import load_tokenizer
@@ -99,23 +99,22 @@ def judge(case: Case) -> Judged:
                             found.values[subject.name][name] = Estimate(value, _ONE_NUMBER, 0 <= value <= 1)
                     used += work.made_by
                 if request.harness:
-                    what, total = f"{subject.name} harness", len(request.harness)
-                    case.progress(what, 0, total=total)
-                    engine = opened()
-                    metrics = harness.run(
-                        engine,
-                        request.harness,
-                        adapter=subject.adapter,
-                        seed=request.seed,
-                        notify=case.notes.append,
-                    )
-                    found.harness[subject.name] = metrics
-                    case.progress(what, total, total=total)
+                    found.harness[subject.name] = _harness(case, subject, engine := opened())
                     used.append({"name": engine.name, "version": engine.version})
     found.made_by["engine"] = [one for place, one in enumerate(used) if one not in used[:place]]
     if rows is not None and "answers" in needs:
         found.prediction = _shown(case, rows, answered, found)
     return found
+
+
+def _harness(case: Case, subject: Subject, engine: Engine) -> dict[str, harness.Found]:
+    """The metrics of lm-eval's tasks."""
+    what, tasks = f"{subject.name} harness", case.request.harness
+    case.progress(what, 0, total=len(tasks))
+    seed = case.request.seed
+    metrics = harness.run(engine, tasks, adapter=subject.adapter, seed=seed, notify=case.notes.append)
+    case.progress(what, len(tasks), total=len(tasks))
+    return metrics
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from finray.evaluation.scores.base import FloatArray, Score, SummedScore
 from finray.evaluation.statistics import Interval
 from finray.evaluation.subjects import Case, Progress
 from finray.models.artifacts import load_artifact
-from finray.models.packing_check import check_packing
+from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.tasks.classifier_scores import OF_CONFUSION, ScoreSums
 
@@ -79,7 +79,7 @@ def judge(case: Case) -> Judged:
     for subject in case.subjects:
         model = load_artifact(subject.artifact, dtype=case.dtype).to(inference_device())
         known = case.resolved.label_set if case.resolved is not None and subject is case.tuned else None
-        packs = check_packing(subject.artifact.model).safe
+        packs = packing_of(subject.artifact.model).safe
         report = _counted(case.progress, f"{subject.name} labels", len(held))
         found[subject.name] = classify(model, held, truths, packs=packs, labels=known, progress=report)
         del model

@@ -16,7 +16,7 @@ from finray.config.schema import Config
 from finray.config.tasks import task_spec
 from finray.errors import FinrayError, ModelError
 from finray.models.loading import check_loading, is_quantised, load_model
-from finray.models.packing_check import check_packing
+from finray.models.packing_cache import packing_of
 from finray.models.sharded import cut_model, left_out
 from finray.planning.blueprint import Blueprint, ModelShape, draw_blueprint, stored_in
 from finray.planning.checks import check_saved_modules, check_targets
@@ -141,7 +141,7 @@ def _open(
         return (
             load_model(config.model, dtype=torch.float32, on_meta=True, labels=labels),
             load_tokenizer(config.model),
-            check_packing(config.model),
+            packing_of(config.model),
         )
     except FinrayError as error:
         _not_had(error, "its weights and its tokenizer", config, found, environ, offline=offline)
@@ -154,7 +154,7 @@ def _open(
     except FinrayError:
         # A decoder would ask the missing tokenizer for a padding token.
         model = load_model(shape, dtype=torch.float32, on_meta=True)
-    return model, None, check_packing(shape)
+    return model, None, packing_of(shape)
 
 
 def _check_weights(config: Config, found: Findings, environ: Mapping[str, str], *, offline: bool) -> None:

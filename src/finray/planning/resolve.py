@@ -9,14 +9,9 @@ memory. ``data.format: auto`` is not a choice of hardware: the columns of the so
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from importlib.metadata import version
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finray.config.resolved import Packing, Precision, Resolved
@@ -27,7 +22,6 @@ from finray.planning.findings import refuse
 from finray.planning.placement import Device, Placement
 from finray.planning.steps import batch_and_epochs
 from finray.planning.strategy import StrategyChoice, estimated_choice
-from finray.pretrained.tokenizers import source_options
 
 if TYPE_CHECKING:
     from finray.planning.blueprint import ModelShape
@@ -211,92 +205,3 @@ def _lost(what: str, where: str, reason: str) -> ConfigError:
         where=where,
         repair="continue it with the hardware and libraries that it began with, or start over with --fresh",
     )
-
-
-# --- the packing check, remembered ----------------------------------------------------------------------------------
-
-
-def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
-    """Whether rows of a model may be packed: from an earlier check, or checked now, which imports torch.
-
-    Args:
-        model: the model section.
-        folder: where results are cached; None is ``finray/packing`` in the user's cache.
-
-    Raises:
-        ModelError: the model's configuration cannot be loaded.
-    """
-    folder = folder or _packing_folder()
-    known = cached_packing(model, folder)
-    if known is not None:
-        return known
-    from finray.models.packing_check import check_packing
-
-    found = check_packing(model)
-    store_packing(model, folder, found)
-    return found
-
-
-def _packing_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finray" / "packing"
-
-
-def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | None:
-    """The result of an earlier check of this model's configuration; None if there was none. Imports no torch."""
-    folder = folder or _packing_folder()
-    key = _packing_key(model)
-    if key is None:
-        return None
-    try:
-        found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
-        positions = found["positions"]
-        positions = None if positions is None else int(positions)
-        return Packing(bool(found["safe"]), str(found["family"]), str(found["reason"]), positions)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:
-    """Store the result of a check, for :func:`cached_packing`. An unwritable folder is not an error."""
-    key = _packing_key(model)
-    if key is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        scratch = folder / f".{key}.{os.getpid()}"
-        scratch.write_text(json.dumps(asdict(packing)), encoding="utf-8")
-        os.replace(scratch, folder / f"{key}.json")
-    except OSError:
-        return
-
-
-def _packing_key(model: ModelConfig) -> str | None:
-    """A digest of everything that the result depends on; None if that is unknown without loading the model.
-
-    That is: the model's configuration, the code of the check and of finray's attention, and the libraries. Code that
-    comes with a model (`trust_remote_code`) may import anything, so its result is never cached.
-    """
-    if model.trust_remote_code:
-        return None
-    name = str(source_options(model)["pretrained_model_name_or_path"])
-    try:
-        if model.name.endswith(".gguf"):
-            # Its configuration is in its header; the file is too large to be read for this.
-            stat = Path(model.name).expanduser().resolve().stat()
-            text = f"{model.name} {stat.st_size} {stat.st_mtime_ns}".encode()
-        elif Path(name).is_dir():
-            text = (Path(name) / "config.json").read_bytes()
-        else:
-            from huggingface_hub import hf_hub_download
-
-            # As Transformers does: the Hub is asked whether the cached file is the newest, if it can be reached.
-            text = Path(hf_hub_download(name, "config.json", revision=model.revision)).read_bytes()
-    except Exception:
-        # Whatever the Hub's client raises, loading the model says it better.
-        return None
-    digest = hashlib.sha256(text)
-    models = Path(__file__).parents[1] / "models"
-    for part in ("packing_check.py", "attention.py"):
-        digest.update((models / part).read_bytes())
-    digest.update(f"{version('torch')} {version('transformers')} {model.task}".encode())
-    return digest.hexdigest()[:32]

@@ -35,9 +35,10 @@ from finray.data.dataset.report import preparation_report
 from finray.data.sampling.order import total_steps
 from finray.errors import FinrayError, TrainingError, from_dict
 from finray.files import digest_of
+from finray.models.packing_cache import cached_packing, packing_of
 from finray.planning.checks import check_push, require_startable
 from finray.planning.placement import Placement, device_of, place, worker_environment
-from finray.planning.resolve import cached_packing, needs_torch, packing_of, resolve
+from finray.planning.resolve import needs_torch, resolve
 from finray.planning.steps import (
     batch_and_epochs,
     beyond_positions,

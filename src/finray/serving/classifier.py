@@ -15,7 +15,7 @@ from finray.evaluation.artifacts import inference_device, inference_dtype
 from finray.evaluation.classify import Classification, classify
 from finray.models.artifacts import load_artifact
 from finray.models.loading import DTYPES
-from finray.models.packing_check import check_packing
+from finray.models.packing_cache import packing_of
 from finray.pretrained.tokenizers import load_tokenizer
 from finray.serving import protocol
 from finray.serving.errors import ApiError
@@ -42,7 +42,7 @@ class Classifier:
         device = inference_device()
         self.name, self._source, self._created = found.name, settings.model, int(clock())
         self._labels = found.artifact.labels
-        self._packs = check_packing(found.artifact.model).safe
+        self._packs = packing_of(found.artifact.model).safe
         dtype = DTYPES[settings.dtype] if settings.dtype else inference_dtype(None, device)
         self._model = load_artifact(found.artifact, dtype=dtype).to(device)
         self._tokenizer = load_tokenizer(ModelConfig(name=str(found.artifact.folder)))

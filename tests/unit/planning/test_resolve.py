@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,12 @@ import pytest
 import finray
 from finray.config.load import build_config
 from finray.config.resolved import Packing, Resolved
-from finray.config.schema import Config, ModelConfig
+from finray.config.schema import Config
 from finray.errors import ConfigError
 from finray.files import FileKind
 from finray.planning import resolve as resolving
 from finray.planning.placement import GPUS, Device, Placement
-from finray.planning.resolve import cached_packing, packing_of, resolve, store_packing
+from finray.planning.resolve import resolve
 
 SAFE = Packing(True, "llama")
 UNSAFE = Packing(False, "mamba", "it carries a state from token to token")
@@ -148,55 +146,3 @@ def test_what_the_hardware_cannot_go_on_with_is_an_error(began: Resolved, packin
     with pytest.raises(ConfigError, match=message) as caught:
         resolve(config(), ONE, CPU, packing=packing, before=began)
     assert "--fresh" in str(caught.value)
-
-
-# --- the packing check, remembered ----------------------------------------------------------------------------------
-
-
-def test_a_check_is_remembered_until_what_it_depends_on_changes(tiny_model_dir: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "model"
-    copy.mkdir()
-    text = (tiny_model_dir / "config.json").read_text(encoding="utf-8")
-    (copy / "config.json").write_text(text, encoding="utf-8")
-    model, cache = ModelConfig(name=str(copy)), tmp_path / "cache"
-    assert cached_packing(model, cache) is None
-    found = packing_of(model, cache)
-    assert found.safe
-    assert cached_packing(model, cache) == found
-    # It is that of the configuration, whatever its name.
-    assert cached_packing(ModelConfig(name=str(tiny_model_dir)), cache) == found
-    assert cached_packing(model.model_copy(update={"trust_remote_code": True}), cache) is None
-    (copy / "config.json").write_text(text + " ", encoding="utf-8")
-    assert cached_packing(model, cache) is None
-    store_packing(model, cache, UNSAFE)
-    assert packing_of(model, cache) == UNSAFE
-
-
-def test_a_damaged_or_missing_cache_is_no_error(tiny_model_dir: Path, tmp_path: Path) -> None:
-    model = ModelConfig(name=str(tiny_model_dir))
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    store_packing(model, tmp_path / "file", SAFE)
-    store_packing(model, tmp_path, SAFE)
-    for entry in tmp_path.glob("*.json"):
-        entry.write_text("{", encoding="utf-8")
-    assert cached_packing(model, tmp_path) is None
-    assert cached_packing(ModelConfig(name=str(tmp_path / "nothing")), tmp_path) is None
-
-
-def test_a_warm_driver_imports_neither_torch_nor_transformers(tiny_model_dir: Path, tmp_path: Path) -> None:
-    store_packing(ModelConfig(name=str(tiny_model_dir)), tmp_path, SAFE)
-    script = f"""
-import sys
-from pathlib import Path
-from finray.config.load import build_config
-from finray.planning.placement import device_of, place
-from finray.planning.resolve import packing_of, resolve
-plain = {{"run": {{"name": "x"}}, "model": {{"name": {str(tiny_model_dir)!r}}}, "data": {{"source": "d"}}}}
-config = build_config(plain, source="test")
-placement = place(config.cluster, [{{"CPU": 4.0}}])
-packing = packing_of(config.model, Path({str(tmp_path)!r}))
-assert resolve(config, placement, device_of(placement), packing=packing).packs
-print([name for name in ("torch", "transformers") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

@@ -36,7 +36,7 @@ from finray.models import attention
 from finray.models.artifacts import load_artifact
 from finray.models.head import CHUNK_ELEMENTS, CHUNK_ROWS
 from finray.models.packed import PackedModel
-from finray.models.packing_check import check_packing_of
+from finray.models.packing_cache import packing_of_config
 from finray.models.reordered import reorder
 from finray.models.slots import Branches, Laid, Prefill, Slots, Step
 
@@ -140,7 +140,7 @@ class TransformersEngine:
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._ends = end_tokens(tokenizer, generation)
         self._penalty = float(generation.repetition_penalty or 1.0)
-        packing = check_packing_of(config)
+        packing = packing_of_config(config)
         reason = packing.reason
         rope = getattr(config, "rope_parameters", None) or {}
         ropes = [one for one in (rope, *rope.values()) if isinstance(one, dict)]

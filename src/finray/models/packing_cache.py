@@ -1,0 +1,135 @@
+"""Remembers which models may be packed: the check of :mod:`finray.models.packing_check` takes a second or more.
+
+Imports neither torch nor Transformers if the answer is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from finray.config.resolved import Packing
+from finray.config.schema import ModelConfig
+from finray.config.tasks import CAUSAL_LM
+from finray.pretrained.tokenizers import source_options
+
+# The code that the result depends on.
+_CODE = ("models/packing_check.py", "models/packed.py", "models/attention.py", "compat.py")
+
+
+def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
+    """Whether rows of a model may be packed: from an earlier check, or checked now, which imports torch.
+
+    Args:
+        model: the model section.
+        folder: where results are cached; None is ``finray/packing`` in the user's cache.
+
+    Raises:
+        ModelError: the model's configuration cannot be loaded.
+    """
+    folder = folder or _packing_folder()
+    known = cached_packing(model, folder)
+    if known is not None:
+        return known
+    from finray.models.packing_check import check_packing
+
+    found = check_packing(model)
+    store_packing(model, folder, found)
+    return found
+
+
+def packing_of_config(config: Any, *, auto_class: str = CAUSAL_LM.auto_class, folder: Path | None = None) -> Packing:
+    """The same for the Transformers configuration of a loaded model, whose code does not come with it.
+
+    Args:
+        config: of the text model.
+        auto_class: Transformers' class that the model was loaded with.
+        folder: as for :func:`packing_of`.
+    """
+    from finray.models.packing_check import check_packing_of
+
+    folder = folder or _packing_folder()
+    # Not where it was loaded from, and how.
+    plain = {name: one for name, one in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+    text = json.dumps(plain, sort_keys=True, default=str)
+    key = _digest(f"{type(config).__module__} {text}".encode(), auto_class)
+    if (known := _read(key, folder)) is not None:
+        return known
+    _write(key, folder, found := check_packing_of(config, auto_class=auto_class))
+    return found
+
+
+def _packing_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "finray" / "packing"
+
+
+def cached_packing(model: ModelConfig, folder: Path | None = None) -> Packing | None:
+    """The result of an earlier check of this model's configuration; None if there was none."""
+    key = _packing_key(model)
+    return None if key is None else _read(key, folder or _packing_folder())
+
+
+def store_packing(model: ModelConfig, folder: Path, packing: Packing) -> None:
+    """Store the result of a check, for :func:`cached_packing`. An unwritable folder is not an error."""
+    if (key := _packing_key(model)) is not None:
+        _write(key, folder, packing)
+
+
+def _read(key: str, folder: Path) -> Packing | None:
+    try:
+        found = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        positions = found["positions"]
+        positions = None if positions is None else int(positions)
+        return Packing(bool(found["safe"]), str(found["family"]), str(found["reason"]), positions)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(key: str, folder: Path, packing: Packing) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = folder / f".{key}.{os.getpid()}"
+        scratch.write_text(json.dumps(asdict(packing)), encoding="utf-8")
+        os.replace(scratch, folder / f"{key}.json")
+    except OSError:
+        return
+
+
+def _packing_key(model: ModelConfig) -> str | None:
+    """A digest of everything that the result depends on; None if that is unknown without loading the model.
+
+    That is: the model's configuration, the code of the check and of finray's attention, and the libraries. Code that
+    comes with a model (`trust_remote_code`) may import anything, so its result is never cached.
+    """
+    if model.trust_remote_code:
+        return None
+    name = str(source_options(model)["pretrained_model_name_or_path"])
+    try:
+        if model.name.endswith(".gguf"):
+            # Its configuration is in its header; the file is too large to be read for this.
+            stat = Path(model.name).expanduser().resolve().stat()
+            text = f"{model.name} {stat.st_size} {stat.st_mtime_ns}".encode()
+        elif Path(name).is_dir():
+            text = (Path(name) / "config.json").read_bytes()
+        else:
+            from huggingface_hub import hf_hub_download
+
+            # As Transformers does: the Hub is asked whether the cached file is the newest, if it can be reached.
+            text = Path(hf_hub_download(name, "config.json", revision=model.revision)).read_bytes()
+    except Exception:
+        # Whatever the Hub's client raises, loading the model says it better.
+        return None
+    return _digest(text, model.task)
+
+
+def _digest(text: bytes, task: str) -> str:
+    digest = hashlib.sha256(text)
+    for part in _CODE:
+        digest.update((Path(__file__).parents[1] / part).read_bytes())
+    digest.update(f"{version('torch')} {version('transformers')} {task}".encode())
+    return digest.hexdigest()[:32]
