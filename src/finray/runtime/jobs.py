@@ -157,6 +157,8 @@ class Server:
         environ: Mapping[str, str] = os.environ,
         *,
         command: str = "finray submit",
+        pause: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Job:
         """Submit a run; an unfinished job of the same run is returned instead.
 
@@ -165,9 +167,12 @@ class Server:
             names: environment variables that the job gets.
             environ: where their values come from.
             command: command that continues the run, for the job's message when it is stopped.
+            pause: waits for seconds.
+            clock: seconds, monotonic.
 
         Raises:
             ConfigError: the config holds a secret, or a variable is not set.
+            ClusterError: the cluster has had no agent to start the job for a minute.
         """
         require_no_secret(config)
         values = secrets_named(names, environ)
@@ -189,19 +194,31 @@ class Server:
             (Path(folder) / CONFIG).write_text(text, encoding="utf-8")
             (Path(folder) / SECRETS).touch(0o600)
             (Path(folder) / SECRETS).write_text(json.dumps(values), encoding="utf-8")
-            self._client.submit_job(
-                entrypoint="python -m finray.cli.job_entry",
-                submission_id=identity,
-                runtime_env={
-                    "working_dir": folder,
-                    "env_vars": {
-                        "RAY_JOB_STOP_WAIT_TIME_S": str(patience),
-                        "PYTHONUNBUFFERED": "1",
-                        "FINRAY_COMMAND": redact_text(command),
-                    },
-                },
-                metadata={_RUN: run},
-            )
+            env = {"RAY_JOB_STOP_WAIT_TIME_S": str(patience), "PYTHONUNBUFFERED": "1"}
+            env["FINRAY_COMMAND"] = redact_text(command)
+            until = clock() + _SILENCE_S
+            while True:
+                try:
+                    self._client.submit_job(
+                        entrypoint="python -m finray.cli.job_entry",
+                        submission_id=identity,
+                        runtime_env={"working_dir": folder, "env_vars": env},
+                        metadata={_RUN: run},
+                    )
+                    break
+                except RuntimeError as error:
+                    # The server of a Ray that has just started answers before its nodes' agents do.
+                    if "No available agent" not in str(error):
+                        raise
+                    if clock() >= until:
+                        raise ClusterError(
+                            f"no node of the cluster has accepted the job for {_SILENCE_S:.0f} s: its dashboard agents "
+                            "do not answer",
+                            where=self.address,
+                            repair="look at dashboard_agent.log in Ray's log directory; Ray's head needs "
+                            "`pip install 'ray[default]'`",
+                        ) from None
+                    pause(1.0)
         return self.job(identity)
 
     def job(self, identity: str) -> Job:

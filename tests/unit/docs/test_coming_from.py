@@ -21,7 +21,9 @@ from transformers import TrainingArguments
 
 from finray.config.load import load_config, preset_names
 from finray.config.reference import reference_markdown
-from finray.config.schema import sections
+from finray.config.schema import Config, sections
+from finray.planning import plan as planning
+from finray.planning.model import plan_model
 from finray.planning.plan import make_plan
 from tests.unit.docs.test_commands import understand
 
@@ -170,6 +172,22 @@ def check(here: str, folder: Path) -> None:
             continue
         found += 1
     assert found or here.startswith("not needed: "), f"names nothing of finray's: {here}"
+
+
+PLANNED: dict[tuple[str, ...], Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def each_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model with its adapter is planned once, with its problems, for all rows that train it in their ways."""
+
+    def plan_once(config: Config, found: Any, **options: Any) -> Any:
+        key = (config.model.model_dump_json(), config.adapter.model_dump_json())
+        if key not in PLANNED:
+            PLANNED[key] = plan_model(config, found, **options)
+        return PLANNED[key]
+
+    monkeypatch.setattr(planning, "plan_model", plan_once)
 
 
 @lru_cache

@@ -76,11 +76,14 @@ class Client:
         self.log = ""
         # What it says before it is itself again.
         self.answers: list[Exception] = []
+        self.refusals: list[Exception] = []
 
     def list_jobs(self) -> list[SimpleNamespace]:
         return list(self.jobs.values())
 
     def submit_job(self, **named: Any) -> None:
+        if self.refusals:
+            raise self.refusals.pop(0)
         folder = Path(named["runtime_env"]["working_dir"])
         self.files.append({file.name: file.read_text() for file in folder.iterdir()})
         self.sent.append(named)
@@ -181,6 +184,26 @@ def test_a_head_that_is_silent_for_a_moment_does_not_end_what_follows_a_job(serv
     client.answers = [SILENT[1]]
     with pytest.raises(ConnectionError, match=r"http://head:8265 reports an internal error: .*503"):
         server.job(identity)
+
+
+def test_a_job_is_sent_again_until_a_cluster_that_has_just_started_takes_it(server: Server) -> None:
+    client: Any = server._client
+    config = load_config("smollm2-lora", {"run.output_dir": "/runs"})
+    no_agent = "Request failed with status code 500: No available agent to submit job, please try again later.."
+    client.refusals = [RuntimeError(no_agent), RuntimeError(no_agent)]
+    waited: list[float] = []
+    assert server.submit(config, pause=waited.append, clock=lambda: 0.0).status == "running"
+    assert (len(waited), len(client.sent)) == (2, 1)
+    # One that takes none is an error, and so is any other answer, at once.
+    client.jobs.clear()
+    client.refusals = [RuntimeError(no_agent)] * 100
+    times = iter(range(0, 1000, 10))
+    with pytest.raises(ClusterError, match="no node of the cluster has accepted the job for 60 s"):
+        server.submit(config, pause=waited.append, clock=lambda: next(times))
+    client.refusals = [RuntimeError("Request failed with status code 500: other")] * 2
+    with pytest.raises(RuntimeError, match="other"):
+        server.submit(config, pause=waited.append, clock=lambda: 0.0)
+    assert len(client.refusals) == 1
 
 
 def test_the_machines_of_the_workers_do_not_get_the_secrets_of_a_job(
