@@ -24,6 +24,7 @@ from finray.evaluation.engines.base import Engine
 from finray.evaluation.rows import Rows, of_file, of_run, splits_of
 from finray.files import require_writable
 from finray.models.artifacts import Artifact
+from finray.models.loading import DTYPES
 from finray.pretrained.tokenizers import check_exists, load_tokenizer, not_loaded, source_options
 
 
@@ -164,9 +165,11 @@ class Case:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Dtype of weights and arithmetic."""
-        trained_in = self.config.train.precision if self.resolved is None else self.resolved.precision
-        return inference_dtype(None if self.run is None else trained_in, inference_device())
+        """Dtype of weights and arithmetic: ``train.precision``, of the run or as overridden."""
+        precision: str = self.config.train.precision
+        if precision not in DTYPES and self.resolved is not None:
+            precision = self.resolved.precision
+        return inference_dtype(precision, inference_device())
 
     @cached_property
     def rows(self) -> Rows | None:

@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finray.config.tasks import SPECS
 from finray.errors import ConfigError, DataError, FinrayError, ModelError
+from finray.evaluation import artifacts
 from finray.evaluation.artifacts import artifact_of
 from finray.evaluation.compare import JUDGES
 from finray.evaluation.engines import Answer
 from finray.evaluation.engines.transformers import TransformersEngine
+from finray.evaluation.subjects import Case, EvaluationRequest
 from finray.hardware import cpu_has_bf16
 from tests.support import runs, tiny
 from tests.support.evaluated import conversation, evaluate, write
@@ -113,6 +115,19 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
         assert any("training data is unknown" in note for note in found.notes)
     else:
         assert found.models[1].loss != pytest.approx(first.loss, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype"), [((), torch.bfloat16), (("train.precision=fp32",), torch.float32)]
+)
+def test_a_model_of_no_run_has_the_dtype_that_is_asked_for(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], dtype: Any
+) -> None:
+    monkeypatch.setattr(artifacts, "cpu_has_bf16", lambda: True)
+    write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
+    request = EvaluationRequest(file=tmp_path / "rows.jsonl", output=tmp_path / "out")
+    case = Case.of(tiny_model_dir, overrides, request, tasks=JUDGES, progress=lambda *_, **__: None)
+    assert case.dtype == dtype
 
 
 @pytest.mark.parametrize(
