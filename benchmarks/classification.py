@@ -15,6 +15,7 @@ from typing import Any
 
 import case
 from case import Bench, BenchmarkError, Result, Run, Runs
+from finray.hardware import cpu_has_bf16
 from finray.planning.placement import ALLOCATOR
 from finray.tracking.starts import read_starts
 from processes import PEERS, environment, run, run_group
@@ -23,6 +24,8 @@ from rows import text
 OURS, RANDOM, GROUPED = "finray", "Trainer, random batches", "Trainer, grouped by length"
 ONE, TWO, PLAIN = "finray, 1 worker", "finray, 2 workers", "the plain loop"
 BATCH, STEPS, WARMUP = 64, 24, 2
+# A CPU without instructions for bf16 would measure their emulation.
+PRECISION = "bf16" if cpu_has_bf16() else "fp32"
 # Words per sentence at these percentiles, over the 6,920 in SST-2's training file.
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 WORDS = (1, 5, 11, 18, 25, 35, 51)
@@ -74,10 +77,10 @@ def speed(name: str, same: bool) -> Run:
         env = environment(threads=bench.threads, allocator=ALLOCATOR)
         if name != OURS:
             job: dict[str, Any] = {"model": str(minilm(bench)), "rows": str(rows), "grouped": name == GROUPED}
-            job |= {"steps": steps, "warmup": WARMUP, "batch_size": BATCH, "precision": "bf16", "seed": seed}
+            job |= {"steps": steps, "warmup": WARMUP, "batch_size": BATCH, "precision": PRECISION, "seed": seed}
             job |= {"threads": bench.threads}
             return run([sys.executable, PEERS / "classifier_train.py", json.dumps(job)], env=env).result
-        ours = config(bench, folder, rows, max_steps=steps, schedule="linear", warmup_steps=0, precision="bf16")
+        ours = config(bench, folder, rows, max_steps=steps, schedule="linear", warmup_steps=0, precision=PRECISION)
         (result,) = run_group("finray_train.py", {"config": ours, "warmup": WARMUP}, env=env)
         tokens, marks = sum(result["own_tokens"][WARMUP:]), result["marks"]
         seconds = marks[-1] - marks[WARMUP - 1]
@@ -148,7 +151,7 @@ CASES = [
         group="classification",
         name="speed",
         title="Speed beside Trainer",
-        what=f"{STEPS} steps in bf16, of which the first {WARMUP} are not timed. finray lays rows end to end.",
+        what=f"{STEPS} steps in {PRECISION}, of which the first {WARMUP} are not timed. finray lays rows end to end.",
         blocks=speed_blocks,
         measures=[case.Measure("tokens/s", "tokens_per_second"), case.Measure("tokens", "tokens", 0, None)],
         ratios=case.over_others,
