@@ -79,9 +79,9 @@ quickstart: $(VENV)/.core $(MODEL_FILES)
 browser:
 	@.ci/browser
 
-# For the hand: no process groups, no whole trainings, no Ray.
+# For the hand: no process groups, no whole trainings, no Ray, and none of the files that take longest.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(JOBS) tests/unit $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) -m 'not long' tests/unit $(ARGS)
 
 # Several processes share the cores here: threads that wait for each other must not keep one busy.
 test: $(VENV)/.dev .models/SmolLM2-135M-Instruct .models/MiniLM-L6 browser

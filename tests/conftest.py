@@ -210,5 +210,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @cache
 def scheduling_group(file: str) -> str:
     """The name of what runs in one process: a test file's path, or `ray of FOLDER` for all that share a Ray."""
-    uses_ray = "ray_cluster" in (ROOT / file).read_text(encoding="utf-8")
+    uses_ray = "ray_cluster: str" in (ROOT / file).read_text(encoding="utf-8")
     return f"ray of {Path(file).parent}" if uses_ray else file

@@ -23,6 +23,8 @@ from tests.support import families
 from tests.support.talk import TOOLS, assistant, calling, learned_runs, mask_of, result, rows_of, system, user
 from tests.support.written_out import WRITTEN, Segment, Tools, joined
 
+pytestmark = pytest.mark.long
+
 NAMES = sorted(WRITTEN)
 TRAIN_ON = ("completion", "assistant", "last_assistant", "all")
 

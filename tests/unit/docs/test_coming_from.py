@@ -27,6 +27,8 @@ from finray.planning.model import plan_model
 from finray.planning.plan import make_plan
 from tests.unit.docs.test_commands import understand
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "guide" / "coming-from.md").read_text(encoding="utf-8")
 RUN = {"model": {"name": "HuggingFaceTB/SmolLM2-135M-Instruct"}, "data": {"source": "org/rows"}}

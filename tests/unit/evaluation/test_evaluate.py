@@ -26,6 +26,8 @@ from finray.hardware import cpu_has_bf16
 from tests.support import runs, tiny
 from tests.support.evaluated import conversation, evaluate, write
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +119,7 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
         assert found.models[1].loss != pytest.approx(first.loss, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "dtype"), [((), torch.bfloat16), (("train.precision=fp32",), torch.float32)]
-)
+@pytest.mark.parametrize(("overrides", "dtype"), [((), torch.bfloat16), (("train.precision=fp32",), torch.float32)])
 def test_a_model_of_no_run_has_the_dtype_that_is_asked_for(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], dtype: Any
 ) -> None:

@@ -27,6 +27,8 @@ from finray.jobspec.replicas import replicas
 from finray.jobspec.spec import DATASETS, MODELS, Machines, interval_warning, make_spec, overrides_for
 from tests.support.runs import finray
 
+pytestmark = pytest.mark.long
+
 KUBERNETES = "1.31"
 HOSTS = Machines(hosts=tuple("abcdefgh"), user="me")
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"

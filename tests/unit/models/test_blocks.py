@@ -16,6 +16,8 @@ from finray.models.blocks import blocks_of, is_kept, wrap_blocks
 from finray.tasks.causal_lm import CausalLM
 from tests.unit.models.test_packing_families import batch_of, gradients, packed_model, rows
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 
 

@@ -20,6 +20,8 @@ from finray.planning.blueprint import build_blueprint
 from finray.planning.estimate import Setup, adapter_bytes, weight_bytes
 from tests.support import tiny
 
+pytestmark = pytest.mark.long
+
 
 def packed(weight: torch.Tensor, bits: int, dtype: torch.dtype) -> QuantisedLinear:
     plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")

@@ -16,6 +16,8 @@ from finray.planning.layers import Arithmetic, LayerMemory, LayerProbe
 from finray.tasks.causal_lm import CausalLM
 from tests.support import tiny
 
+pytestmark = pytest.mark.long
+
 LENGTHS = (60, 300, 27)
 # A wide model of two layers, so that what is counted is more than what is not (rotations, row statistics).
 WIDE = {

@@ -28,6 +28,8 @@ from finray.planning.sample_data import DataReport
 from finray.records import RunSummary
 from tests.support import runs, tiny
 
+pytestmark = pytest.mark.long
+
 
 def report_of(**fields: Any) -> DataReport:
     """What an examination of the data would say."""

@@ -14,6 +14,8 @@ from finray.planning.blueprint import build_blueprint
 from finray.planning.plan import Plan, make_plan
 from finray.pretrained.bundled_configs import bundled_config, bundled_names
 
+pytestmark = pytest.mark.long
+
 # As published by those who made the models.
 PARAMETERS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,

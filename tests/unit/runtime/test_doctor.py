@@ -14,6 +14,8 @@ from finray.runtime import doctor, probe
 from finray.runtime.doctor import Finding
 from tests.support import runs
 
+pytestmark = pytest.mark.long
+
 GIB = 2**30
 
 

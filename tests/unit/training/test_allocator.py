@@ -9,6 +9,8 @@ import pytest
 
 from finray.training.allocator import keep_freed_memory
 
+pytestmark = pytest.mark.long
+
 PROGRAM = """
 import resource, sys, threading
 import torch

@@ -21,6 +21,8 @@ from finray.evaluation.engines.transformers import TransformersEngine
 from finray.models import slots
 from tests.support import tiny
 
+pytestmark = pytest.mark.long
+
 # Of many lengths, not sorted; some longer than the windows of the small models.
 LENGTHS = (3, 9, 1, 5, 2, 6, 30, 17, 4, 12)
 PROMPTS = [
