@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,16 @@ def inspected(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) ->
     assert code == 0, err
     assert f"wrote {page}" in out
     return page, inspect(config_of(plain), chosen=["rows.jsonl:8", "0"])
+
+
+@pytest.fixture(scope="module")
+def inspected_classes(tmp_path_factory: pytest.TempPathFactory, classifier_run: Callable[..., dict[str, Any]]) -> Path:
+    """The page of a dataset with labels."""
+    folder = tmp_path_factory.mktemp("classes")
+    config = write_config(classifier_run({"data.eval_ratio": 0.2}), folder / "config.yaml")
+    code, _, err = finray("inspect", config, "--html", folder / "page.html")
+    assert code == 0, err
+    return folder / "page.html"
 
 
 COLOURS = """(selector) => {
@@ -194,6 +204,22 @@ def test_the_page_fits_asks_for_nothing_and_has_no_serious_fault_of_accessibilit
         assert found.page.locator("figure.plot canvas").count() == 2
         assert found.requests == [inspected[0].resolve().as_uri()]
         assert found.console == []
+        for details in found.page.locator("details").all():
+            details.evaluate("one => { one.open = true; }")
+        assert violations(found.page) == []
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
+def test_the_page_of_a_dataset_with_labels_is_readable_too(
+    browser: Browser, inspected_classes: Path, width: int, scheme: str
+) -> None:
+    with opened(browser, inspected_classes, width=width, scheme=scheme) as found:
+        assert found.page.evaluate("document.documentElement.scrollWidth") == width
+        assert (found.requests, found.console) == ([inspected_classes.resolve().as_uri()], [])
+        said = found.page.inner_text("body")
+        assert all(name in said for name in ("animal", "neither", "plant"))
+        # Rows have labels here, and no answers.
+        assert "Answers lost" not in said
         for details in found.page.locator("details").all():
             details.evaluate("one => { one.open = true; }")
         assert violations(found.page) == []

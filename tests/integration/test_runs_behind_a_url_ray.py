@@ -32,7 +32,8 @@ def test_every_command_finds_a_run_behind_a_url(
             "prepare.local_dir": str(tmp_path / "p"),
         },
         **{"train.max_steps": 4, "checkpoint.every_steps": 2, "cluster.num_workers": 2, "evaluation.every_steps": 2},
-        **{"data.eval_ratio": 0.2, "evaluation.max_rows": 4},
+        # The evaluator fetches each checkpoint from there.
+        **{"data.eval_ratio": 0.2, "evaluation.max_rows": 4, "evaluation.mode": "async"},
     }
     plain = tiny_run(changes, rows=30)
     result = driver.train(runs.config_of(plain))
@@ -41,6 +42,7 @@ def test_every_command_finds_a_run_behind_a_url(
     names = {key.removeprefix("runs/run/").split("/")[0] for key in there}
     assert {"config.yaml", "resolved.json", "metrics.jsonl", "summary.json", "final", "checkpoints.json"} <= names
     assert bucket.get("runs/run/metrics.jsonl") == (result.run_dir / "metrics.jsonl").read_bytes()
+    assert [one["step"] for one in runs.records(result.run_dir, "eval")] == [2, 4]
     # Each rank has uploaded what it has written.
     assert {"optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"} <= {
         key.rpartition("/")[2] for key in there

@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 from finray.checkpoint import CheckpointStore, manifest
 from finray.checkpoint.rundir import open_run
 from finray.config.schema import ModelConfig
+from finray.data.dataset.prepare import prepare_here
+from finray.data.dataset.prepared import PreparedDataset
 from finray.data.tokenize import chat
 from finray.errors import CheckpointError, DataError, FinrayError, ModelError
 from finray.evaluation.artifacts import load_artifact, read_artifact
@@ -181,3 +184,18 @@ def test_a_manifest_that_names_what_is_elsewhere_is_refused(
     manifest.write(folder, [*listed, entry], step=2, metrics={})
     with pytest.raises(CheckpointError, match="outside its directory"):
         manifest.verify(folder)
+
+
+@pytest.mark.parametrize("name", ["../train", "/etc", "train/../../victim"])
+def test_a_prepared_dataset_whose_manifest_names_what_is_elsewhere_is_refused(
+    name: str, trained: tuple[runs.Plain, Path], tmp_path: Path
+) -> None:
+    prepared = prepare_here(runs.config_of(trained[0]))
+    folder = Path(shutil.copytree(prepared, tmp_path / Path(prepared).name))
+    known = PreparedDataset(folder).manifest
+    train = known.splits["train"]
+    streams = (replace(train.streams[0], name=name), *train.streams[1:])
+    changed = replace(known, splits={**known.splits, "train": replace(train, streams=streams)})
+    (folder / "manifest.json").write_bytes(changed.to_bytes())
+    with pytest.raises(DataError, match="outside its directory"):
+        PreparedDataset(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -124,10 +125,16 @@ def test_a_server_that_stops_changes_no_bit_and_gets_what_it_missed(
 ) -> None:
     plain = config(tiny_run, mlflow_server, **{"train.max_steps": 12})
     told: list[Any] = []
-    assembled = runs.assemble_alone(plain, tmp_path / "down", notify=told.append)
-    loop = assembled.loop
-    eventually(lambda: (tmp_path / "down" / "sent-mlflow.json").exists())
-    mlflow_server.stop()
+    cursor = tmp_path / "down" / "sent-mlflow.json"
+
+    def tell(record: Any) -> None:
+        told.append(record)
+        if type(record).__name__ == "TrainRecord" and record.step == 5:
+            # It has some of the steps.
+            eventually(lambda: cursor.exists() and json.loads(cursor.read_text())[0]["train"] > 0)
+            mlflow_server.stop()
+
+    loop = runs.assemble_alone(plain, tmp_path / "down", notify=tell).loop
     loop.run()
     loop.trackers.finish(complete=True, patience_s=1)
     warnings = [one.message for one in told if getattr(one, "level", "") == "warning"]

@@ -121,6 +121,23 @@ def test_its_numbers_are_those_of_inline_and_the_training_is_the_same_to_the_bit
     assert final.make_final(best=("eval_loss", "min"), warn=pytest.fail) in best
 
 
+def test_a_classifiers_numbers_are_those_of_inline_too(classifier_run: Callable[..., Plain], tmp_path: Path) -> None:
+    plain = classifier_run({"train.max_steps": 4, "data.eval_ratio": 0.3, "evaluation.every_steps": 2})
+    runs.run_alone(plain, tmp_path / "inline")
+    beside(plain, tmp_path / "async", 1)
+    one, other = (
+        [
+            {key: value for key, value in record.items() if key not in ("time", "eval_seconds")}
+            for record in runs.records(tmp_path / name, "eval")
+        ]
+        for name in ("async", "inline")
+    )
+    assert [record["step"] for record in one] == [2, 4]
+    assert {"eval_loss", "accuracy", "f1_macro", "confusion"} <= set(one[0])
+    assert one == other
+    assert runs.trace(tmp_path / "async") == runs.trace(tmp_path / "inline")
+
+
 def test_the_numbers_of_another_step_would_be_seen(plain: Plain, inline: Path, tmp_path: Path) -> None:
     """The negative control of the test above."""
     before: list[Evaluated] = []

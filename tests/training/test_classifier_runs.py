@@ -42,6 +42,37 @@ def test_a_resumed_run_is_the_undisturbed_run_to_the_bit(undisturbed: Path, plai
         assert (run_dir / at).read_bytes() == (undisturbed / at).read_bytes()
 
 
+def test_a_base_of_8_bits_is_trained_continued_and_exported(
+    classifier_run: Callable[..., Plain], tmp_path: Path
+) -> None:
+    """The head is trained in full precision beside a packed base; what is exported is whole, in plain Transformers."""
+    from transformers import AutoModelForSequenceClassification
+
+    from finray.evaluation.artifacts import export_model, find_artifact
+    from finray.models.artifacts import load_artifact
+
+    plain = classifier_run({"model.quantization": "8bit", "adapter.dropout": 0.2})
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    runs.run_alone(plain, whole)
+    runs.cut(whole, again)
+    assert runs.run_alone(plain, again).header.step == 4
+    assert runs.trace(again) == runs.trace(whole)
+    checkpoint = Path("checkpoint-000008")
+    name = checkpoint / "adapter_model.safetensors"
+    assert (again / name).read_bytes() == (whole / name).read_bytes()
+    # Another base is another curve.
+    unpacked = tmp_path / "unpacked"
+    runs.run_alone(changed(plain, {"model.quantization": "none"}), unpacked)
+    assert runs.values(unpacked, "loss") != runs.values(whole, "loss")
+    exported = export_model(whole / checkpoint, tmp_path / "exported", dtype="fp32").folder
+    model = AutoModelForSequenceClassification.from_pretrained(exported).eval()
+    assert model.config.id2label == {0: "animal", 1: "neither", 2: "plant"}
+    tuned = load_artifact(find_artifact(whole / checkpoint), dtype=torch.float32).eval()
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, tuned(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_a_checkpoint_without_its_head_is_not_continued_as_if_it_had_one(
     undisturbed: Path, plain: Plain, tmp_path: Path
 ) -> None:

@@ -96,6 +96,29 @@ def test_an_adapter_is_private_and_loads_as_its_card_says(
         assert torch.equal(one.detach().float(), stored[name.replace(".default", "")]), name
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_classifier_loads_as_its_card_says(
+    merged: bool, hub: hubs.Hub, pushed_as: Any, classifier_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    from finray.evaluation.artifacts import find_artifact
+    from finray.models.artifacts import load_artifact
+
+    plain = classifier_run({"train.max_steps": 2, "train.learning_rate": 0.05})
+    runs.run_alone(plain, tmp_path / "run")
+    checkpoint, base = tmp_path / "run" / "checkpoint-000002", Path(plain["model"]["name"])
+    hub.repos["acme/tiny-bert"] = hubs.Repo(False, {path.name: path.read_bytes() for path in base.iterdir()})
+    pushed_as(checkpoint, to="ada/kinds", base="acme/tiny-bert", merged=merged, dtype="fp32")
+    names: dict[str, Any] = {}
+    # Another encoder's random head is not that of the base: the adapter brings its own.
+    exec(block(hub.repos["ada/kinds"].files["README.md"].decode(), "python"), names)  # noqa: S102
+    assert names["names"] == ["animal", "neither", "plant"]
+    tuned = load_artifact(find_artifact(checkpoint), dtype=torch.float32).eval()
+    encoded = names["tokenizer"]("a text", return_tensors="pt")
+    with torch.no_grad():
+        expected, found = tuned(**encoded).logits, names["model"].eval()(**encoded).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_merged_model_loads_in_plain_transformers(trained: Path, hub: hubs.Hub, pushed_as: Any) -> None:
     from transformers import AutoModelForCausalLM
 

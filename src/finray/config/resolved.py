@@ -88,12 +88,14 @@ class Packing:
         family: the architecture, as its configuration names it.
         reason: why not, where they may not.
         positions: most tokens of a row, where the model learned a vector for each position; None for no such limit.
+        lasting: False where the check failed for lack of memory or of a package, and another time may not.
     """
 
     safe: bool
     family: str
     reason: str = ""
     positions: int | None = None
+    lasting: bool = True
 
     @property
     def warning(self) -> str:

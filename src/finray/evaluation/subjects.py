@@ -166,7 +166,7 @@ class Case:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of weights and arithmetic: ``train.precision``, of the run or as overridden."""
-        precision: str = self.config.train.precision
+        precision = self.config.train.precision.removesuffix("-true")
         if precision not in DTYPES and self.resolved is not None:
             precision = self.resolved.precision
         return inference_dtype(precision, inference_device())

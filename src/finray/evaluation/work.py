@@ -73,7 +73,9 @@ class Work:
     def answers(self, attempts: int) -> list[tuple[str, ...]]:
         """Texts for each row."""
         rows = self.rows
-        kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": asdict(self.sampling)})
+        # What is not set is left out: answers of earlier versions, which did not have it, are still known.
+        sampling = {name: one for name, one in asdict(self.sampling).items() if one is not None}
+        kept = Kept(self.case.folder, "answers", {**self._belongs(), "sampling": sampling})
         place = {number: index for index, number in enumerate(rows.numbers)}
         wanted = [number * attempts + attempt for number in rows.numbers for attempt in range(attempts)]
         with self._each("answers", kept, wanted) as (parts, keep):

@@ -127,7 +127,8 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         else:
             used = dtype
             whole = trained if base is None else trained.merge_and_unload(safe_merge=True)
-            _require_range(whole, dtype, output)
+            if dtype == "fp16":
+                _require_range(whole, output)
             options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
             whole.to(DTYPES[dtype]).save_pretrained(str(scratch), **options)
             written = ModelConfig(name=str(scratch), task=artifact.model.task)
@@ -157,13 +158,13 @@ def export(artifact: Artifact, output: Path, *, merge: bool, dtype: str, max_sha
         return Exported(output, True, used, difference, base.name, trained_on, rounding)
 
 
-def _require_range(model: Any, dtype: str, output: Path) -> None:
-    """Refuse weights that would become infinite: few of them show in the logits of a short text."""
-    most = torch.finfo(DTYPES[dtype]).max
+def _require_range(model: Any, output: Path) -> None:
+    """Refuse weights that would become infinite in fp16: few of them show in the logits of a short text."""
+    most = torch.finfo(torch.float16).max
     for name, one in model.named_parameters():
-        if (largest := float(one.detach().abs().max())) > most:
+        if one.numel() and (largest := max(abs(float(end)) for end in torch.aminmax(one.detach()))) > most:
             raise ModelError(
-                f"{name} holds {largest:.3g}, and the largest number of {dtype} is {most:.3g}",
+                f"{name} holds {largest:.3g}, and the largest number of fp16 is {most:.3g}",
                 where=str(output),
                 repair="use --dtype bf16 or fp32",
             )
@@ -183,7 +184,11 @@ def convert_gguf(file: Path, output: Path, *, dtype: str) -> None:
         )
     model = ModelConfig(name=str(file))
     with _scratch(output) as scratch:
-        load_model(model, dtype=DTYPES[dtype]).save_pretrained(str(scratch))
+        loaded = load_model(model, dtype=torch.float32 if dtype == "fp16" else DTYPES[dtype])
+        if dtype == "fp16":
+            _require_range(loaded, output)
+            loaded = loaded.half()
+        loaded.save_pretrained(str(scratch))
         load_tokenizer(model).save_pretrained(str(scratch))
 
 

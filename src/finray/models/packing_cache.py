@@ -15,11 +15,11 @@ from typing import Any
 
 from finray.config.resolved import Packing
 from finray.config.schema import ModelConfig
-from finray.config.tasks import CAUSAL_LM
+from finray.config.tasks import CAUSAL_LM, SPECS, task_spec
 from finray.pretrained.tokenizers import source_options
 
 # The code that the result depends on.
-_CODE = ("models/packing_check.py", "models/packed.py", "models/attention.py", "compat.py")
+_CODE = ("models/packing_check.py", "models/packed.py", "models/pooled.py", "models/attention.py", "compat.py")
 
 
 def packing_of(model: ModelConfig, folder: Path | None = None) -> Packing:
@@ -91,6 +91,8 @@ def _read(key: str, folder: Path) -> Packing | None:
 
 
 def _write(key: str, folder: Path, packing: Packing) -> None:
+    if not packing.lasting:
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch = folder / f".{key}.{os.getpid()}"
@@ -124,7 +126,9 @@ def _packing_key(model: ModelConfig) -> str | None:
     except Exception:
         # Whatever the Hub's client raises, loading the model says it better.
         return None
-    return _digest(text, model.task)
+    # A user's task may have another class of model at another time.
+    own = "" if model.task in SPECS else task_spec(model.task).auto_class
+    return _digest(text, f"{model.task} {own}")
 
 
 def _digest(text: bytes, task: str) -> str:

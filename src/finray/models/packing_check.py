@@ -86,10 +86,13 @@ def check_packing_of(
 
     family, positions = str(config.model_type), None
 
-    def unsafe(reason: str) -> Packing:
-        return Packing(False, family, reason, positions)
+    def unsafe(reason: str, error: Exception | None = None) -> Packing:
+        # A missing package or too little memory says nothing about the model.
+        fleeting = isinstance(error, ImportError | MemoryError | OSError) or "allocate" in str(error)
+        return Packing(False, family, reason, positions, lasting=not fleeting)
 
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    # A caller may be in autocast, and its rounding would look like a leak.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         torch.manual_seed(0)
         try:
             small = getattr(transformers, auto_class).from_config(
@@ -117,13 +120,13 @@ def check_packing_of(
             alone = [_results(small, JoinedRows(row), None) for row in rows]
             expected = [torch.cat(parts) for parts in zip(*alone, strict=True)]
         except Exception as error:
-            return unsafe(f"no small model of its kind can be tried out ({first_line(error)})")
+            return unsafe(f"no small model of its kind can be tried out ({first_line(error)})", error)
         attention.register()
         try:
             small.set_attn_implementation(attention.NAME)
             found = _results(small, JoinedRows(*rows), attention.NAME)
         except Exception as error:
-            return unsafe(f"it refuses joined rows ({first_line(error)})")
+            return unsafe(f"it refuses joined rows ({first_line(error)})", error)
     if any(its.shape != ours.shape for its, ours in zip(expected, found, strict=True)):
         return unsafe("its head makes something else of joined rows")
     apart = [float((ours - its).abs().max() / its.abs().max()) for its, ours in zip(expected, found, strict=True)]

@@ -117,7 +117,8 @@ class Pulses:
         stuck = [one for one in ranks if now - one.since > limit and one.beat.phase != "other"]
         waiting = [one for one in stuck if one.beat.phase == "waiting"]
         if waiting and (behind := [one.beat for one in ranks if one.beat.phase != "waiting"]):
-            step = waiting[0].beat.step
+            # A rank with a GPU may wait one step later, for a number of this one.
+            step = min(one.step for one in behind)
             return Hang(behind, f"has not reached the all-reduce of step {step} for {limit:g} s, where the others wait")
         is_first = not all(one.beat.steps for one in ranks)
         limit = max(limit, first_s) if is_first else limit

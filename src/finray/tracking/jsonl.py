@@ -96,7 +96,7 @@ def mean_loss(run_dir: Path) -> float | None:
     """The mean loss over all targets of a run, each at the time it was trained on; None without records."""
     weight = total = 0.0
     for record in read_records(run_dir / FILE):
-        if record["kind"] == "train":
+        if record["kind"] == "train" and {"supervised", "loss"} <= record.keys():
             weight += record["supervised"]
             total += record["supervised"] * record["loss"]
     return total / weight if weight else None

@@ -48,10 +48,12 @@ class TensorBoardTracker:
 
     def finish(self) -> None:
         """Flush and close."""
-        for name, value in totals(self._run_dir).items():
-            self._writer.add_scalar(name, value, self._step)
-        self._writer.file_writer.add_summary(self._end)
-        self._writer.close()
+        try:
+            for name, value in totals(self._run_dir).items():
+                self._writer.add_scalar(name, value, self._step)
+        finally:
+            self._writer.file_writer.add_summary(self._end)
+            self._writer.close()
 
 
 def _plain(value: Any) -> str | float | bool:

@@ -111,7 +111,9 @@ def assemble(
     on_all_ranks(strategy, lambda: dataset.require_kind(task.spec))
     dataset.trust()
     loader, held_out, steps = on_all_ranks(strategy, lambda: _data(config, resolved, task, dataset, strategy))
-    tokenizer = on_all_ranks(strategy, lambda: _tokenizer(config, task, [loader.split, held_out]) if first else None)
+    # Not of data behind a URL, all of which would be fetched before the first step.
+    local = [] if dataset.folder.is_remote else [loader.split, held_out]
+    tokenizer = on_all_ranks(strategy, lambda: _tokenizer(config, task, local) if first else None)
     evaluation = None if held_out is None else _held_out(config, resolved, task, held_out, strategy)
     answered = None
     if held_out is not None and answering is not None and (count := config.evaluation.generate_rows) is not None:
@@ -425,21 +427,20 @@ def _tokenizer(config: Config, task: Task, splits: Sequence[PreparedSplit | None
     Raises:
         ModelError: a row has a token without one; on a GPU, that would end the process.
     """
-    tokenizer = load_tokenizer(config.model)
-    size = getattr(task.model.config.get_text_config(), "vocab_size", None)
-    # Reading all rows takes time, and nearly every tokenizer fits its model.
+    tokenizer, own = load_tokenizer(config.model), getattr(task.model, "config", None)
+    size = getattr(getattr(own, "get_text_config", lambda: own)(), "vocab_size", None)
+    # Nearly every tokenizer fits its model.
     if size is None or max(len(tokenizer) - 1, *tokenizer.added_tokens_decoder, 0) < size:
         return tokenizer
     for split in splits:
-        for number in range(0 if split is None else len(split)):
-            assert split is not None
-            if (largest := int(split.row(number)[0].max())) >= size:
-                raise ModelError(
-                    f"the row contains `{tokenizer.convert_ids_to_tokens(largest)}`, which has no embedding: its id is "
-                    f"{largest}, and the model has {size:,} rows",
-                    where=split.where(number),
-                    repair="use the model's own tokenizer, or a model whose embedding was resized for it",
-                )
+        if split is not None and (number := split.beyond(size)) is not None:
+            largest = int(split.row(number)[0].max())
+            raise ModelError(
+                f"the row contains `{tokenizer.convert_ids_to_tokens(largest)}`, which has no embedding: its id is "
+                f"{largest}, and the model has {size:,} rows",
+                where=split.where(number),
+                repair="use the model's own tokenizer, or a model whose embedding was resized for it",
+            )
     return tokenizer
 
 

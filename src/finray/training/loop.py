@@ -163,7 +163,6 @@ class Loop:
                     parts=self.profiler.parts,
                     pulse=self.pulse,
                 )
-                self.pulse.ends()
                 state.advance(items=data.items, tokens=data.tokens, supervised=data.supervised)
                 self._window.add(data, result, waited)
                 numbers = None
@@ -179,6 +178,8 @@ class Loop:
                     if self.first_loss is None:
                         self.first_loss = numbers.first_loss
                     self.final_loss = numbers.last_loss
+                # Reading from a device waits for its all-reduce, and so for the other ranks.
+                self.pulse.ends()
                 seconds = self.clock() - started
                 state.seconds += seconds
                 self._window.seconds += seconds

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-# `computing`: in a step, before its all-reduce; `waiting`: in the all-reduce; `other`: between two steps.
+# `computing`: in a step, before its all-reduce; `waiting`: in the all-reduce, or for a device that is in it; `other`:
+# between two steps.
 Phase = Literal["computing", "waiting", "other"]
 
 

@@ -119,6 +119,22 @@ def test_checkpoints_adapters_and_model_directories_are_scored_as_plain_transfor
         assert found.models[1].loss != pytest.approx(first.loss, rel=1e-3)
 
 
+def test_a_model_of_the_hub_is_evaluated_by_its_name(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.in_hub_cache(tmp_path / "hub", tokenizer, monkeypatch)
+    rows = write(tmp_path / "rows.jsonl", [{"messages": conversation(number)} for number in range(4)])
+    named = evaluate("org/tiny", file=rows, max_new_tokens=2, output=tmp_path / "named")
+    folder = tmp_path / "hub" / "models--org--tiny" / "snapshots" / ("0" * 40)
+    there = evaluate(folder, file=rows, max_new_tokens=2, output=tmp_path / "there")
+    ((one,), (other,)) = (named.models, there.models)
+    assert one.name == "tiny"
+    assert one.loss == other.loss
+    lines = [(tmp_path / name / "predictions.jsonl").read_text().splitlines() for name in ("named", "there")]
+    one_says, other_says = ([list(json.loads(line)["answers"].values()) for line in part] for part in lines)
+    assert one_says == other_says
+
+
 @pytest.mark.parametrize(("overrides", "dtype"), [((), torch.bfloat16), (("train.precision=fp32",), torch.float32)])
 def test_a_model_of_no_run_has_the_dtype_that_is_asked_for(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], dtype: Any

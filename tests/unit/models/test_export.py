@@ -178,3 +178,25 @@ def test_a_gguf_file_is_written_as_an_ordinary_model(
     assert asked == [(str(tmp_path / "x.gguf"), {"dtype": torch.bfloat16})]
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= names(tmp_path / "out")
     assert names(tmp_path) == {"out"}
+
+
+def test_a_gguf_file_with_weights_that_fp16_cannot_hold_is_refused(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(model: Any, **options: Any) -> Any:
+        loaded = real(ModelConfig(name=str(tiny_model_dir)), **options)
+        with torch.no_grad():
+            loaded.model.embed_tokens.weight[2] = -largest
+        return loaded
+
+    real = module.load_model
+    monkeypatch.setattr(module, "load_model", load)
+    monkeypatch.setattr(module, "load_tokenizer", lambda model: load_tokenizer(ModelConfig(name=str(tiny_model_dir))))
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    largest = 1e5
+    with pytest.raises(ModelError, match="the largest number of fp16"):
+        convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="fp16")
+    assert names(tmp_path) == set()
+    largest = 6e4
+    convert_gguf(tmp_path / "x.gguf", tmp_path / "out", dtype="fp16")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"

@@ -94,3 +94,11 @@ def test_a_loaded_models_configuration_is_checked_once(tmp_path: Path, monkeypat
     assert packing_of_config(llama(rope_theta=5e5), folder=tmp_path).safe
     assert packing_of_config(llama(), auto_class="AutoModelForSequenceClassification", folder=tmp_path).safe
     assert len(checked) == 4
+
+
+def test_what_failed_for_another_reason_is_tried_again(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = ModelConfig(name=str(tiny_model_dir))
+    store_packing(model, tmp_path, Packing(False, "llama", "too little memory", lasting=False))
+    assert cached_packing(model, tmp_path) is None
+    store_packing(model, tmp_path, UNSAFE)
+    assert cached_packing(model, tmp_path) == UNSAFE

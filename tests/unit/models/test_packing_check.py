@@ -113,3 +113,29 @@ def test_learned_positions_are_as_many_as_a_row_may_have_tokens(
         model(torch.full((1, positions), 9))
         with pytest.raises((IndexError, RuntimeError)):
             model(torch.full((1, positions + 1), 9))
+
+
+def test_a_caller_in_autocast_changes_nothing() -> None:
+    """Where rows of a run are answered, the engine is made in autocast; bf16's rounding would look like a leak."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert check_packing_of(AutoConfig.for_model("llama")).safe
+
+
+@pytest.mark.parametrize(
+    ("error", "lasting"),
+    [
+        (MemoryError(), False),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), False),
+        (ImportError("mamba needs a package"), False),
+        (ValueError("this shape is none"), True),
+    ],
+)
+def test_a_lack_of_memory_or_of_a_package_is_no_word_on_the_model(
+    error: Exception, lasting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", refuse)
+    found = check_packing_of(AutoConfig.for_model("llama"))
+    assert (found.safe, found.lasting) == (False, lasting)

@@ -50,6 +50,14 @@ def test_the_rank_that_does_not_come_to_the_sum_is_named() -> None:
     assert "has not reached the all-reduce of step 7 for 100 s" in hang.why
 
 
+def test_a_rank_that_others_wait_for_a_step_later_is_named_with_its_own_step() -> None:
+    """The collectives of a GPU return at once, and its numbers are read a step later."""
+    hang = Ranks(beat(0, 8, "waiting"), beat(1, 7, "computing"), beat(2, 8, "waiting")).after(HANG_S + 10)
+    assert hang is not None
+    assert [one.rank for one in hang.ranks] == [1]
+    assert "has not reached the all-reduce of step 7" in hang.why
+
+
 def test_a_rank_that_says_nothing_is_named() -> None:
     ranks = Ranks(beat(0, 7, "other"), beat(1, 7, "other"))
     ranks.after(10)

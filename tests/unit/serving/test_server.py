@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,10 @@ from starlette.testclient import TestClient
 from finray.evaluation.artifacts import find_artifact
 from finray.evaluation.classify import classify
 from finray.models.artifacts import load_artifact
-from finray.serving.models import Settings
+from finray.serving.classifier import Classifier
+from finray.serving.errors import ApiError
+from finray.serving.models import Settings, find
+from finray.serving.protocol import ClassifyRequest
 from finray.serving.server import Server
 from tests.support import runs, served, tiny
 
@@ -243,3 +248,25 @@ def test_a_classifier_gives_labels_with_their_probabilities(
         refused = client.post("/v1/chat/completions", json={**ASK, "model": "kinds"})
         assert refused.status_code == 404
         assert "/v1/classify" in told(refused)
+
+
+def test_a_classifier_with_a_full_queue_says_so_and_goes_on(
+    classifier_run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    runs.run_alone(classifier_run({"train.max_steps": 1}), tmp_path / "run")
+    settings = Settings(str(tmp_path / "run" / "checkpoint-000001"), dtype="fp32", name="kinds", max_queue=0)
+    served_one = Classifier(settings, find(settings))
+    asked, answers = ClassifyRequest(model="kinds", input="a tree"), []
+    with served_one._lock:
+        waiting = threading.Thread(target=lambda: answers.append(served_one.answer(asked)))
+        waiting.start()
+        until = time.monotonic() + 60
+        while served_one.counts()[0] == 0:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with pytest.raises(ApiError) as caught:
+            served_one.answer(asked)
+    assert (caught.value.status, caught.value.retry_after) == (429, 1)
+    waiting.join()
+    assert answers == [served_one.answer(asked)]
+    assert served_one.counts() == (0, 0)

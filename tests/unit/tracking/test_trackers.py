@@ -214,6 +214,12 @@ def test_the_mean_loss_is_over_targets_and_not_over_steps(tmp_path: Path) -> Non
     assert mean_loss(tmp_path) == pytest.approx((4 * 30 + 2 * 10 + 1 * 60) / 100)
 
 
+def test_a_record_without_a_loss_is_left_out_of_the_mean(tmp_path: Path) -> None:
+    lines = [{"kind": "train", "step": 1, "loss": 2.0, "supervised": 4}, {"kind": "train", "step": 2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert mean_loss(tmp_path) == 2.0
+
+
 def test_tensorboard_has_the_mean_loss_at_the_last_step(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from finray.config.resolved import Problem
@@ -223,6 +224,10 @@ class Manifest:
         found = kind.parsed(content, cls, where) if is_older else kind.unsealed(content, cls, where)
         if (found.fingerprint, found.content) != (fingerprint(found.shaped_by), content_of(found.splits)):
             raise kind.refused("was changed after it was written", where)
+        for split in found.splits.values():
+            for name, _ in (one for stream in split.streams for one in stream.files()):
+                # Files behind a URL are copied to paths of these names.
+                kind.inside(Path(), name, where=where)
         return found
 
     def to_bytes(self) -> bytes:

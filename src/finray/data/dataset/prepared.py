@@ -103,16 +103,32 @@ class PreparedSplit:
     def row(self, number: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
         """Token ids, and loss mask or (for labelled text) token types of a row, as views of the mapped file."""
         part, within = self._find(number)
+        ids, mask, offsets = self._batches(part)[within // ROWS_PER_BATCH]
+        at = within % ROWS_PER_BATCH
+        span = slice(offsets[at], offsets[at + 1])
+        return ids[span], mask[span]
+
+    def _batches(self, part: int) -> list[tuple[Any, Any, Any]]:
         if part not in self._tokens:
             reader = pa.ipc.open_file(pa.memory_map(str(self._files.path(self._token_files[part]))))
             batches = (reader.get_batch(index).columns for index in range(reader.num_record_batches))
             self._tokens[part] = [
                 (ids.values.to_numpy(), mask.values.to_numpy(), ids.offsets.to_numpy()) for ids, mask in batches
             ]
-        ids, mask, offsets = self._tokens[part][within // ROWS_PER_BATCH]
-        at = within % ROWS_PER_BATCH
-        span = slice(offsets[at], offsets[at + 1])
-        return ids[span], mask[span]
+        return self._tokens[part]
+
+    def beyond(self, size: int) -> int | None:
+        """The first row with a token id of ``size`` or more; None if there is none. Reads all token files."""
+        parts = np.searchsorted(self._starts, self._rows, side="right") - 1
+        batch = (self._rows - self._starts[parts]) // ROWS_PER_BATCH
+        found = []
+        for part in np.unique(parts).tolist():
+            for number, (ids, _, _) in enumerate(self._batches(part)):
+                # One pass over all tokens; single rows are looked at only where there is something to find.
+                if ids.max(initial=0) >= size:
+                    rows = np.flatnonzero((parts == part) & (batch == number)).tolist()
+                    found += [row for row in rows if self.row(row)[0].max(initial=0) >= size][:1]
+        return min(found, default=None)
 
     def where(self, number: int) -> str:
         """``file:row`` in the source."""

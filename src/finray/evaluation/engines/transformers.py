@@ -376,7 +376,10 @@ class TransformersEngine:
     def _with(self, adapter: bool) -> AbstractContextManager[Any]:
         """Context manager of a forward pass with or without the adapter."""
         if not adapter and self._is_merged:
-            raise ModelError("the adapter is merged into the weights, so the base model cannot answer")
+            raise ModelError(
+                "the adapter is merged into the weights, so the base model cannot answer",
+                repair="use --engine transformers without --merge, which keeps them apart",
+            )
         if adapter or self.model is self._inner:
             return nullcontext()
         without: AbstractContextManager[Any] = self.model.disable_adapter()

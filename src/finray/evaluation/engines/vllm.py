@@ -266,7 +266,10 @@ class VLLMEngine:
     ) -> Iterator[tuple[int, Any]]:
         """Indices of prompts with vLLM's outputs so far, as they arrive."""
         if not adapter and self._is_merged:
-            raise ModelError("the adapter is merged into the weights, so the base model cannot answer")
+            raise ModelError(
+                "the adapter is merged into the weights, so the base model cannot answer",
+                repair="use --engine transformers without --merge, which keeps them apart",
+            )
         engine, places = self._llm.llm_engine, dict[str, int]()
         request = self._adapter if adapter else None
         try:
